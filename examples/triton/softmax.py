@@ -1,0 +1,263 @@
+"""Row softmax: read the matrix once, write it once, at every row length.
+
+Technique  A softmax needs the maximum and the sum of a row before it can write any of it. A row that stays on the
+           chip is read once: 2 * n_rows * n_cols elements move, against about 8 for max, subtract, exp, sum and divide
+           as kernels of their own. Where a row is kept depends on how long it is, so there are four kernels:
+           rows      a program holds one row, or several short ones, in registers: short rows alone are too little
+                     work per program to cover memory latency;
+           prefetch  a row fills a whole SM, so nothing runs beside it; a persistent program loads its next row
+                     into shared memory while it finishes the one in registers;
+           loop      any length: one pass keeps a running maximum and rescales the running sum when it grows (the
+                     online softmax), a second pass reads the row again, now mostly from L2, and writes;
+           split     a row too long for one SM is held by several: each publishes its part's maximum and sum, waits
+                     for the others', and writes. Each element is still read once.
+Question   How does one keep a row on the chip when rows have 256 columns, and when they have 131072?
+Needs      triton
+Shapes     x [n_rows, n_cols], last dimension contiguous, any row stride -> y [n_rows, n_cols], contiguous, same dtype.
+Dtypes     float32, float16, bfloat16; the arithmetic is float32 whatever the storage.
+Errors     TypeError for another dtype; ValueError for another rank, no columns, an inner stride other than 1, or a row
+           longer than the chosen kernel takes; RuntimeError for a device without Triton or an input that requires grad.
+Wins when  x is larger than L2: then it runs at the speed of a copy up to the rows that fit an SM.
+Source     traffic count as in Triton tutorial 02; online softmax: Milakov and Gimelshein 2018; chapter section
+           "Triton".
+Run        python examples/triton/softmax.py
+"""
+
+from __future__ import annotations
+
+from harness import Harness, Work, device_limits, interpreted, require_triton_device, run
+
+import torch
+import triton
+import triton.language as tl
+
+DTYPES = (torch.float32, torch.float16, torch.bfloat16)
+ROWS_MAX = 32768  # 32 values per thread at 32 warps; twice that spills on sm_90 and runs at an eighth of the speed
+PREFETCH_MIN = 16384  # up to here two rows share an SM, which hides the same latency with less machinery
+SPLIT_BLOCK = 8192  # 8 warps at 32 values per thread: five programs fit an SM, so four load while one waits
+
+
+@triton.jit
+def softmax_rows_kernel(x_ptr, y_ptr, stride_xm, stride_ym, n_rows, n_cols, ROWS: tl.constexpr, BLOCK_N: tl.constexpr):
+    # int64 because row * stride passes 2**31 elements on tensors that still fit in memory.
+    rows = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
+    cols = tl.arange(0, BLOCK_N)
+    inside = (rows < n_rows)[:, None] & (cols < n_cols)[None, :]
+    # Pad with -inf, not 0: exp(-inf) is 0, so the padding cannot change the sum.
+    x = tl.load(x_ptr + rows[:, None] * stride_xm + cols[None, :], mask=inside, other=-float("inf")).to(tl.float32)
+    weights = tl.exp(x - tl.max(x, axis=1)[:, None])
+    y = weights / tl.sum(weights, axis=1)[:, None]
+    tl.store(y_ptr + rows[:, None] * stride_ym + cols[None, :], y.to(y_ptr.dtype.element_ty), mask=inside)
+
+
+@triton.jit
+def softmax_prefetch_kernel(
+    x_ptr, y_ptr, stride_xm, stride_ym, n_rows, n_cols, BLOCK_N: tl.constexpr, STAGES: tl.constexpr
+):
+    cols = tl.arange(0, BLOCK_N)
+    inside = cols < n_cols
+    stride_xm, stride_ym = tl.cast(stride_xm, tl.int64), tl.cast(stride_ym, tl.int64)
+    # num_stages turns the load into cp.async: STAGES - 1 rows are on their way to shared memory at any time.
+    for row in tl.range(tl.program_id(0), n_rows, tl.num_programs(0), num_stages=STAGES):
+        x = tl.load(x_ptr + row * stride_xm + cols, mask=inside, other=-float("inf")).to(tl.float32)
+        weights = tl.exp(x - tl.max(x, axis=0))
+        y = weights / tl.sum(weights, axis=0)
+        tl.store(y_ptr + row * stride_ym + cols, y.to(y_ptr.dtype.element_ty), mask=inside)
+
+
+@triton.jit
+def softmax_loop_kernel(x_ptr, y_ptr, stride_xm, stride_ym, n_cols, BLOCK_N: tl.constexpr):
+    row = tl.program_id(0).to(tl.int64)
+    x_row, y_row = x_ptr + row * stride_xm, y_ptr + row * stride_ym
+    lane = tl.arange(0, BLOCK_N)
+    # One running maximum and sum per lane, not per row: no reduction inside the loop.
+    largest = tl.full((BLOCK_N,), -float("inf"), tl.float32)
+    total = tl.zeros((BLOCK_N,), tl.float32)
+    for start in range(0, n_cols, BLOCK_N):
+        cols = start + lane
+        # evict_last asks L2 to keep the row for the second pass.
+        x = tl.load(x_row + cols, mask=cols < n_cols, other=-float("inf"), eviction_policy="evict_last").to(tl.float32)
+        larger = tl.maximum(largest, x)
+        # A lane that has seen only -inf would compute -inf - -inf = NaN.
+        centre = tl.where(larger == -float("inf"), 0.0, larger)
+        total = total * tl.exp(largest - centre) + tl.exp(x - centre)
+        largest = larger
+    row_max = tl.max(largest, axis=0)
+    scale = 1.0 / tl.sum(total * tl.exp(largest - row_max), axis=0)
+    # Backwards, so that the second pass starts with what was read last.
+    for done in range(0, n_cols, BLOCK_N):
+        cols = (tl.cdiv(n_cols, BLOCK_N) - 1) * BLOCK_N - done + lane
+        x = tl.load(x_row + cols, mask=cols < n_cols, eviction_policy="evict_first").to(tl.float32)
+        y = tl.exp(x - row_max) * scale
+        tl.store(y_row + cols, y.to(y_ptr.dtype.element_ty), mask=cols < n_cols, cache_modifier=".cs")
+
+
+@triton.jit
+def softmax_split_kernel(
+    x_ptr, y_ptr, tickets_ptr, arrived_ptr, stats_ptr, stride_xm, stride_ym, n_cols,
+    PARTS: tl.constexpr, PARTS_POW2: tl.constexpr, BLOCK_N: tl.constexpr,
+):  # fmt: skip
+    # A ticket, not program_id: hardware may start programs in any order, tickets are dealt in the order in which
+    # they run. So the parts of the oldest unfinished row are all running or next to start, and the wait below ends.
+    ticket = tl.atomic_add(tickets_ptr, 1, sem="relaxed")
+    row = (ticket // PARTS).to(tl.int64)
+    part = ticket % PARTS
+    cols = part * BLOCK_N + tl.arange(0, BLOCK_N)
+    inside = cols < n_cols
+    x = tl.load(x_ptr + row * stride_xm + cols, mask=inside, other=-float("inf")).to(tl.float32)
+    part_max = tl.max(x, axis=0)
+    weights = tl.exp(x - tl.where(part_max == -float("inf"), 0.0, part_max))
+
+    maxima_ptr = stats_ptr + row * (2 * PARTS)
+    sums_ptr = maxima_ptr + PARTS
+    tl.store(maxima_ptr + part, part_max)
+    tl.store(sums_ptr + part, tl.sum(weights, axis=0))
+    tl.debug_barrier()  # both stores before the release below, whichever thread made them
+    arrived = tl.atomic_add(arrived_ptr + row, 1, sem="acq_rel") + 1
+    while arrived < PARTS:
+        arrived = tl.atomic_add(arrived_ptr + row, 0, sem="acquire")
+
+    parts = tl.arange(0, PARTS_POW2)
+    maxima = tl.load(maxima_ptr + parts, mask=parts < PARTS, other=-float("inf"), cache_modifier=".cg")
+    sums = tl.load(sums_ptr + parts, mask=parts < PARTS, other=0.0, cache_modifier=".cg")
+    row_max = tl.max(maxima, axis=0)
+    row_sum = tl.sum(tl.where(maxima == -float("inf"), 0.0, sums * tl.exp(maxima - row_max)), axis=0)
+    own = tl.where(part_max == -float("inf"), 0.0, tl.exp(part_max - row_max))
+    y = weights * (own / row_sum)
+    tl.store(y_ptr + row * stride_ym + cols, y.to(y_ptr.dtype.element_ty), mask=inside)
+
+
+def _output(name: str, x: torch.Tensor, max_cols: int | None) -> torch.Tensor:
+    require_triton_device(name, x)
+    if x.dtype not in DTYPES:
+        raise TypeError(f"{name}: dtype {x.dtype} is not one of {DTYPES}; convert with x.float() first")
+    if x.ndim != 2:
+        raise ValueError(
+            f"{name}: need a matrix [n_rows, n_cols], got shape {tuple(x.shape)}; call x.reshape(-1, n_cols)"
+        )
+    if x.shape[1] == 0:
+        raise ValueError(f"{name}: shape {tuple(x.shape)} has no columns, and a softmax over nothing is undefined")
+    if max_cols is not None and x.shape[1] > max_cols:
+        raise ValueError(f"{name}: {x.shape[1]} columns, but a row may have {max_cols} here; call softmax(x)")
+    if x.stride(1) != 1 and x.shape[1] > 1:
+        raise ValueError(f"{name}: strides {x.stride()}, but columns must be contiguous; call x.contiguous() first")
+    return torch.empty(x.shape, dtype=x.dtype, device=x.device)
+
+
+def softmax_rows(x: torch.Tensor) -> torch.Tensor:
+    """Softmax over rows of up to ROWS_MAX columns, each held in one program's registers."""
+    y = _output("softmax_rows", x, ROWS_MAX)
+    n_rows, n_cols = x.shape
+    if n_rows:  # a grid of zero programs is a launch error
+        block_n = triton.next_power_of_2(n_cols)
+        # 4096 elements a program below 1024 columns, then 16 values a thread: the fastest on an H200 at each width.
+        rows = min(64, 4096 // block_n) if block_n <= 512 else max(1, 2048 // block_n)
+        num_warps = 4 if block_n <= 2048 else block_n // 512
+        softmax_rows_kernel[(triton.cdiv(n_rows, rows),)](
+            x, y, x.stride(0), y.stride(0), n_rows, n_cols, ROWS=rows, BLOCK_N=block_n, num_warps=min(32, num_warps)
+        )
+    return y
+
+
+def softmax_prefetch(x: torch.Tensor) -> torch.Tensor:
+    """Softmax over rows of up to ROWS_MAX columns by persistent programs that load their next rows ahead."""
+    y = _output("softmax_prefetch", x, ROWS_MAX)
+    n_rows, n_cols = x.shape
+    if n_rows:
+        block_n = triton.next_power_of_2(n_cols)
+        sms, shared = device_limits(x.device)
+        stages = 1 + min(3, shared // (block_n * x.element_size()))  # as many rows ahead as shared memory holds
+        softmax_prefetch_kernel[(min(sms, n_rows),)](
+            x, y, x.stride(0), y.stride(0), n_rows, n_cols,
+            BLOCK_N=block_n, STAGES=stages, num_warps=max(4, min(16, block_n // 512)),
+        )  # fmt: skip
+    return y
+
+
+def softmax_loop(x: torch.Tensor) -> torch.Tensor:
+    """Softmax over rows of any length; each row is read twice, the second time mostly from L2."""
+    y = _output("softmax_loop", x, None)
+    n_rows, n_cols = x.shape
+    if n_rows:
+        block_n = min(SPLIT_BLOCK, triton.next_power_of_2(n_cols))
+        softmax_loop_kernel[(n_rows,)](
+            x, y, x.stride(0), y.stride(0), n_cols, BLOCK_N=block_n, num_warps=max(1, block_n // 512)
+        )
+    return y
+
+
+def split_max_cols(device: torch.device) -> int:
+    """Longest row softmax_split takes: its parts wait for each other, so one SM each must be enough to run them all."""
+    return SPLIT_BLOCK * device_limits(device).sms
+
+
+def softmax_split(x: torch.Tensor) -> torch.Tensor:
+    """Softmax over rows of up to split_max_cols(x.device) columns, each held by several programs at once.
+
+    GPU only: programs wait for each other, and the interpreter runs one after the other (RuntimeError there).
+    """
+    y = _output("softmax_split", x, split_max_cols(x.device))
+    if interpreted():
+        raise RuntimeError(
+            "softmax_split: its programs wait for each other and cannot be interpreted; use softmax_loop"
+        )
+    n_rows, n_cols = x.shape
+    if n_rows:
+        parts = triton.cdiv(n_cols, SPLIT_BLOCK)
+        counters = torch.zeros(n_rows + 1, dtype=torch.int32, device=x.device)
+        stats = torch.empty(n_rows * 2 * parts, dtype=torch.float32, device=x.device)
+        softmax_split_kernel[(n_rows * parts,)](
+            x, y, counters, counters[1:], stats, x.stride(0), y.stride(0), n_cols,
+            PARTS=parts, PARTS_POW2=triton.next_power_of_2(parts), BLOCK_N=SPLIT_BLOCK, num_warps=8,
+        )  # fmt: skip
+    return y
+
+
+def softmax(x: torch.Tensor) -> torch.Tensor:
+    """Softmax over the last dimension of a matrix by the kernel that is fastest for its row length."""
+    if x.ndim == 2 and x.shape[1] > ROWS_MAX:
+        splits = x.is_cuda and x.shape[1] <= split_max_cols(x.device)
+        return softmax_split(x) if splits else softmax_loop(x)
+    return softmax_prefetch(x) if x.ndim == 2 and x.shape[1] > PREFETCH_MIN else softmax_rows(x)
+
+
+def reference(x: torch.Tensor) -> torch.Tensor:
+    return torch.softmax(x.double(), dim=-1)
+
+
+def torch_softmax(x: torch.Tensor) -> torch.Tensor:
+    return torch.softmax(x, dim=-1)
+
+
+def demo(h: Harness) -> None:
+    # Tails before sizes. scale=4 gives peaked rows, so that an output of 1 / n_cols cannot pass.
+    kernels = [softmax_rows, softmax_prefetch, softmax_loop] + ([] if interpreted() else [softmax_split])
+    for kernel in kernels:
+        for shape in [(1, 1), (3, 781), (9, 4097)]:
+            h.check(kernel, reference, h.randn(*shape, dtype=h.half, scale=4.0), terms=shape[1])
+        padded = h.randn(5, 1024, dtype=h.half, scale=4.0)[:, :781]  # a row stride above n_cols
+        h.check(kernel, reference, padded, terms=781, what=f"{kernel.__name__} of padded rows 5x781")
+
+    h.codegen(softmax_rows, h.meta(4096, 4096), find=dict.fromkeys((80, 90, 100, 120), ("ld.global.v4",)))
+    h.codegen(softmax_prefetch, h.meta(4096, 32768), find=dict.fromkeys((80, 90, 100), ("cp.async",)))
+    h.codegen(softmax_split, h.meta(4096, 131072), find=dict.fromkeys((80, 90, 100, 120), ("ld.global.v4", "atom")))
+
+    widths = (256, 1024, 4096, 16384, 32768, 65536, 131072)
+    elements = h.pick(interpreted=1 << 16, quick=1 << 26, full=1 << 28)
+    for cols in h.pick(interpreted=(256, 4096, 40000), quick=(256, 4096, 32768, 131072), full=widths):
+        rows = h.fit(elements, bytes_each=40) // cols
+        x = h.randn(rows, cols, dtype=h.half, scale=4.0)
+        variants = {"torch": torch_softmax, "torch.compile": h.compiled(torch_softmax)}
+        if cols <= ROWS_MAX:
+            variants["triton rows"] = softmax_rows
+        if PREFETCH_MIN <= cols <= ROWS_MAX:
+            variants["triton prefetch"] = softmax_prefetch
+        if cols >= PREFETCH_MIN:
+            variants["triton loop"] = softmax_loop
+        if cols > ROWS_MAX and not interpreted():
+            variants["triton split"] = softmax_split
+        h.compare(variants, reference, x, baseline="torch", work=Work(bytes=2 * x.nbytes), terms=cols)
+
+
+if __name__ == "__main__":
+    run(demo)

@@ -1,0 +1,150 @@
+"""What there is to run, read from the source text alone: no torch, no triton, nothing executed.
+
+A topic script lists its technique files in TECHNIQUES. A technique file's docstring says the rest: its
+first line is the lesson, and the fields `Question` and `Needs` feed --list, doctor and the README.
+"""
+
+from __future__ import annotations
+
+import ast
+import re
+from dataclasses import dataclass, field
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parent.parent
+
+
+class CatalogError(Exception):
+    """A topic script or a technique file that does not follow the rules of this module."""
+
+
+@dataclass(frozen=True)
+class Needs:
+    """What a technique needs, as its docstring says: `Needs  triton>=3.5, sm_90, 8 GiB`.
+
+    A package must be importable at all times. `sm` and `gib` are asked of a GPU only: without one, Triton
+    kernels are interpreted, which any CPU can do. `gpu` says that nothing can be shown without one.
+    """
+
+    packages: tuple[tuple[str, str | None], ...] = ()
+    sm: tuple[int, int] | None = None
+    gib: float | None = None
+    gpu: bool = False
+    text: str = "torch only"
+
+    @property
+    def triton(self) -> bool:
+        return any(name == "triton" for name, _ in self.packages)
+
+    @classmethod
+    def parse(cls, text: str, where: str = "Needs") -> Needs:
+        packages: list[tuple[str, str | None]] = []
+        sm, gib, gpu = None, None, False
+        for item in filter(None, (part.strip() for part in text.split(","))):
+            if item in ("gpu", "GPU"):
+                gpu = True
+            elif match := re.fullmatch(r"sm_(\d+)(\d)", item):
+                sm = (int(match[1]), int(match[2]))
+            elif match := re.fullmatch(r"(\d+(?:\.\d+)?) GiB", item):
+                gib = float(match[1])
+            elif match := re.fullmatch(r"([A-Za-z][\w-]*)(?:>=(\d+(?:\.\d+)*))?", item):
+                packages.append((match[1], match[2]))
+            else:
+                raise CatalogError(
+                    f"{where}: cannot read {item!r}; use package, package>=1.2, sm_90, 8 GiB, gpu, with commas between"
+                )
+        return cls(tuple(packages), sm, gib, gpu, text or "torch only")
+
+
+@dataclass(frozen=True)
+class Technique:
+    """One technique file: its name is the file's stem."""
+
+    name: str
+    path: Path
+    lesson: str
+    question: str
+    needs: Needs
+
+    @property
+    def file(self) -> str:
+        return _relative(self.path)
+
+
+@dataclass(frozen=True)
+class Topic:
+    """One topic script and its techniques in the order in which it tells them."""
+
+    name: str
+    path: Path
+    title: str
+    techniques: tuple[Technique, ...] = field(default=())
+
+    @property
+    def file(self) -> str:
+        return _relative(self.path)
+
+
+def _relative(path: Path) -> str:
+    return str(path.relative_to(ROOT)) if path.is_relative_to(ROOT) else str(path)
+
+
+def _parse(path: Path) -> ast.Module:
+    try:
+        return ast.parse(path.read_text(encoding="utf-8"), filename=str(path))
+    except FileNotFoundError:
+        raise CatalogError(f"{path}: no such file") from None
+    except SyntaxError as error:
+        raise CatalogError(f"{path}:{error.lineno}: {error.msg}") from None
+
+
+def fields(docstring: str) -> dict[str, str]:
+    """The `Name  text` fields of a technique's docstring; text continues on lines indented further."""
+    found: dict[str, list[str]] = {}
+    current = None
+    for line in docstring.splitlines():
+        if match := re.match(r"([A-Z][a-z]+(?: [a-z]+)?)  +(\S.*)$", line):
+            current = found.setdefault(match[1], [])
+            current.append(match[2])
+        elif current is not None and line.startswith("  ") and line.strip():
+            current.append(line.strip())
+        else:
+            current = None
+    return {name: " ".join(lines) for name, lines in found.items()}
+
+
+def read_technique(path: Path) -> Technique:
+    """Parse one technique file. Raises CatalogError when its docstring lacks the lesson or a field."""
+    docstring = ast.get_docstring(_parse(path))
+    if not docstring:
+        raise CatalogError(f"{path}: a technique file starts with a docstring whose first line is its lesson")
+    found = fields(docstring)
+    for name in ("Question", "Needs"):
+        if name not in found:
+            raise CatalogError(f"{path}: its docstring has no '{name}' field")
+    lesson = docstring.splitlines()[0].strip()
+    return Technique(path.stem, path, lesson, found["Question"], Needs.parse(found["Needs"], str(path)))
+
+
+def read_topic(path: Path) -> Topic:
+    """Parse one topic script and the technique files it lists. Raises CatalogError."""
+    path = Path(path).resolve()
+    tree = _parse(path)
+    for node in tree.body:
+        if isinstance(node, ast.Assign) and [getattr(t, "id", "") for t in node.targets] == ["TECHNIQUES"]:
+            files = ast.literal_eval(node.value)
+            break
+    else:
+        raise CatalogError(f"{path}: a topic script lists its technique files in TECHNIQUES")
+    techniques = tuple(read_technique(path.parent / file) for file in files)
+    names = [technique.name for technique in techniques]
+    if len(set(names)) != len(names):
+        raise CatalogError(f"{path}: two of its techniques share a name: {sorted(names)}")
+    title = (ast.get_docstring(tree) or path.stem).splitlines()[0].strip()
+    return Topic(path.stem, path, title, techniques)
+
+
+def topics(root: Path = ROOT) -> list[Topic]:
+    """Every topic script in the repository's root."""
+    scripts = sorted(path for path in root.glob("*.py") if "\nTECHNIQUES = " in path.read_text(encoding="utf-8"))
+    return [read_topic(path) for path in scripts]

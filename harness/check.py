@@ -1,0 +1,219 @@
+"""Is the output right? A float64 reference, an error budget that means something, and poisoned outputs.
+
+The budget of one element is
+
+    2 * eps(output) * |want|  +  16 * eps(acc) * sqrt(terms) * rms(row)  +  8 * operand_eps * rms(row)
+    +  the smallest subnormal of the output
+
+The first term is the rounding of the result to its own dtype. The second is the rounding of a sum of `terms`
+products in the accumulator, which follows the size of the row and not of the element: a sum may cancel. The
+third is for units that round their operands first (TF32 keeps 10 bits: 2**-11). A budget that zeros or the
+mean of the reference would pass proves nothing, so check() refuses it.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+
+import torch
+from torch.overrides import TorchFunctionMode
+
+CHUNK = 2**24  # elements judged at a time: float64 temporaries stay below 1 GiB
+GUARD = 256  # bytes of canary on either side of an output; keeps the 16-byte alignment that wide loads need
+POISON = 0xFF  # every byte: NaN in each float format, -1 in each integer
+
+
+class CheckError(AssertionError):
+    """A wrong output: dtype, shape, an unwritten or out-of-budget element, a write outside the output."""
+
+
+class VacuousCheck(AssertionError):
+    """A check that a trivial output would pass; the inputs or the budget must change."""
+
+
+class _PoisonedEmpty(TorchFunctionMode):
+    """torch.empty and its kin return memory full of poison, with a canary before and after it."""
+
+    MAKERS = (
+        torch.empty,
+        torch.empty_like,
+        torch.empty_strided,
+        torch.Tensor.new_empty,
+        torch.Tensor.new_empty_strided,
+    )
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.buffers: list[tuple[torch.Tensor, int]] = []  # each with the size of the output in it
+
+    def __torch_function__(self, func, types, args=(), kwargs=None):
+        made = func(*args, **(kwargs or {}))
+        if func not in self.MAKERS or made.device.type == "meta" or made.layout is not torch.strided:
+            return made
+        size = made.untyped_storage().nbytes()
+        padded = (size + 15) // 16 * 16
+        buffer = torch.full((padded + 2 * GUARD,), POISON, dtype=torch.uint8, device=made.device)
+        self.buffers.append((buffer, size))
+        inside = buffer[GUARD : GUARD + padded].view(made.dtype)
+        return inside.as_strided(made.shape, made.stride(), inside.storage_offset())
+
+    def broken_canaries(self) -> int:
+        """Bytes outside the outputs that somebody wrote."""
+        edges = [edge for buffer, size in self.buffers for edge in (buffer[:GUARD], buffer[GUARD + size :])]
+        return sum(int((edge != POISON).sum()) for edge in edges)
+
+
+@contextmanager
+def poisoned_outputs(what: str) -> Iterator[None]:
+    """Within it, memory that torch.empty and its kin return is poisoned and guarded.
+
+    Raises CheckError on the way out when something was written outside that memory.
+    """
+    with _PoisonedEmpty() as mode:
+        yield
+    if broken := mode.broken_canaries():
+        raise CheckError(f"{what}: {broken} bytes outside its output were written (within {GUARD} bytes of it)")
+
+
+def _eps(acc: torch.dtype | float) -> float:
+    return torch.finfo(acc).eps if isinstance(acc, torch.dtype) else float(acc)
+
+
+def _row_rms(want: torch.Tensor) -> torch.Tensor:
+    """Root mean square of the finite values of each row (the last dimension); one row for a vector or a scalar."""
+    rows = want.reshape(-1, want.shape[-1]) if want.ndim > 1 else want.reshape(1, -1)
+    step = max(1, CHUNK // max(1, rows.shape[1]))
+    parts = []
+    for part in rows.split(step):
+        finite = torch.isfinite(part)
+        squares = torch.where(finite, part, 0.0).square_()
+        parts.append((squares.sum(1) / finite.sum(1).clamp_(min=1)).sqrt_())
+    return torch.cat(parts)
+
+
+def judge(
+    got: torch.Tensor,
+    want: torch.Tensor,
+    *,
+    what: str,
+    dtype: torch.dtype,
+    terms: int = 1,
+    acc: torch.dtype | float = torch.float32,
+    operand_eps: float = 0.0,
+    constant_ok: bool = False,
+) -> float:
+    """Largest error of `got` as a fraction of its budget (at most 1); `want` is the float64 reference.
+
+    NaN must meet NaN, an infinity the same infinity; a reference beyond the range of `dtype` counts as infinite.
+    Raises CheckError, with the place and the numbers, for a wrong dtype, shape or value, and VacuousCheck when
+    zeros or the mean would pass too (`constant_ok` says that they should: an input whose answer is a constant).
+    """
+    if want.dtype is not torch.float64:
+        raise TypeError(f"{what}: the reference must be float64, got {want.dtype}; compute it from x.double()")
+    if got.dtype is not dtype:
+        raise CheckError(f"{what}: dtype is {got.dtype}, expected {dtype}")
+    if got.shape != want.shape:
+        raise CheckError(f"{what}: shape is {tuple(got.shape)}, expected {tuple(want.shape)}")
+    if got.device != want.device:
+        raise CheckError(f"{what}: output is on {got.device}, expected {want.device}")
+    if not want.numel():
+        return 0.0
+
+    if not dtype.is_floating_point:
+        wrong = got.double() != want
+        if bad := int(wrong.sum()):
+            place = torch.nonzero(wrong)[0].tolist()
+            raise CheckError(f"{what}: {bad} of {want.numel()} elements are wrong, the first at {place}")
+        return 0.0
+
+    info = torch.finfo(dtype)
+    columns = want.shape[-1] if want.ndim > 1 else want.numel()
+    rms = _row_rms(want)
+    mean = (want.mean(dim=-1) if columns > 1 else want.mean()).reshape(-1)
+    relative, per_row = 2 * info.eps, 16 * _eps(acc) * math.sqrt(terms) + 8 * operand_eps
+    subnormal = info.smallest_normal * info.eps
+
+    shape = want.shape
+    got, want = got.reshape(-1), want.reshape(-1)
+    worst, worst_at, bad, unwritten = 0.0, 0, 0, 0
+    zeros_pass, mean_passes, all_zero, all_mean = True, True, True, True
+    for start in range(0, want.numel(), CHUNK):
+        w, g = want[start : start + CHUNK], got[start : start + CHUNK].double()
+        row = torch.arange(start, start + w.numel(), device=w.device) // columns
+        rounded = w.to(dtype).double()  # beyond the range of dtype this is an infinity, as the output must be
+        finite = torch.isfinite(rounded)
+        budget = relative * w.abs() + per_row * rms[row] + subnormal
+        same = (g == rounded) | (g.isnan() & rounded.isnan())
+        ratio = torch.where(finite, (g - w).abs() / budget, torch.where(same, 0.0, math.inf))
+        ratio = ratio.nan_to_num_(nan=math.inf, posinf=math.inf)  # NaN in a place that wants a number
+        bad += int((ratio > 1).sum())
+        unwritten += int((g.isnan() & ~w.isnan()).sum())
+        if (largest := ratio.max().item()) > worst:
+            worst, worst_at = largest, start + int(ratio.argmax())
+        if not constant_ok:
+            centre = mean[row] if mean.numel() > 1 else mean
+            off = torch.where(finite, (w - centre).abs(), math.inf)
+            all_zero &= bool((w == 0).all())
+            all_mean &= bool((off == 0).all())
+            zeros_pass &= bool((torch.where(finite, w.abs(), math.inf) <= budget).all())
+            mean_passes &= bool((off <= budget).all())
+    if not constant_ok and ((zeros_pass and not all_zero) or (mean_passes and not all_mean)):
+        trivial = "zeros" if zeros_pass else "its own mean"
+        raise VacuousCheck(f"{what}: {trivial} would pass this check; use inputs whose answer varies more")
+    if bad:
+        place = tuple(int(i) for i in torch.unravel_index(torch.tensor(worst_at), shape))
+        budget = relative * want[worst_at].abs() + per_row * rms[worst_at // columns] + subnormal
+        raise CheckError(
+            f"{what}: {bad} of {want.numel()} elements are wrong, the worst at {list(place)}: "
+            f"got {got[worst_at].item():.6g}, want {want[worst_at].item():.6g}, budget {budget.item():.2g}"
+            + (f"; {unwritten} are NaN where the reference is not, as memory nobody wrote is" if unwritten else "")
+        )
+    return worst
+
+
+def tensors_of(result: torch.Tensor | tuple | list) -> tuple[torch.Tensor, ...]:
+    return tuple(result) if isinstance(result, (tuple, list)) else (result,)
+
+
+def check(
+    fn: Callable,
+    reference: Callable,
+    *inputs,
+    what: str,
+    dtype: torch.dtype | None = None,
+    poison: bool = True,
+    **budget,
+) -> float:
+    """Run fn(*inputs) on poisoned memory and judge every tensor it returns; the largest error / budget.
+
+    reference(*inputs) returns the float64 result, on the very inputs that fn gets. `dtype` is the dtype expected
+    of the outputs, that of the first input unless given. `budget` goes to judge(). Inputs must survive the call.
+    Raises CheckError or VacuousCheck.
+    """
+    expected = dtype or inputs[0].dtype
+    wants = tensors_of(reference(*inputs))
+    if not poison:
+        return judge_all(fn(*inputs), wants, what=what, dtype=expected, **budget)
+    before = [x.clone() if isinstance(x, torch.Tensor) and x.numel() <= CHUNK else None for x in inputs]
+    with poisoned_outputs(what):
+        result = fn(*inputs)
+    for i, (x, copy) in enumerate(zip(inputs, before, strict=True)):
+        if copy is not None and not torch.equal(_bits(x), _bits(copy)):
+            raise CheckError(f"{what}: the call changed its input {i}")
+    return judge_all(result, wants, what=what, dtype=expected, **budget)
+
+
+def _bits(x: torch.Tensor) -> torch.Tensor:
+    """The tensor as bytes, so that equal NaNs compare equal."""
+    return x.contiguous().view(torch.uint8) if x.ndim else x.reshape(1).view(torch.uint8)
+
+
+def judge_all(result, wants: tuple[torch.Tensor, ...], *, what: str, **budget) -> float:
+    """judge() for each output of a call; the largest of their errors."""
+    results = tensors_of(result)
+    if len(results) != len(wants):
+        raise CheckError(f"{what}: returned {len(results)} tensors, expected {len(wants)}")
+    names = [what] if len(wants) == 1 else [f"{what} output {i}" for i in range(len(wants))]
+    return max(judge(g, w, what=n, **budget) for g, w, n in zip(results, wants, names, strict=True))

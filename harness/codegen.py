@@ -1,0 +1,339 @@
+"""What a kernel becomes: compile it for any architecture, without that GPU, and count what it uses.
+
+A wrapper is called on meta tensors in a worker process whose Triton compiles and never launches. So a kernel
+is specialised exactly as a launch would specialise it (strides, alignment, configuration), which a signature
+written by hand gets wrong. The worker is a process of its own for two reasons: this one may be interpreting,
+and an LLVM abort must not end the run.
+
+    compile_for(wrapper, args, kwargs, sms=(80, 90, 100))   ->  list[Kernel]
+    python -m harness.codegen                               the worker itself; not for people
+"""
+
+from __future__ import annotations
+
+import atexit
+import contextlib
+import io
+import json
+import os
+import re
+import select
+import subprocess
+import sys
+import tempfile
+from collections.abc import Callable
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+
+TIMEOUT_S = 180
+
+# The instruction that proves a technique, as it is written in PTX.
+INSTRUCTIONS = {
+    "ld.global.v4": r"\bld\.global\S*\.v[48]\b|\bld\.global\S*\.v2\.b64",
+    "st.global.v4": r"\bst\.global\S*\.v[48]\b|\bst\.global\S*\.v2\.b64",
+    "cp.async": r"\bcp\.async\.c[ag]\.",
+    "cp.async.bulk.tensor": r"\bcp\.async\.bulk\.tensor\.",
+    "mbarrier": r"\bmbarrier\.",
+    "mma.sync": r"\bmma\.sync\.",
+    "wgmma": r"\bwgmma\.mma_async\.",
+    "tcgen05.mma": r"\btcgen05\.mma\b",
+    "kind::f16": r"kind::f16",
+    "kind::tf32": r"kind::tf32",
+    "kind::f8f6f4": r"kind::f8f6f4",
+    "block_scale": r"block_scale",
+    "e4m3": r"\.e4m3",
+    "tf32": r"\.tf32",
+    "setmaxnreg": r"\bsetmaxnreg\.",
+    "atom": r"\batom\.",
+    "fma.f32": r"\bfma\.rn\.f32\b",
+}
+
+
+class CodegenError(AssertionError):
+    """The instruction a technique stands for is missing, or its kernel does not compile where it must."""
+
+
+@dataclass
+class Kernel:
+    """One kernel compiled for one architecture; `error` says why there is none."""
+
+    kernel: str
+    sm: int
+    found: dict[str, int] = field(default_factory=dict)
+    registers: int | None = None
+    spills: int | None = None
+    shared: int | None = None
+    shared_limit: int | None = None
+    warps: int | None = None
+    config: str = ""
+    error: str | None = None
+
+    @property
+    def fits(self) -> bool:
+        return self.shared is None or self.shared_limit is None or self.shared <= self.shared_limit
+
+    def record(self) -> dict:
+        return asdict(self)
+
+
+def compile_for(
+    wrapper: Callable,
+    args: tuple = (),
+    kwargs: dict | None = None,
+    *,
+    sms: tuple[int, ...] = (80, 90, 100),
+    config: int = 0,
+) -> list[Kernel]:
+    """Compile each kernel that wrapper(*args, **kwargs) launches, for each architecture in `sms`.
+
+    Tensors among the arguments are replaced by meta tensors of the same shape, strides and dtype. An autotuned
+    kernel is compiled in one configuration: number `config` of those its own pruning keeps on that architecture.
+    A kernel that does not compile, or takes the compiler down with it, comes back with its `error`.
+    """
+    file = Path(wrapper.__globals__["__file__"]).resolve()
+    request = {
+        "file": str(file),
+        "function": wrapper.__qualname__,
+        "args": [_encode(x) for x in args],
+        "kwargs": {name: _encode(x) for name, x in (kwargs or {}).items()},
+        "config": config,
+    }
+    return [kernel for sm in sms for kernel in _ask(request | {"sm": sm})]
+
+
+def _encode(value):
+    import torch
+
+    if isinstance(value, torch.Tensor):
+        return {
+            "shape": list(value.shape),
+            "stride": list(value.stride()),
+            "dtype": str(value.dtype).removeprefix("torch."),
+        }
+    if isinstance(value, torch.dtype):
+        return {"torch": str(value).removeprefix("torch.")}
+    if value is None or isinstance(value, (bool, int, float, str)):
+        return value
+    raise TypeError(
+        f"codegen: cannot pass a {type(value).__name__} to the compiling process; use tensors and plain values"
+    )
+
+
+def _decode(value):
+    import torch
+
+    if isinstance(value, dict) and "shape" in value:
+        dtype = getattr(torch, value["dtype"])
+        return torch.empty_strided(value["shape"], value["stride"], dtype=dtype, device="meta")
+    return getattr(torch, value["torch"]) if isinstance(value, dict) else value
+
+
+class _Worker:
+    """The compiling process, started on first use and again after it died."""
+
+    def __init__(self) -> None:
+        self.process: subprocess.Popen | None = None
+        self.noise = None
+
+    def ask(self, request: dict) -> dict:
+        """The answer, or {"error": reason} when the process died or took too long."""
+        if self.process is None or self.process.poll() is not None:
+            self._start()
+        self.noise.seek(0)
+        self.noise.truncate()
+        try:
+            self.process.stdin.write(json.dumps(request) + "\n")
+            self.process.stdin.flush()
+            ready, _, _ = select.select([self.process.stdout], [], [], TIMEOUT_S)
+        except BrokenPipeError:
+            ready = [None]
+        if not ready:
+            self.close()
+            return {"error": f"gave up after {TIMEOUT_S} s"}
+        line = self.process.stdout.readline()
+        if line:
+            return json.loads(line)
+        status = self.process.wait()
+        self.noise.seek(0)
+        said = [text for text in self.noise.read().splitlines() if "ERROR" in text or "error" in text]
+        self.process = None
+        return {"error": f"the compiler ended with status {status}: {said[-1] if said else 'no message'}"}
+
+    def _start(self) -> None:
+        self.noise = self.noise or tempfile.TemporaryFile("w+")  # noqa: SIM115  (lives as long as the worker)
+        root = str(Path(__file__).resolve().parent.parent)
+        path = os.pathsep.join(filter(None, (root, os.environ.get("PYTHONPATH"))))
+        self.process = subprocess.Popen(
+            [sys.executable, "-m", "harness.codegen"],
+            stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=self.noise, text=True,
+            env=os.environ | {"TRITON_INTERPRET": "0", "PYTHONPATH": path},
+        )  # fmt: skip
+
+    def close(self) -> None:
+        if self.process is not None:
+            self.process.kill()
+            self.process.wait()
+            self.process.stdin.close()
+            self.process.stdout.close()
+            self.process = None
+
+
+_worker = _Worker()
+atexit.register(_worker.close)
+
+
+def _ask(request: dict) -> list[Kernel]:
+    answer = _worker.ask(request)
+    if "error" in answer:
+        return [Kernel(kernel=request["function"], sm=request["sm"], error=answer["error"])]
+    return [Kernel(**kernel) for kernel in answer["kernels"]]
+
+
+# From here on: the worker's side.
+
+
+def _serve() -> None:
+    out = os.fdopen(os.dup(1), "w")
+    os.dup2(2, 1)  # whatever a compiler prints must not end up in the protocol
+    for line in sys.stdin:
+        request = json.loads(line)
+        try:
+            answer = {"kernels": [kernel.record() for kernel in _compile(request)]}
+        except Exception as error:  # any failure is an answer: "cannot, because ..."
+            answer = {"error": _reason(error)}
+        out.write(json.dumps(answer) + "\n")
+        out.flush()
+
+
+def _reason(error: Exception) -> str:
+    cause = error
+    while cause.__cause__ is not None:  # Triton wraps the telling message in one error per call level
+        cause = cause.__cause__
+    lines = [line.strip() for line in str(cause).splitlines() if line.strip()]
+    return f"{type(cause).__name__}: {lines[-1] if lines else 'no message'}"
+
+
+class _OfflineDriver:
+    """What triton asks of a GPU driver in order to compile, answered for an architecture that is not here."""
+
+    def __init__(self) -> None:
+        self.sm = 90
+        self.utils = self
+
+    def get_current_target(self):
+        from triton.backends.compiler import GPUTarget
+
+        return GPUTarget("cuda", self.sm, 32)
+
+    def get_current_device(self) -> int:
+        return self.sm  # JITFunction keeps one kernel cache per device number
+
+    def get_current_stream(self, device: int) -> int:
+        return 0
+
+    def get_device_properties(self, device: int) -> dict:
+        from harness.hardware import SHARED_LIMIT
+
+        return {"max_shared_mem": SHARED_LIMIT.get(self.sm, 48 * 1024), "multiprocessor_count": 132, "warpSize": 32}
+
+
+def _compile(request: dict) -> list[Kernel]:
+    from harness import hardware
+
+    import triton
+    from triton.runtime.autotuner import Autotuner
+    from triton.runtime.jit import JITFunction
+
+    hardware.OFFLINE_SM = request["sm"]
+    if not isinstance(getattr(_compile, "driver", None), _OfflineDriver):
+        _compile.driver = _OfflineDriver()
+        triton.runtime.driver.set_active(_compile.driver)
+    _compile.driver.sm = request["sm"]
+    launches: list[tuple[JITFunction, object, str, str]] = []
+    chosen = ""
+    jit_run, tuner_run = JITFunction.run, Autotuner.run
+
+    def compile_only(self, *args, grid, warmup, **kwargs):
+        log = io.StringIO()
+        with contextlib.redirect_stdout(log):  # triton prints the assembler's report there
+            kernel = jit_run(self, *args, grid=grid, warmup=True, **kwargs)
+        launches.append((self, kernel, log.getvalue(), chosen))
+        return kernel
+
+    def one_config(self, *args, **kwargs):
+        nonlocal chosen
+        self.nargs = dict(zip(self.arg_names, args, strict=False))
+        configs = self.prune_configs(kwargs)
+        config = configs[min(request["config"], len(configs) - 1)]
+        if config.pre_hook is not None:
+            config.pre_hook({**self.nargs, **kwargs, **config.all_kwargs()})
+        chosen = str(config)
+        kernel = self.fn.run(*args, **kwargs, **config.all_kwargs())
+        chosen = ""
+        return kernel
+
+    module = load_module(Path(request["file"]))
+    wrapper = module
+    for part in request["function"].split("."):
+        wrapper = getattr(wrapper, part)
+    args = [_decode(x) for x in request["args"]]
+    kwargs = {name: _decode(x) for name, x in request["kwargs"].items()}
+    JITFunction.run, Autotuner.run = compile_only, one_config
+    try:
+        # A cache of its own: a kernel found in the reader's cache would come without the assembler's report.
+        with tempfile.TemporaryDirectory() as cache, triton.knobs.cache.scope(), triton.knobs.nvidia.scope():
+            triton.knobs.cache.dir = cache
+            triton.knobs.nvidia.dump_ptxas_log = True
+            wrapper(*args, **kwargs)
+            return [_read(*launch, request["sm"]) for launch in launches]
+    finally:
+        JITFunction.run, Autotuner.run = jit_run, tuner_run
+
+
+_reports: dict[str, tuple[int | None, int | None]] = {}
+
+
+def _read(function, kernel, log: str, config: str, sm: int) -> Kernel:
+    from harness.hardware import SHARED_LIMIT
+
+    registers = re.findall(r"Used (\d+) registers", log)
+    spills = re.findall(r"(\d+) bytes spill stores", log)
+    if registers:  # a second launch of the same kernel is found in memory and is not assembled again
+        _reports[kernel.hash] = (max(map(int, registers)), sum(map(int, spills)))
+    used, spilled = _reports.get(kernel.hash, (None, None))
+    ptx = kernel.asm["ptx"]
+    counts = {name: len(re.findall(pattern, ptx)) for name, pattern in INSTRUCTIONS.items()}
+    return Kernel(
+        kernel=function.fn.__name__, sm=sm, found={name: n for name, n in counts.items() if n}, registers=used,
+        spills=spilled, shared=kernel.metadata.shared, shared_limit=SHARED_LIMIT.get(sm),
+        warps=kernel.metadata.num_warps, config=config,
+    )  # fmt: skip
+
+
+def load_module(path: Path):
+    """Import a technique file by its path, under the dotted name it has below its repository's root.
+
+    The same file is loaded once. `examples/triton/softmax.py` becomes `examples.triton.softmax`, which is also
+    what a test imports.
+    """
+    from importlib.util import module_from_spec, spec_from_file_location
+
+    path = path.resolve()
+    parts = path.with_suffix("").parts
+    name = ".".join(parts[parts.index("examples") :]) if "examples" in parts else path.stem
+    known = sys.modules.get(name)
+    if known is not None and getattr(known, "__file__", None) and Path(known.__file__).resolve() == path:
+        return known
+    spec = spec_from_file_location(name, path)
+    module = module_from_spec(spec)
+    sys.modules[name] = module
+    try:
+        spec.loader.exec_module(module)
+    except BaseException:
+        del sys.modules[name]
+        raise
+    return module
+
+
+if __name__ == "__main__":
+    _serve()

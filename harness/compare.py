@@ -1,0 +1,193 @@
+"""Time every variant of a table with one timer, and only after each of them was found right.
+
+On a GPU: triton.testing.do_bench, which empties L2 before each call and times with events, run for every
+variant in turn, in an order that rotates, over several rounds; a speed-up is the median over rounds of the
+ratio within a round, so that a GPU that slows down as it warms slows both sides. On a CPU:
+torch.utils.benchmark over the same rounds (its caches stay warm, for every variant alike). In Triton's
+interpreter nothing is timed: an interpreted kernel has no speed.
+"""
+
+from __future__ import annotations
+
+import statistics
+import time
+from collections.abc import Callable
+from dataclasses import asdict, dataclass, field
+
+from harness.check import check
+from harness.hardware import Ceilings, Machine, gpu_ms, power_watch
+
+import torch
+
+ROUNDS = 7
+GPU_BUDGET_MS = 40  # per variant and round
+CPU_BUDGET_S = 0.05
+
+# What a library does, by the first words of a variant's name; every other variant is this repository's own.
+LIBRARIES = ("torch", "cuBLAS", "_scaled_mm", "cuDNN", "FlexAttention", "CUDA graph")
+
+
+def is_ours(variant: str) -> bool:
+    return not variant.startswith(LIBRARIES)
+
+
+@dataclass(frozen=True)
+class Work:
+    """The least work a call must do: bytes moved to and from memory, and floating-point operations of `dtype`."""
+
+    bytes: int = 0
+    flops: int = 0
+    dtype: torch.dtype | None = None
+
+    def __post_init__(self) -> None:
+        if self.flops and self.dtype is None:
+            raise ValueError("Work: flops need a dtype, so that they can be put next to a ceiling; pass dtype=")
+
+    def floor_ms(self, ceilings: Ceilings) -> float | None:
+        """The time the measured ceilings allow: the slower of moving the bytes and doing the arithmetic."""
+        times = []
+        if self.bytes:
+            times.append(self.bytes / ceilings.copy_tbps() / 1e9)
+        if self.flops and (rate := ceilings.gemm_tflops(self.dtype)):
+            times.append(self.flops / rate / 1e9)
+        return max(times, default=None)
+
+
+@dataclass
+class Row:
+    """One variant of a table; times in ms, None where nothing was timed."""
+
+    variant: str
+    ours: bool
+    first_call_s: float
+    error: float
+    ms: float | None = None
+    p20: float | None = None
+    p80: float | None = None
+    tbps: float | None = None
+    tflops: float | None = None
+    of_ceiling: float | None = None
+    speedup: float | None = None
+
+
+@dataclass
+class Comparison:
+    """One table: its variants over one case, against one baseline."""
+
+    title: str
+    case: str
+    baseline: str
+    rows: list[Row] = field(default_factory=list)
+    notes: list[str] = field(default_factory=list)
+
+    def record(self) -> dict:
+        return asdict(self)
+
+
+def check_variants(
+    table: Comparison, variants: dict[str, Callable], reference: Callable, inputs: tuple, progress, **budget
+) -> None:
+    """Check each variant against one float64 reference and note how long its first call took.
+
+    Memory is poisoned for our own variants only: a library's outputs are the library's business, and poisoned
+    allocation would change what torch.compile traces.
+    """
+    want = reference(*inputs)
+    for name, fn in variants.items():
+        seconds = 0.0
+
+        def first_call(*args, fn=fn):
+            nonlocal seconds
+            started = time.perf_counter()
+            out = fn(*args)
+            if torch.cuda.is_available():
+                torch.cuda.synchronize()
+            seconds = time.perf_counter() - started
+            return out
+
+        what = f"{table.title} {table.case}: {name}"
+        with progress(f"first call of {name}"):
+            error = check(first_call, lambda *_: want, *inputs, what=what, poison=is_ours(name), **budget)
+        table.rows.append(Row(name, is_ours(name), seconds, error))
+
+
+def time_variants(
+    table: Comparison, variants: dict[str, Callable], inputs: tuple, work: Work, ceilings: Ceilings
+) -> None:
+    """Fill in the times of every row, in rounds."""
+    on_gpu = any(isinstance(x, torch.Tensor) and x.is_cuda for x in inputs)
+    time_one = _gpu_times if on_gpu else _cpu_times
+    names = [row.variant for row in table.rows]
+    samples: dict[str, list[list[float]]] = {name: [] for name in names}
+    with power_watch() as held_share:
+        for turn in range(ROUNDS):
+            start = turn % len(names)
+            for name in names[start:] + names[:start]:
+                samples[name].append(time_one(variants[name], inputs))
+        held = held_share()
+
+    medians = {name: [statistics.median(times) for times in rounds] for name, rounds in samples.items()}
+    floor = work.floor_ms(ceilings) if on_gpu else None
+    for row in table.rows:
+        pooled = sorted(t for times in samples[row.variant] for t in times)
+        row.ms, row.p20, row.p80 = (_quantile(pooled, q) for q in (0.5, 0.2, 0.8))
+        row.tbps = work.bytes / row.ms / 1e9 if work.bytes else None
+        row.tflops = work.flops / row.ms / 1e9 if work.flops else None
+        row.of_ceiling = floor / row.ms if floor else None
+        pairs = zip(medians[table.baseline], medians[row.variant], strict=True)
+        row.speedup = statistics.median(base / own for base, own in pairs)
+    if held and held > 0.02:
+        table.notes.append(f"the power limit held the clocks down for {held:.0%} of the time this table took")
+    if on_gpu and min(row.ms for row in table.rows) * 1000 < 3 * ceilings.launch_floor_us():
+        table.notes.append(
+            f"an empty launch measures {ceilings.launch_floor_us():.1f} us here: the short rows are bound by launching"
+        )
+
+
+def _gpu_times(fn: Callable, inputs: tuple) -> list[float]:
+    return gpu_ms(lambda: fn(*inputs), warmup=5, rep=GPU_BUDGET_MS)
+
+
+def _cpu_times(fn: Callable, inputs: tuple) -> list[float]:
+    from torch.utils.benchmark import Timer
+
+    timer = Timer("fn(*inputs)", globals={"fn": fn, "inputs": inputs}, num_threads=torch.get_num_threads())
+    return [seconds * 1000 for seconds in timer.blocked_autorange(min_run_time=CPU_BUDGET_S).times]
+
+
+def _quantile(ordered: list[float], q: float) -> float:
+    position = q * (len(ordered) - 1)
+    low = int(position)
+    high = min(low + 1, len(ordered) - 1)
+    return ordered[low] + (ordered[high] - ordered[low]) * (position - low)
+
+
+def profile_variants(
+    table: Comparison, variants: dict[str, Callable], inputs: tuple, machine: Machine, progress
+) -> None:
+    """Warm and tune each variant, then call it once under its name, between profiler start and stop."""
+    from torch.profiler import record_function
+
+    on_gpu = machine.device == "cuda"
+    for name, fn in variants.items():
+        with progress(f"warming {name}"):
+            for _ in range(3):
+                fn(*inputs)
+            if on_gpu:
+                torch.cuda.synchronize()
+        label = f"{table.title} {table.case}: {name}"
+        if not on_gpu:
+            with record_function(label):
+                fn(*inputs)
+            continue
+        torch.cuda.profiler.start()
+        with torch.cuda.nvtx.range(label), record_function(label):
+            fn(*inputs)
+            torch.cuda.synchronize()
+        torch.cuda.profiler.stop()
+
+
+def describe(inputs: tuple) -> str:
+    """A case by its first tensor: sizes, then dtype."""
+    first = next(x for x in inputs if isinstance(x, torch.Tensor))
+    return f"{'x'.join(map(str, first.shape))} {str(first.dtype).removeprefix('torch.')}"

@@ -1,0 +1,333 @@
+"""What this machine is, what it can run, and its own measured ceilings.
+
+Importing this module settles the one thing that cannot wait: without a GPU, TRITON_INTERPRET=1 is set
+before triton is imported, because Triton decides at import whether its own library is compiled or
+interpreted.
+"""
+
+from __future__ import annotations
+
+import functools
+import os
+import platform
+import statistics
+import sys
+import time
+from contextlib import contextmanager
+from dataclasses import dataclass
+from importlib.metadata import PackageNotFoundError, version
+from importlib.util import find_spec
+from typing import NamedTuple
+
+from harness.catalog import Needs
+
+import torch
+
+# Shared memory one block may use, in bytes, by compute capability (CUDA C++ Programming Guide, "Technical
+# Specifications per Compute Capability": the opt-in maximum of one thread block).
+SHARED_LIMIT = {
+    **dict.fromkeys((80, 87), 163 * 1024),
+    **dict.fromkeys((86, 89, 120, 121), 99 * 1024),
+    **dict.fromkeys((90, 100, 103, 110), 227 * 1024),
+}
+
+# Set by the offline compiler's worker, where wrappers run on meta tensors and nothing is launched: the
+# architecture that is being compiled for.
+OFFLINE_SM: int | None = None
+
+
+class Skip(Exception):
+    """Raised by a technique that cannot run here; the message is the reason."""
+
+
+def _choose_interpreter() -> None:
+    if find_spec("triton") is None or torch.cuda.is_available():
+        return
+    if "TRITON_INTERPRET" not in os.environ:
+        if "triton" in sys.modules:
+            raise ImportError(
+                "harness: triton was imported before harness, so its interpreter can no longer be switched on and "
+                "this machine has no GPU; import harness first, or set TRITON_INTERPRET=1 in the environment"
+            )
+        os.environ["TRITON_INTERPRET"] = "1"
+
+
+_choose_interpreter()
+
+
+def interpreted() -> bool:
+    """True where Triton kernels run in Triton's interpreter, on the CPU."""
+    return find_spec("triton") is not None and os.environ.get("TRITON_INTERPRET", "0").lower() in ("1", "true", "on")
+
+
+def autotune_configs(configs: list) -> list:
+    """All of them on a GPU; the first in the interpreter, where there is nothing to time and no driver to time it."""
+    return configs[:1] if interpreted() else configs
+
+
+class Limits(NamedTuple):
+    """What a wrapper needs to know of a device to choose a grid or a number of stages."""
+
+    sms: int
+    shared_bytes: int
+
+
+def device_limits(device: torch.device) -> Limits:
+    """SMs and shared memory per block of a CUDA device, or of the architecture that is compiled for.
+
+    In the interpreter, which has neither, four SMs: persistent kernels then loop, as they do on a GPU.
+    """
+    if OFFLINE_SM:
+        return Limits(132, SHARED_LIMIT[OFFLINE_SM])
+    if interpreted():
+        return Limits(4, SHARED_LIMIT[90])
+    properties = torch.cuda.get_device_properties(device)
+    return Limits(properties.multi_processor_count, properties.shared_memory_per_block_optin)
+
+
+@dataclass(frozen=True)
+class Machine:
+    """The machine as the record of a run names it."""
+
+    gpu: str | None
+    capability: tuple[int, int] | None
+    sms: int | None
+    memory_gib: float | None
+    shared_bytes: int | None
+    power_limit_w: float | None
+    max_clock_mhz: int | None
+    driver: str | None
+    torch: str
+    triton: str | None
+    python: str
+    cpu: str
+    cores: int
+
+    @property
+    def mode(self) -> str:
+        """ "gpu", "interpreted" (Triton kernels on the CPU) or "cpu" (no Triton here at all)."""
+        if interpreted():
+            return "interpreted"
+        return "gpu" if self.gpu else "cpu"
+
+    @property
+    def device(self) -> str:
+        return "cuda" if self.mode == "gpu" else "cpu"
+
+    @property
+    def sm(self) -> int | None:
+        return self.capability[0] * 10 + self.capability[1] if self.capability else None
+
+    def lacks(self, needs: Needs) -> str | None:
+        """Why a technique with these needs cannot run here; None when it can."""
+        for name, least in needs.packages:
+            have = package_version(name)
+            if have is None:
+                return f"needs {name}{f'>={least}' if least else ''} (not installed: pip install {name})"
+            if least and _numbers(have) < _numbers(least):
+                return f"needs {name}>={least} (this is {have})"
+        if self.mode != "gpu":
+            if needs.gpu:
+                return "needs a GPU"
+            if needs.triton and self.mode == "cpu":
+                return "needs a GPU, or TRITON_INTERPRET=1 to interpret its kernels"
+            return None
+        if needs.sm and self.capability < needs.sm:
+            return f"needs sm_{needs.sm[0]}{needs.sm[1]} (this is sm_{self.sm})"
+        if needs.gib and self.memory_gib < needs.gib:
+            return f"needs {needs.gib:g} GiB of GPU memory (this GPU has {self.memory_gib:.0f})"
+        return None
+
+
+def _numbers(text: str) -> tuple[int, ...]:
+    return tuple(int(part) for part in text.split("+")[0].split(".") if part.isdigit())
+
+
+def package_version(name: str) -> str | None:
+    try:
+        return version(name)
+    except PackageNotFoundError:
+        return None
+
+
+@functools.cache
+def _nvml():
+    """(pynvml, handle of torch's current device), or None where NVML does not answer."""
+    if not torch.cuda.is_available():
+        return None
+    try:
+        import pynvml
+
+        pynvml.nvmlInit()
+        uuid = str(torch.cuda.get_device_properties(torch.cuda.current_device()).uuid)
+        return pynvml, pynvml.nvmlDeviceGetHandleByUUID(uuid if uuid.startswith("GPU-") else f"GPU-{uuid}")
+    except Exception:  # a missing library, driver or permission: numbers are then printed as unknown
+        return None
+
+
+def _ask_nvml(function: str, *args):
+    """One NVML number, or None: a virtual machine answers some of them and not others."""
+    if (nvml := _nvml()) is None:
+        return None
+    library, handle = nvml
+    try:
+        return getattr(library, function)(handle, *args)
+    except library.NVMLError:
+        return None
+
+
+def _driver_version() -> str | None:
+    if (nvml := _nvml()) is None:
+        return None
+    text = nvml[0].nvmlSystemGetDriverVersion()
+    return text.decode() if isinstance(text, bytes) else text
+
+
+def _cpu_name() -> str:
+    try:
+        with open("/proc/cpuinfo", encoding="utf-8") as lines:
+            return next(line.split(":", 1)[1].strip() for line in lines if line.startswith("model name"))
+    except (OSError, StopIteration):
+        return platform.processor() or platform.machine()
+
+
+@functools.cache
+def machine() -> Machine:
+    """This machine, read once."""
+    gpu = capability = sms = memory = shared = power = clock = None
+    if torch.cuda.is_available():
+        properties = torch.cuda.get_device_properties(torch.cuda.current_device())
+        gpu, capability, sms = properties.name, (properties.major, properties.minor), properties.multi_processor_count
+        memory = properties.total_memory / 2**30
+        shared = properties.shared_memory_per_block_optin
+        limit = _ask_nvml("nvmlDeviceGetEnforcedPowerLimit")
+        power = limit / 1000 if limit else None
+        clock = _ask_nvml("nvmlDeviceGetMaxClockInfo", 1)  # 1: the SM clock
+    return Machine(
+        gpu=gpu, capability=capability, sms=sms, memory_gib=memory, shared_bytes=shared, power_limit_w=power,
+        max_clock_mhz=clock, driver=_driver_version(), torch=torch.__version__, triton=package_version("triton"),
+        python=platform.python_version(), cpu=_cpu_name(), cores=os.cpu_count() or 1,
+    )  # fmt: skip
+
+
+@contextmanager
+def power_watch():
+    """Yields a function that returns the share of the time since entry in which the power limit held clocks down.
+
+    NVML counts those nanoseconds itself, so nothing runs beside the measurement. None where it does not say.
+    """
+
+    def read() -> tuple[int, int] | None:
+        status = _ask_nvml("nvmlDeviceGetViolationStatus", 0)  # 0: the power policy; both in nanoseconds, or us
+        return (status.referenceTime, status.violationTime) if status else None
+
+    before, started = read(), time.perf_counter()
+
+    def share() -> float | None:
+        after = read()
+        if before is None or after is None:
+            return None
+        held = (after[1] - before[1]) / 1e9
+        return held / max(time.perf_counter() - started, 1e-9)
+
+    yield share
+
+
+def gpu_ms(fn, warmup: int = 10, rep: int = 50) -> list[float]:
+    """Times of fn() in ms, cold L2, from triton's own timer (`rep` is a time budget in ms, not a count)."""
+    from triton.testing import do_bench
+
+    return do_bench(fn, warmup=warmup, rep=rep, return_mode="all")
+
+
+class Ceilings:
+    """What this GPU really reaches, measured once per process and only when a table asks."""
+
+    def __init__(self) -> None:
+        self.copy: float | None = None
+        self.gemm: dict[str, float] = {}
+        self.launch_us: float | None = None
+
+    def copy_tbps(self) -> float:
+        """TB/s of torch's copy, read plus write, the best of 0.5, 1 and 2 GiB (less where memory is short)."""
+        if self.copy is None:
+            free = torch.cuda.mem_get_info()[0]
+            largest = min(2 * 2**30, free // 4) // 4
+            source = torch.empty(largest, dtype=torch.float32, device="cuda").normal_()
+            target = torch.empty_like(source)
+            rates = []
+            for n in (largest // 4, largest // 2, largest):
+                ms = statistics.median(gpu_ms(lambda n=n: target[:n].copy_(source[:n])))
+                rates.append(2 * n * 4 / ms / 1e9)
+            self.copy = max(rates)
+            del source, target
+            torch.cuda.empty_cache()
+        return self.copy
+
+    def gemm_tflops(self, dtype: torch.dtype) -> float | None:
+        """TFLOP/s of cuBLAS for square GEMMs of this dtype, the best of n = 4096 and 8192, as torch is set now."""
+        if dtype not in (torch.bfloat16, torch.float16, torch.float32):
+            return None
+        key = str(dtype).removeprefix("torch.")
+        if key == "float32" and torch.get_float32_matmul_precision() != "highest":
+            key = "tf32"
+        if key not in self.gemm:
+            rates = []
+            for n in (4096, 8192):
+                a, b = (torch.empty(n, n, dtype=dtype, device="cuda").normal_() for _ in range(2))
+                out = torch.empty_like(a)
+                ms = statistics.median(gpu_ms(lambda a=a, b=b, out=out: torch.mm(a, b, out=out)))
+                rates.append(2 * n**3 / ms / 1e9)
+                del a, b, out
+            self.gemm[key] = max(rates)
+        return self.gemm[key]
+
+    def launch_floor_us(self) -> float:
+        """Microseconds the timer reports for a kernel that does almost nothing."""
+        if self.launch_us is None:
+            tiny = torch.zeros(32, device="cuda")
+            self.launch_us = 1000 * statistics.median(gpu_ms(lambda: tiny.add_(1)))
+        return self.launch_us
+
+    def record(self) -> dict:
+        return {"copy_tbps": self.copy, "gemm_tflops": dict(self.gemm), "launch_us": self.launch_us}
+
+
+@functools.cache
+def ceilings() -> Ceilings:
+    return Ceilings()
+
+
+def require_triton_device(name: str, *tensors: torch.Tensor) -> None:
+    """The checks every wrapper of a forward-only Triton kernel makes first.
+
+    Raises TypeError for an argument that is no tensor and, in the interpreter, for bfloat16 (Triton computes it
+    on its uint16 bits there); ValueError for tensors on different devices; RuntimeError for a device
+    that cannot run the kernel, or for an input that requires grad where autograd is on.
+    """
+    for tensor in tensors:
+        if not isinstance(tensor, torch.Tensor):
+            raise TypeError(f"{name}: expected a torch.Tensor, got {type(tensor).__name__}")
+    devices = {tensor.device for tensor in tensors}
+    if len(devices) > 1:
+        raise ValueError(f"{name}: tensors are on {', '.join(sorted(map(str, devices)))}; move them to one device")
+    if torch.is_grad_enabled() and any(tensor.requires_grad for tensor in tensors):
+        raise RuntimeError(
+            f"{name}: an input requires grad and this kernel has no backward; "
+            "pass x.detach() or call it under torch.no_grad()"
+        )
+    device = devices.pop() if devices else torch.device("cpu")
+    if OFFLINE_SM and device.type == "meta":
+        return
+    if interpreted():
+        if device.type != "cpu":
+            raise RuntimeError(
+                f"{name}: TRITON_INTERPRET=1 runs kernels on the CPU, got a tensor on {device}; unset it"
+            )
+        if any(tensor.dtype is torch.bfloat16 for tensor in tensors):
+            raise TypeError(
+                f"{name}: Triton's interpreter computes bfloat16 wrongly (triton issue 11584); "
+                "use float16 or float32 here, or a GPU"
+            )
+    elif device.type != "cuda":
+        raise RuntimeError(f"{name}: tensors are on {device}; move them to a CUDA device, or set TRITON_INTERPRET=1")

@@ -1,0 +1,290 @@
+"""What the reader sees and what is kept: console tables, the JSON record of a run, README's tables from records."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import threading
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from datetime import datetime, timezone
+from pathlib import Path
+
+from harness.catalog import ROOT, Topic, topics
+from harness.codegen import Kernel
+from harness.compare import Comparison
+from harness.hardware import Ceilings, Machine
+
+from rich import box
+from rich.console import Console
+from rich.table import Table
+from rich.text import Text
+
+SCHEMA = 1
+
+
+def make_console() -> Console:
+    """A console that keeps tables whole in a pipe or a file, where rich would assume 80 columns."""
+    console = Console(highlight=False)
+    return console if console.is_terminal else Console(highlight=False, width=140)
+
+
+# --- the record -------------------------------------------------------------------------------------------------
+
+
+@dataclass
+class ExampleRecord:
+    """What one technique did; the shape of one entry of "examples" in the JSON record."""
+
+    name: str
+    status: str = "running"
+    reason: str | None = None
+    seconds: float = 0.0
+    checks: list[dict] = field(default_factory=list)
+    comparisons: list[dict] = field(default_factory=list)
+    codegen: list[dict] = field(default_factory=list)
+    facts: dict = field(default_factory=dict)
+
+
+@dataclass
+class RunRecord:
+    """The whole run. `save` replaces the file in one step, so that an interrupted run leaves a readable record."""
+
+    topic: str
+    command: str
+    machine: Machine
+    ceilings: Ceilings
+    seed: int
+    sizes: str
+    when: str = field(default_factory=lambda: datetime.now(timezone.utc).isoformat(timespec="seconds"))
+    examples: list[ExampleRecord] = field(default_factory=list)
+
+    def __post_init__(self) -> None:
+        self.commit, self.dirty = git_state()
+
+    def as_dict(self) -> dict:
+        machine = {**vars(self.machine), "mode": self.machine.mode, "ceilings": self.ceilings.record()}
+        return {
+            "schema": SCHEMA, "topic": self.topic, "command": self.command, "when": self.when, "commit": self.commit,
+            "dirty": self.dirty, "seed": self.seed, "sizes": self.sizes, "machine": machine,
+            "examples": [vars(example) for example in self.examples],
+        }  # fmt: skip
+
+    def save(self, path: Path) -> None:
+        partial = path.with_name(f".{path.name}.partial")
+        partial.write_text(json.dumps(self.as_dict(), indent=1, allow_nan=False, default=str) + "\n", encoding="utf-8")
+        os.replace(partial, path)
+
+
+def git_state() -> tuple[str | None, bool | None]:
+    """(commit, dirty) of this checkout; where .git is absent, GIT_COMMIT from the environment, and dirty unknown."""
+    if not (ROOT / ".git").exists():
+        return os.environ.get("GIT_COMMIT"), None
+
+    def git(*args: str) -> str | None:
+        try:
+            done = subprocess.run(["git", "-C", str(ROOT), *args], capture_output=True, text=True, check=True)
+        except (OSError, subprocess.CalledProcessError):
+            return None
+        return done.stdout.strip()
+
+    status = git("status", "--porcelain", "--untracked-files=no")
+    return git("rev-parse", "HEAD"), None if status is None else bool(status)
+
+
+# --- the console ------------------------------------------------------------------------------------------------
+
+
+def header(console: Console, record: RunRecord, title: str) -> None:
+    m = record.machine
+    console.print(Text(title, style="bold"))
+    if m.gpu:
+        parts = [m.gpu, f"sm_{m.sm}", f"{m.sms} SMs", f"{m.memory_gib:.0f} GiB"]
+        parts += [f"{m.power_limit_w:.0f} W limit"] if m.power_limit_w else []
+        parts += [f"{m.max_clock_mhz} MHz max"] if m.max_clock_mhz else []
+        parts += [f"driver {m.driver}"] if m.driver else []
+    else:
+        parts = [m.cpu, f"{m.cores} cores", "no GPU"]
+    parts += [f"torch {m.torch}", f"triton {m.triton}", f"python {m.python}"]
+    commit = (record.commit or "unknown")[:12] + (" (modified)" if record.dirty else "")
+    console.print(Text("  ".join([*parts, f"commit {commit}"]), style="dim"))
+    if m.mode == "interpreted":
+        console.print(
+            Text(
+                "Triton kernels are interpreted: results are checked, nothing is timed. "
+                "Code for GPUs is compiled offline and shown.",
+                style="yellow",
+            )
+        )
+
+
+def show_comparison(console: Console, table: Comparison) -> None:
+    """One table of variants. Columns that hold nothing are left out."""
+    timed = any(row.ms is not None for row in table.rows)
+    if not timed:
+        errors = ", ".join(f"{row.variant} {row.error:.2f}" for row in table.rows)
+        console.print(Text(f"  right  {table.title}  {table.case}: largest error / budget: {errors}"))
+        return
+    out = Table(title=f"{table.title}  {table.case}", title_justify="left", title_style="bold", box=box.SIMPLE_HEAD)
+    out.add_column("variant", no_wrap=True)
+    rates = [name for name in ("tbps", "tflops") if any(getattr(row, name) for row in table.rows)]
+    ceiling = any(row.of_ceiling for row in table.rows)
+    heads = ["ms", "p20 - p80", *({"tbps": "TB/s", "tflops": "TFLOP/s"}[r] for r in rates)]
+    heads += ["% of ceiling"] if ceiling else []
+    for head in [*heads, f"x {table.baseline}", "error", "first call s"]:
+        out.add_column(head, justify="right", no_wrap=True)
+    for row in table.rows:
+        cells = [f"{row.ms:.4f}", f"{row.p20:.4f} - {row.p80:.4f}"]
+        cells += [f"{getattr(row, r):.2f}" if r == "tbps" else f"{getattr(row, r):.0f}" for r in rates]
+        cells += [f"{row.of_ceiling:.1%}" if row.of_ceiling else ""] if ceiling else []
+        cells += [f"{row.speedup:.2f}", f"{row.error:.2f}", f"{row.first_call_s:.2f}"]
+        out.add_row(row.variant, *cells, style="bold" if row.ours else None)
+    console.print(out)
+    for note in table.notes:
+        console.print(Text(f"  {note}", style="dim"))
+
+
+def show_codegen(console: Console, kernels: list[Kernel]) -> None:
+    out = Table(
+        title="code for each architecture, compiled here", title_justify="left", title_style="bold", box=box.SIMPLE_HEAD
+    )
+    for head in ("kernel", "sm", "instructions"):
+        out.add_column(head, no_wrap=head != "instructions")
+    for head in ("registers", "spill bytes", "shared KiB"):
+        out.add_column(head, justify="right")
+    for k in kernels:
+        if k.error:
+            out.add_row(k.kernel, f"sm_{k.sm}", Text(f"cannot, because {k.error}", style="red"), "", "", "")
+            continue
+        found = ", ".join(f"{name} x{count}" for name, count in k.found.items())
+        shared = f"{k.shared / 1024:.1f}"
+        if not k.fits:
+            shared += f" > {k.shared_limit // 1024}: does not fit"
+        out.add_row(k.kernel, f"sm_{k.sm}", found or "-", str(k.registers), str(k.spills), shared)
+    console.print(out)
+
+
+@contextmanager
+def progress(console: Console, what: str):
+    """Say what is going on once it takes more than a second: a spinner, or one plain line in a pipe."""
+    status = console.status(f"{what} ...")
+
+    def say() -> None:
+        if console.is_terminal:
+            status.start()
+        else:
+            console.print(f"  ... {what}")
+
+    timer = threading.Timer(1.0, say)
+    timer.daemon = True
+    timer.start()
+    try:
+        yield
+    finally:
+        timer.cancel()
+        timer.join()
+        if console.is_terminal:
+            status.stop()
+
+
+def show_summary(console: Console, record: RunRecord) -> None:
+    """The closing lines: a table of the best of ours per case, then one line per technique."""
+    timed = [
+        (example, table)
+        for example in record.examples
+        for table in example.comparisons
+        if any(row["ms"] is not None for row in table["rows"])
+    ]
+    if timed:
+        out = Table(title="best of ours, by case", title_justify="left", title_style="bold", box=box.SIMPLE_HEAD)
+        for head in ("technique", "case", "variant"):
+            out.add_column(head, no_wrap=True)
+        for head in ("ms", "% of ceiling", "x baseline", "baseline"):
+            out.add_column(head, justify="right", no_wrap=True)
+        for example, table in timed:
+            if best := best_of_ours(table):
+                ceiling = f"{best['of_ceiling']:.1%}" if best["of_ceiling"] else ""
+                out.add_row(
+                    example.name, table["case"], best["variant"], f"{best['ms']:.4f}", ceiling,
+                    f"{best['speedup']:.2f}", table["baseline"],
+                )  # fmt: skip
+        console.print(out)
+    styles = {"passed": "green", "failed": "red", "skipped": "yellow"}
+    for example in record.examples:
+        reason = f"  {example.reason}" if example.reason else ""
+        line = Text(f"{example.status.upper():8}", style=styles.get(example.status, ""))
+        console.print(line.append(f"{example.name}  {example.seconds:.1f} s{reason}", style="default"))
+
+
+def best_of_ours(table: dict) -> dict | None:
+    """The fastest row of a recorded table that this repository wrote, None when nothing of ours was timed."""
+    return min(
+        (row for row in table["rows"] if row["ours"] and row["ms"] is not None), key=lambda row: row["ms"], default=None
+    )
+
+
+# --- README -----------------------------------------------------------------------------------------------------
+
+
+def load_record(path: Path) -> dict:
+    """A record of a run. Raises ValueError when the file is no record of this schema."""
+    try:
+        record = json.loads(path.read_text(encoding="utf-8"))
+    except json.JSONDecodeError as error:
+        raise ValueError(f"{path}: not JSON ({error}); expected what --json writes") from None
+    if not isinstance(record, dict) or record.get("schema") != SCHEMA:
+        raise ValueError(f"{path}: not a record of schema {SCHEMA}; expected what --json writes")
+    return record
+
+
+def techniques_table(found: list[Topic]) -> str:
+    """README's map: one row per technique, from the docstrings."""
+    lines = ["| technique | the question it answers | needs | run |", "| --- | --- | --- | --- |"]
+    for topic in found:
+        for t in topic.techniques:
+            lines.append(f"| [{t.name}]({t.file}) | {t.question} | {t.needs.text} | `python {topic.file} {t.name}` |")
+    return "\n".join(lines)
+
+
+def results_tables(folder: Path) -> str:
+    """README's measured results: one table per recorded topic of one machine."""
+    parts = []
+    for path in sorted(folder.glob("*.json")):
+        record = load_record(path)
+        m = record["machine"]
+        power = f", {m['power_limit_w']:.0f} W limit" if m.get("power_limit_w") else ""
+        limits = f"copy {m['ceilings']['copy_tbps']:.2f} TB/s" if m["ceilings"]["copy_tbps"] else ""
+        for dtype, rate in m["ceilings"]["gemm_tflops"].items():
+            limits += f", cuBLAS {dtype} {rate:.0f} TFLOP/s"
+        parts.append(
+            f"**{record['topic']}** on {m['gpu'] or m['cpu']}{power}, torch {m['torch']}, Triton {m['triton']}; "
+            f"measured ceilings: {limits} ([record]({path.relative_to(ROOT)}), commit `{(record['commit'] or 'unknown')[:12]}`)\n"
+        )
+        lines = [
+            "| technique | case | variant | ms | rate | % of ceiling | speed-up |",
+            "| --- | --- | --- | ---: | ---: | ---: | --- |",
+        ]
+        for example in record["examples"]:
+            for table in example["comparisons"]:
+                if best := best_of_ours(table):
+                    rate = f"{best['tflops']:.0f} TFLOP/s" if best["tflops"] else f"{best['tbps']:.2f} TB/s"
+                    ceiling = f"{best['of_ceiling']:.1%}" if best["of_ceiling"] else ""
+                    others = [row for row in table["rows"] if not row["ours"]]
+                    versus = ", ".join(f"{row['ms'] / best['ms']:.2f}x {row['variant']}" for row in others)
+                    name, case, variant = example["name"], table["case"], best["variant"]
+                    lines.append(f"| {name} | {case} | {variant} | {best['ms']:.3f} | {rate} | {ceiling} | {versus} |")
+        parts.append("\n".join(lines) + "\n")
+    return "\n".join(parts).rstrip()
+
+
+def readme_text(text: str, root: Path = ROOT) -> str:
+    """README with its generated parts renewed. Raises ValueError when a marker is missing."""
+    parts = {"techniques": techniques_table(topics(root)), "results": results_tables(root / "results" / "h200")}
+    for name, body in parts.items():
+        start, end = f"<!-- {name}: python -m harness readme -->", f"<!-- end of {name} -->"
+        if start not in text or end not in text:
+            raise ValueError(f"README.md: the markers {start} and {end} are missing")
+        head, rest = text.split(start, 1)
+        text = f"{head}{start}\n{body}\n{end}{rest.split(end, 1)[1]}"
+    return text

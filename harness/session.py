@@ -1,0 +1,172 @@
+"""What a technique's demo(h) is handed: inputs, checks, tables, code, facts and skips, all of them recorded."""
+
+from __future__ import annotations
+
+import zlib
+from collections.abc import Callable
+
+from harness import report
+from harness.catalog import Needs
+from harness.check import check as check_once
+from harness.codegen import CodegenError, Kernel, compile_for
+from harness.compare import Comparison, Work, check_variants, describe, is_ours, profile_variants, time_variants
+from harness.hardware import Machine, Skip, ceilings, machine
+
+import torch
+from rich.console import Console
+from rich.text import Text
+
+
+class Harness:
+    """One technique's run. `device` is where its inputs live, `full` says whether sizes are those worth timing.
+
+    `half` is the 16-bit dtype to demonstrate with: bfloat16, or float16 where kernels are interpreted.
+    """
+
+    def __init__(
+        self,
+        name: str,
+        needs: Needs | None = None,
+        *,
+        full: bool = False,
+        timing: bool = True,
+        profile: bool = False,
+        seed: int = 0,
+        console: Console | None = None,
+    ) -> None:
+        self.name, self.needs = name, needs or Needs()
+        self.full, self.timing, self.profile = full, timing, profile
+        self.machine: Machine = machine()
+        self.device = torch.device(self.machine.device)
+        self.half = torch.float16 if self.machine.mode == "interpreted" else torch.bfloat16
+        self.console = console or report.make_console()
+        self.record = report.ExampleRecord(name)
+        # From the name, so that running one technique alone gives it the data it has in the whole topic.
+        self._generator = torch.Generator(self.device).manual_seed(seed + zlib.crc32(name.encode()))
+
+    # --- sizes and inputs
+
+    def pick(self, quick, full, interpreted=None):
+        """The sizes of this run: large, small, or what the interpreter can do in a second or two."""
+        if self.machine.mode == "interpreted" and interpreted is not None:
+            return interpreted
+        return full if self.full else quick
+
+    def fit(self, n: int, bytes_each: int) -> int:
+        """`n`, halved until n * bytes_each fits three quarters of the GPU memory that is free now."""
+        if self.machine.mode == "gpu":
+            free = torch.cuda.mem_get_info()[0] + torch.cuda.memory_reserved() - torch.cuda.memory_allocated()
+            while n > 1 and n * bytes_each > 0.75 * free:
+                n //= 2
+        return n
+
+    def randn(self, *shape: int, dtype: torch.dtype = torch.float32, scale: float = 1.0) -> torch.Tensor:
+        """Normal numbers of standard deviation `scale` in `dtype` on this run's device, from its seed."""
+        values = torch.randn(*shape, generator=self._generator, device=self.device)
+        return values.mul_(scale).to(dtype)
+
+    def meta(self, *shape: int, dtype: torch.dtype | None = None) -> torch.Tensor:
+        """A tensor without data, for codegen(): a shape and a dtype (`half` on GPUs, bfloat16, unless given)."""
+        return torch.empty(*shape, dtype=dtype or torch.bfloat16, device="meta")
+
+    def compiled(self, fn: Callable, **options) -> Callable:
+        """torch.compile(fn) for one shape, from an empty compiler: no graphs and no recompile limit of earlier cases."""
+        torch.compiler.reset()
+        return torch.compile(fn, dynamic=False, **options)
+
+    # --- evidence
+
+    def say(self, text: str) -> None:
+        self.console.print(Text(f"  {text}"))
+
+    def fact(self, name: str, value) -> None:
+        """Record and print a result that is not a time: graphs, recompiles, bytes, seconds to compile."""
+        self.record.facts[name] = value
+        self.say(f"{name}: {value}")
+
+    def check(self, fn: Callable, reference: Callable, *inputs, what: str | None = None, **budget) -> None:
+        """Run fn on poisoned memory and hold it to the float64 reference; harness.check says how.
+
+        Raises CheckError (wrong) or VacuousCheck (the check proves nothing). Not done under --profile, where
+        only the calls that a profiler is to see run.
+        """
+        if self.profile:
+            return
+        what = what or f"{fn.__name__} {describe(inputs)}"
+        entry = {"what": what, "error": None, "passed": False}
+        self.record.checks.append(entry)
+        with self.progress(what):
+            entry["error"] = check_once(fn, reference, *inputs, what=what, **budget)
+        entry["passed"] = True
+        self.say(f"right  {what}: largest error / budget {entry['error']:.2f}")
+
+    def compare(
+        self,
+        variants: dict[str, Callable],
+        reference: Callable,
+        *inputs,
+        baseline: str,
+        work: Work,
+        title: str | None = None,
+        case: str | None = None,
+        **budget,
+    ) -> Comparison | None:
+        """Check every variant against one float64 reference, then time them all; see harness.compare.
+
+        In the interpreter only the baseline and our own variants are checked and nothing is timed; with
+        --check-only nothing is timed; with --profile each is warmed and then called once for the profiler.
+        """
+        if baseline not in variants:
+            raise ValueError(f"compare: baseline {baseline!r} is not one of the variants {list(variants)}")
+        table = Comparison(title or self.name, case or describe(inputs), baseline)
+        if self.machine.mode == "interpreted":
+            variants = {name: fn for name, fn in variants.items() if is_ours(name) or name == baseline}
+        if self.profile:
+            profile_variants(table, variants, inputs, self.machine, self.progress)
+            self.say(f"profiled  {table.title}  {table.case}: {', '.join(variants)}")
+            return None
+        check_variants(table, variants, reference, inputs, self.progress, **budget)
+        if self.timing and self.machine.mode != "interpreted":
+            with self.progress(f"timing {table.title} {table.case}"):
+                time_variants(table, variants, inputs, work, ceilings())
+        self.record.comparisons.append(table.record())
+        report.show_comparison(self.console, table)
+        return table
+
+    def codegen(
+        self, wrapper: Callable, *args, find: dict[int, tuple[str, ...]], config: int = 0, **kwargs
+    ) -> list[Kernel]:
+        """Compile what wrapper(*args) launches for each architecture in `find`, and require its instructions there.
+
+        `find` maps an architecture (90 for sm_90) to names from harness.codegen.INSTRUCTIONS. Needs no GPU. Raises
+        CodegenError when one is missing.
+        """
+        if self.profile:
+            return []
+        kernels = []
+        for sm, wanted in find.items():
+            with self.progress(f"compiling {wrapper.__name__} for sm_{sm}"):
+                compiled = compile_for(wrapper, args, kwargs, sms=(sm,), config=config)
+            kernels += compiled
+            self.record.codegen += [kernel.record() for kernel in compiled]
+            for name in wanted:
+                if not any(kernel.found.get(name) for kernel in compiled):
+                    reason = next((k.error for k in compiled if k.error), "it is not in the PTX")
+                    report.show_codegen(self.console, kernels)
+                    raise CodegenError(f"{wrapper.__name__} on sm_{sm}: no {name}: {reason}")
+        report.show_codegen(self.console, kernels)
+        return kernels
+
+    def progress(self, what: str):
+        return report.progress(self.console, what)
+
+    # --- skips
+
+    def skip_unless(self, sm: tuple[int, int] | None = None, gib: float | None = None, gpu: bool = False) -> None:
+        """End this technique as skipped, with one line, unless the machine has what is asked.
+
+        Without arguments: what its docstring's `Needs` says. `sm` and `gib` are asked of a GPU only.
+        """
+        needs = Needs(sm=sm, gib=gib, gpu=gpu) if sm or gib or gpu else self.needs
+        if reason := self.machine.lacks(needs):
+            raise Skip(reason)
