@@ -137,7 +137,7 @@ def time_variants(
         pairs = zip(medians[table.baseline], medians[row.variant], strict=True)
         row.speedup = statistics.median(base / own for base, own in pairs)
     if held and held > 0.02:
-        table.notes.append(f"the power limit held the clocks down for {held:.0%} of the time this table took")
+        table.notes.append(f"the power limit held the clocks down for {min(held, 1):.0%} of the time this table took")
     if on_gpu and min(row.ms for row in table.rows) * 1000 < 3 * ceilings.launch_floor_us():
         table.notes.append(
             f"an empty launch measures {ceilings.launch_floor_us():.1f} us here: the short rows are bound by launching"

@@ -70,7 +70,7 @@ class Harness:
         return torch.empty(*shape, dtype=dtype or torch.bfloat16, device="meta")
 
     def compiled(self, fn: Callable, **options) -> Callable:
-        """torch.compile(fn) for one shape, from an empty compiler: no graphs and no recompile limit of earlier cases."""
+        """torch.compile(fn) for one shape, from an empty compiler: no graphs, no recompile limit of earlier cases."""
         torch.compiler.reset()
         return torch.compile(fn, dynamic=False, **options)
 

@@ -159,7 +159,7 @@ def demo(h: Harness) -> None:
     find = {80: ("cp.async", "mma.sync"), 90: ("cp.async", "wgmma"), 100: ("cp.async", "tcgen05.mma")}
     h.codegen(matmul, h.meta(4096, 4096), h.meta(4096, 4096), find=find | {120: ("cp.async", "mma.sync")})
 
-    for n in h.pick(interpreted=(192,), quick=(2048,), full=(2048, 4096, 8192)):
+    for n in h.pick(interpreted=(192,), quick=(2048,), full=(2048, 4096, 8192, 16384)):
         n = h.fit(n, bytes_each=60 * n)
         a, b = h.randn(n, n, dtype=h.half), h.randn(n, n, dtype=h.half)
         variants = {
