@@ -257,9 +257,10 @@ def results_tables(folder: Path) -> str:
         limits = f"copy {m['ceilings']['copy_tbps']:.2f} TB/s" if m["ceilings"]["copy_tbps"] else ""
         for dtype, rate in m["ceilings"]["gemm_tflops"].items():
             limits += f", cuBLAS {dtype} {rate:.0f} TFLOP/s"
+        commit = (record["commit"] or "unknown")[:12]
         parts.append(
             f"**{record['topic']}** on {m['gpu'] or m['cpu']}{power}, torch {m['torch']}, Triton {m['triton']}; "
-            f"measured ceilings: {limits} ([record]({path.relative_to(ROOT)}), commit `{(record['commit'] or 'unknown')[:12]}`)\n"
+            f"measured ceilings: {limits} ([record]({path.relative_to(ROOT)}), commit `{commit}`)\n"
         )
         lines = [
             "| technique | case | variant | ms | rate | % of ceiling | speed-up |",

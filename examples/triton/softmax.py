@@ -156,17 +156,9 @@ def softmax_rows(x: torch.Tensor) -> torch.Tensor:
         if block_n == 16384:  # 64 values a thread in 80 registers: three rows share an SM, and one loads as one stores
             num_warps, max_registers = 8, 80
         softmax_rows_kernel[(triton.cdiv(n_rows, rows),)](
-            x,
-            y,
-            x.stride(0),
-            y.stride(0),
-            n_rows,
-            n_cols,
-            ROWS=rows,
-            BLOCK_N=block_n,
-            num_warps=num_warps,
-            maxnreg=max_registers,
-        )
+            x, y, x.stride(0), y.stride(0), n_rows, n_cols,
+            ROWS=rows, BLOCK_N=block_n, num_warps=num_warps, maxnreg=max_registers,
+        )  # fmt: skip
     return y
 
 
