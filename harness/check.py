@@ -6,8 +6,8 @@ The budget of one element is
     +  the smallest subnormal of the output
 
 The first term is the rounding of the result to its own dtype. The second is the rounding of a sum of `terms`
-products in the accumulator, which follows the size of the row and not of the element: a sum may cancel. The
-third is for units that round their operands first (TF32 keeps 10 bits: 2**-11). A budget that zeros or the
+products in the accumulator, which follows the size of the row and not of the element: a sum may cancel. With
+terms=0 nothing is summed. The third is for units that round their operands first (TF32 keeps 10 bits: 2**-11). A budget that zeros or the
 mean of the reference would pass proves nothing, so check() refuses it.
 """
 
@@ -21,6 +21,7 @@ import torch
 from torch.overrides import TorchFunctionMode
 
 CHUNK = 2**24  # elements judged at a time: float64 temporaries stay below 1 GiB
+SHORT_ROW = 32  # columns
 GUARD = 256  # bytes of canary on either side of an output; keeps the 16-byte alignment that wide loads need
 POISON = 0xFF  # every byte: NaN in each float format, -1 in each integer
 
@@ -82,15 +83,22 @@ def _eps(acc: torch.dtype | float) -> float:
 
 
 def _row_rms(want: torch.Tensor) -> torch.Tensor:
-    """Root mean square of the finite values of each row (the last dimension); one row for a vector or a scalar."""
+    """Root mean square of the finite values of each row (the last dimension); one row for a vector or a scalar.
+
+    A row of a few values says little about the size of what was summed: it takes that of all rows if it is larger.
+    """
     rows = want.reshape(-1, want.shape[-1]) if want.ndim > 1 else want.reshape(1, -1)
     step = max(1, CHUNK // max(1, rows.shape[1]))
     parts = []
     for part in rows.split(step):
         finite = torch.isfinite(part)
         squares = torch.where(finite, part, 0.0).square_()
-        parts.append((squares.sum(1) / finite.sum(1).clamp_(min=1)).sqrt_())
-    return torch.cat(parts)
+        parts.append(torch.stack([squares.sum(1), finite.sum(1).double()]))
+    sums, counts = torch.cat(parts, dim=1)
+    rms = (sums / counts.clamp(min=1)).sqrt()
+    if rows.shape[1] < SHORT_ROW:
+        rms.clamp_(min=(sums.sum() / counts.sum().clamp(min=1)).sqrt().item())
+    return rms
 
 
 def judge(

@@ -78,8 +78,8 @@ def explain(h: Harness, x: torch.Tensor, table) -> None:
     cache = torch.cuda.get_device_properties(x.device).L2_cache_size
     if FUSED_PASSES * x.nbytes < cache:
         h.say(
-            f"three tensors of {x.nbytes / 2**20:.0f} MiB fit in {cache / 2**20:.0f} MiB of L2, so eager's intermediates "
-            f"never reach memory: its two further kernels cost {(eager_row.ms - fused_row.ms) * 1000:.1f} us"
+            f"three tensors of {x.nbytes / 2**20:.0f} MiB fit in {cache / 2**20:.0f} MiB of L2: eager's intermediates "
+            f"never reach memory, and its two further kernels cost {(eager_row.ms - fused_row.ms) * 1000:.1f} us"
         )
     else:
         eager_tbps = EAGER_PASSES * x.nbytes / eager_row.ms / 1e9

@@ -121,13 +121,14 @@ def softmax_split_kernel(
     maxima = tl.load(maxima_ptr + parts, mask=parts < PARTS, other=-float("inf"), cache_modifier=".cg")
     sums = tl.load(sums_ptr + parts, mask=parts < PARTS, other=0.0, cache_modifier=".cg")
     row_max = tl.max(maxima, axis=0)
-    row_sum = tl.sum(tl.where(maxima == -float("inf"), 0.0, sums * tl.exp(maxima - row_max)), axis=0)
+    # A part of -inf alone has the sum 0, and 0 * exp(-inf - -inf) would be NaN. A NaN in a part stays in its sum.
+    row_sum = tl.sum(tl.where(sums == 0.0, 0.0, sums * tl.exp(maxima - row_max)), axis=0)
     own = tl.where(part_max == -float("inf"), 0.0, tl.exp(part_max - row_max))
     y = weights * (own / row_sum)
     tl.store(y_ptr + row * stride_ym + cols, y.to(y_ptr.dtype.element_ty), mask=inside)
 
 
-def _output(name: str, x: torch.Tensor, max_cols: int | None) -> torch.Tensor:
+def _check_input(name: str, x: torch.Tensor, max_cols: int | None = None) -> None:
     require_triton_device(name, x)
     if x.dtype not in DTYPES:
         raise TypeError(f"{name}: dtype {x.dtype} is not one of {DTYPES}; convert with x.float() first")
@@ -141,12 +142,12 @@ def _output(name: str, x: torch.Tensor, max_cols: int | None) -> torch.Tensor:
         raise ValueError(f"{name}: {x.shape[1]} columns, but a row may have {max_cols} here; call softmax(x)")
     if x.stride(1) != 1 and x.shape[1] > 1:
         raise ValueError(f"{name}: strides {x.stride()}, but columns must be contiguous; call x.contiguous() first")
-    return torch.empty(x.shape, dtype=x.dtype, device=x.device)
 
 
 def softmax_rows(x: torch.Tensor) -> torch.Tensor:
     """Softmax over rows of up to ROWS_MAX columns, each held in one program's registers."""
-    y = _output("softmax_rows", x, ROWS_MAX)
+    _check_input("softmax_rows", x, ROWS_MAX)
+    y = torch.empty(x.shape, dtype=x.dtype, device=x.device)
     n_rows, n_cols = x.shape
     if n_rows:  # a grid of zero programs is a launch error
         block_n = triton.next_power_of_2(n_cols)
@@ -164,7 +165,8 @@ def softmax_rows(x: torch.Tensor) -> torch.Tensor:
 
 def softmax_prefetch(x: torch.Tensor) -> torch.Tensor:
     """Softmax over rows of up to ROWS_MAX columns by persistent programs that load their next rows ahead."""
-    y = _output("softmax_prefetch", x, ROWS_MAX)
+    _check_input("softmax_prefetch", x, ROWS_MAX)
+    y = torch.empty(x.shape, dtype=x.dtype, device=x.device)
     n_rows, n_cols = x.shape
     if n_rows:
         block_n = triton.next_power_of_2(n_cols)
@@ -179,7 +181,8 @@ def softmax_prefetch(x: torch.Tensor) -> torch.Tensor:
 
 def softmax_loop(x: torch.Tensor) -> torch.Tensor:
     """Softmax over rows of any length; each row is read twice, the second time mostly from L2."""
-    y = _output("softmax_loop", x, None)
+    _check_input("softmax_loop", x)
+    y = torch.empty(x.shape, dtype=x.dtype, device=x.device)
     n_rows, n_cols = x.shape
     if n_rows:
         block_n = min(SPLIT_BLOCK, triton.next_power_of_2(n_cols))
@@ -199,11 +202,12 @@ def softmax_split(x: torch.Tensor) -> torch.Tensor:
 
     GPU only: programs wait for each other, and the interpreter runs one after the other (RuntimeError there).
     """
-    y = _output("softmax_split", x, split_max_cols(x.device))
+    _check_input("softmax_split", x, split_max_cols(x.device))
     if interpreted():
         raise RuntimeError(
             "softmax_split: its programs wait for each other and cannot be interpreted; use softmax_loop"
         )
+    y = torch.empty(x.shape, dtype=x.dtype, device=x.device)
     n_rows, n_cols = x.shape
     if n_rows:
         parts = triton.cdiv(n_cols, SPLIT_BLOCK)
@@ -219,10 +223,11 @@ def softmax_split(x: torch.Tensor) -> torch.Tensor:
 
 def softmax(x: torch.Tensor) -> torch.Tensor:
     """Softmax over the last dimension of a matrix by the kernel that is fastest for its row length."""
-    if x.ndim == 2 and x.shape[1] > ROWS_MAX:
-        splits = x.is_cuda and x.shape[1] <= split_max_cols(x.device)
-        return softmax_split(x) if splits else softmax_loop(x)
-    return softmax_prefetch(x) if x.ndim == 2 and x.shape[1] > PREFETCH_MIN else softmax_rows(x)
+    _check_input("softmax", x)
+    n_cols = x.shape[1]
+    if n_cols > ROWS_MAX:
+        return softmax_loop(x) if interpreted() or n_cols > split_max_cols(x.device) else softmax_split(x)
+    return softmax_prefetch(x) if n_cols > PREFETCH_MIN else softmax_rows(x)
 
 
 def reference(x: torch.Tensor) -> torch.Tensor:

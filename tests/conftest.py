@@ -1,0 +1,68 @@
+"""Fixtures for all tests. Harness first: without a GPU it turns Triton's interpreter on before triton is imported."""
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+from harness.hardware import interpreted, machine
+from harness.session import Harness
+
+import pytest
+import torch
+from hypothesis import settings
+
+ROOT = Path(__file__).resolve().parent.parent
+
+# The same examples in every run: a failure in CI is the failure at the desk.
+settings.register_profile("companion", deadline=None, max_examples=12, derandomize=True)
+settings.load_profile("companion")
+
+
+def pytest_collection_modifyitems(items):
+    if machine().mode == "gpu":
+        return
+    for item in items:
+        if item.get_closest_marker("gpu"):
+            item.add_marker(pytest.mark.skip(reason="needs a GPU"))
+
+
+@pytest.fixture
+def h() -> Harness:
+    """A quiet harness on this machine's device: the GPU, or the interpreter's CPU."""
+    from rich.console import Console
+
+    return Harness("test", console=Console(quiet=True))
+
+
+@pytest.fixture
+def half() -> torch.dtype:
+    """The 16-bit dtype that this machine computes rightly."""
+    return torch.float16 if interpreted() else torch.bfloat16
+
+
+@pytest.fixture
+def cli():
+    """Run a script as a user would, in a process of its own; returns the finished process."""
+
+    def run(script, *args, cwd=ROOT, timeout=300, **env):
+        path = os.pathsep.join(filter(None, (str(ROOT), os.environ.get("PYTHONPATH"))))
+        inherited = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"}  # each process decides for itself
+        return subprocess.run(
+            [sys.executable, *map(str, script if isinstance(script, tuple) else (script,)), *map(str, args)],
+            capture_output=True, text=True, cwd=cwd, timeout=timeout, env=inherited | {"PYTHONPATH": path} | env,
+        )  # fmt: skip
+
+    return run
+
+
+@pytest.fixture
+def gpu_gib():
+    """Skip a test that needs more GPU memory than there is: gpu_gib(40)."""
+
+    def need(gib: float) -> None:
+        free = torch.cuda.mem_get_info()[0] / 2**30
+        if free < gib:
+            pytest.skip(f"needs {gib} GiB of GPU memory, {free:.0f} are free")
+
+    return need

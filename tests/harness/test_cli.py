@@ -1,0 +1,285 @@
+"""The command line as a user meets it: every test here starts a process."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+
+from harness.catalog import ROOT, read_topic
+from harness.hardware import machine
+from harness.report import load_record
+
+import pytest
+
+TOPICS = ["triton_examples"]
+NAMES = {topic: [t.name for t in read_topic(ROOT / f"{topic}.py").techniques] for topic in TOPICS}
+
+DOCSTRING = '"""{lesson}\n\nQuestion   does it run?\nNeeds      {needs}\n"""\n'
+TOPIC = """'A topic made for a test.'
+from harness.cli import main
+
+TECHNIQUES = {files!r}
+
+if __name__ == "__main__":
+    main(__file__)
+"""
+
+
+@pytest.fixture
+def topic(tmp_path):
+    """Write a topic of small techniques that need nothing but torch: topic(good="demo body", bad="...")."""
+
+    def write(needs="", **bodies):
+        for name, body in bodies.items():
+            lines = "\n".join(f"    {line}" for line in body.splitlines())
+            text = DOCSTRING.format(lesson=f"The technique {name}.", needs=needs or "torch")
+            (tmp_path / f"{name}.py").write_text(
+                f"{text}from harness import Work, run\nimport sys, time, torch\n\ndef demo(h):\n{lines}\n\n"
+                'if __name__ == "__main__":\n    run(demo)\n'
+            )
+        script = tmp_path / "made_topic.py"
+        script.write_text(TOPIC.format(files=[f"{name}.py" for name in bodies]))
+        return script
+
+    return write
+
+
+GOOD = "h.check(lambda x: x * 2, lambda x: x.double() * 2, h.randn(3, 5), what='doubling')\nh.fact('answer', 42)"
+TABLE = (
+    "x = h.randn(64, 64)\n"
+    "h.compare({'torch': lambda x: x * 2, 'ours': lambda x: x + x}, lambda x: x.double() * 2, x, "
+    "baseline='torch', work=Work(bytes=2 * x.nbytes))"
+)
+
+
+@pytest.mark.parametrize("name", TOPICS)
+def test_a_topic_runs_as_a_user_runs_it(cli, name, tmp_path):
+    record_path = tmp_path / "record.json"
+    done = cli(f"{name}.py", "--quick", "--json", record_path)
+    assert done.returncode == 0, done.stdout + done.stderr
+    record = load_record(record_path)
+    assert [example["name"] for example in record["examples"]] == NAMES[name]
+    assert {example["status"] for example in record["examples"]} == {"passed"}
+    assert record["topic"] == name
+    assert record["command"] == f"python {name}.py --quick --json {record_path}"
+    assert record["machine"]["torch"]
+    for example in record["examples"]:
+        assert example["checks"], f"{example['name']} checks nothing"
+        assert example["comparisons"], f"{example['name']} compares nothing"
+        assert all(check["passed"] and check["error"] <= 1 for check in example["checks"])
+        for table in example["comparisons"]:
+            assert any(row["ours"] for row in table["rows"])
+            if machine().mode == "interpreted":
+                assert all(row["ms"] is None for row in table["rows"])
+            else:
+                assert all(row["ms"] > 0 for row in table["rows"])
+    if machine().mode == "interpreted":
+        assert "nothing is timed" in done.stdout
+        assert "TB/s" not in done.stdout
+
+
+@pytest.mark.parametrize("name", TOPICS)
+def test_list_is_fast_and_imports_no_torch(cli, name):
+    def seconds():
+        started = time.perf_counter()
+        done = cli(f"{name}.py", "--list")
+        elapsed = time.perf_counter() - started
+        assert done.returncode == 0
+        assert all(technique in done.stdout for technique in NAMES[name])
+        return elapsed
+
+    assert min(seconds() for _ in range(5)) < 0.3
+    done = cli(("-X", "importtime", f"{name}.py"), "--list")
+    assert "harness.catalog" in done.stderr
+    assert " torch" not in done.stderr
+    assert " triton" not in done.stderr
+
+
+def test_an_unknown_technique_lists_the_near_ones(cli):
+    done = cli("triton_examples.py", "sofmax")
+    assert done.returncode == 2
+    assert "no technique 'sofmax'; did you mean softmax" in done.stderr
+    done = cli("triton_examples.py", "zzz")
+    assert done.returncode == 2
+    assert "there are: vector_add" in done.stderr
+
+
+@pytest.mark.parametrize(
+    ("args", "message"),
+    [
+        (["--no-such-option"], "unrecognized arguments"),
+        (["--quick", "--full"], "not allowed with"),
+        (["--check-only", "--profile"], "not allowed with"),
+        (["--seed", "many"], "invalid int value"),
+        (["--json", "no/such/folder/x.json"], "does not exist; make it first"),
+        (["--json", "."], "is a folder; name a file"),
+    ],
+)
+def test_wrong_usage_ends_with_2_before_anything_runs(cli, args, message):
+    done = cli("triton_examples.py", *args)
+    assert done.returncode == 2
+    assert message in done.stderr
+    assert "PASSED" not in done.stdout
+
+
+def test_a_failing_technique_does_not_stop_the_others(cli, topic, tmp_path):
+    script = topic(
+        first=GOOD,
+        wrong="h.check(lambda x: x * 3, lambda x: x.double() * 2, h.randn(3, 5), what='tripling')",
+        leaves="sys.exit(0)",
+        memory="raise torch.OutOfMemoryError('CUDA out of memory. Tried to allocate 9 GiB')",
+        skips="h.skip_unless(gpu=True)\nfrom harness import Skip\nraise Skip('has nothing to do')",
+        last=GOOD,
+    )
+    path = tmp_path / "r.json"
+    done = cli(script, "--json", path)
+    assert done.returncode == 1
+    examples = {e["name"]: e for e in load_record(path)["examples"]}
+    failed = {name for name, e in examples.items() if e["status"] == "failed"}
+    assert list(examples) == ["first", "wrong", "leaves", "memory", "skips", "last"]
+    assert failed == {"wrong", "leaves", "memory"}
+    assert examples["skips"]["status"] == "skipped"
+    assert examples["first"]["facts"] == {"answer": 42}
+    assert "tripling: 15 of 15 elements are wrong" in examples["wrong"]["reason"]
+    assert examples["wrong"]["checks"] == [{"what": "tripling", "error": None, "passed": False}]
+    assert "try --quick" in examples["memory"]["reason"]
+    assert "SKIPPED: " in done.stdout
+    assert "FAILED  wrong" in done.stdout
+    assert "PASSED  last" in done.stdout
+
+
+def test_only_what_is_named_runs_in_the_topics_order(cli, topic, tmp_path):
+    script = topic(a=GOOD, b=GOOD, c=GOOD)
+    path = tmp_path / "r.json"
+    assert cli(script, "c", "a", "--json", path).returncode == 0
+    assert [e["name"] for e in load_record(path)["examples"]] == ["a", "c"]
+
+
+def test_a_missing_package_skips_with_the_way_to_get_it(cli, topic):
+    done = cli(topic(needs="no_such_package>=2", absent="raise AssertionError('must not run')"))
+    assert done.returncode == 0
+    assert "SKIPPED: needs no_such_package>=2 (not installed: pip install no_such_package)" in done.stdout
+
+
+def test_ctrl_c_keeps_what_was_done(topic, tmp_path):
+    script = topic(done=GOOD, slow="print('sleeping', flush=True)\ntime.sleep(60)", never=GOOD)
+    path = tmp_path / "r.json"
+    env = os.environ | {"PYTHONPATH": str(ROOT), "PYTHONUNBUFFERED": "1"}
+    process = subprocess.Popen(
+        [sys.executable, script, "--json", path], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=env
+    )
+    for line in process.stdout:
+        if "sleeping" in line:
+            break
+    process.send_signal(signal.SIGINT)
+    out, err = process.communicate(timeout=30)
+    assert process.returncode == 130, out + err
+    assert "interrupted; this is what was done" in out
+    examples = load_record(path)["examples"]
+    assert [(e["name"], e["status"]) for e in examples] == [("done", "passed"), ("slow", "failed")]
+    assert examples[1]["reason"] == "interrupted"
+    assert "Traceback" not in err
+
+
+def test_a_killed_run_leaves_a_readable_record(topic, tmp_path):
+    script = topic(done=GOOD, slow="print('sleeping', flush=True)\ntime.sleep(60)")
+    path = tmp_path / "r.json"
+    env = os.environ | {"PYTHONPATH": str(ROOT), "PYTHONUNBUFFERED": "1"}
+    process = subprocess.Popen([sys.executable, script, "--json", path], stdout=subprocess.PIPE, text=True, env=env)
+    for line in process.stdout:
+        if "sleeping" in line:
+            break
+    process.kill()
+    process.communicate(timeout=30)
+    assert [e["status"] for e in load_record(path)["examples"]] == ["passed"]
+
+
+def test_check_only_and_profile_time_nothing(cli, topic, tmp_path):
+    script = topic(table=TABLE)
+    env = {"TRITON_INTERPRET": "0"}  # plain CPU work, which is timed for real without these options
+    for option, tables in (("--check-only", 1), ("--profile", 0)):
+        path = tmp_path / "r.json"
+        done = cli(script, option, "--json", path, **env)
+        assert done.returncode == 0, done.stdout + done.stderr
+        (example,) = load_record(path)["examples"]
+        assert len(example["comparisons"]) == tables
+        assert all(row["ms"] is None for table in example["comparisons"] for row in table["rows"])
+    assert "profiled" in done.stdout
+
+
+def test_cpu_work_is_timed(cli, topic, tmp_path):
+    path = tmp_path / "r.json"
+    done = cli(topic(table=TABLE), "--json", path, TRITON_INTERPRET="0")
+    assert done.returncode == 0, done.stdout + done.stderr
+    (table,) = load_record(path)["examples"][0]["comparisons"]
+    assert all(row["ms"] > 0 and row["p20"] <= row["ms"] <= row["p80"] for row in table["rows"])
+    assert "x torch" in done.stdout
+
+
+def test_the_seed_changes_the_data_and_the_name_fixes_it(cli, topic, tmp_path):
+    script = topic(a="h.fact('x', h.randn(1).item())", b="h.fact('x', h.randn(1).item())")
+
+    def values(*args):
+        path = tmp_path / "r.json"
+        cli(script, *args, "--json", path)
+        return {e["name"]: e["facts"]["x"] for e in load_record(path)["examples"]}
+
+    all_of_them = values()
+    assert all_of_them["a"] != all_of_them["b"]
+    assert values("b") == {"b": all_of_them["b"]}
+    assert values("--seed", "1")["a"] != all_of_them["a"]
+
+
+@pytest.mark.parametrize("name", NAMES["triton_examples"])
+def test_a_technique_file_runs_alone_from_any_folder(cli, name, tmp_path):
+    done = cli(ROOT / "examples" / "triton" / f"{name}.py", "--list", cwd=tmp_path)
+    assert done.returncode == 0
+    assert f"  {name}" in done.stdout
+
+
+def test_one_technique_file_really_runs_from_another_folder(cli, tmp_path):
+    done = cli(ROOT / "examples" / "triton" / "vector_add.py", "--quick", "--json", "own.json", cwd=tmp_path)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert load_record(tmp_path / "own.json")["examples"][0]["status"] == "passed"
+
+
+def test_triton_imported_first_is_explained(cli):
+    if machine().gpu:
+        pytest.skip("only where there is no GPU")
+    done = cli(("-c", "import triton; from harness import Harness"))
+    assert "import harness first" in done.stderr
+
+
+def test_doctor_names_every_technique(cli):
+    done = cli(("-m", "harness"), "doctor")
+    assert done.returncode == 0, done.stdout + done.stderr
+    expected = {"interpreted": "interpreted", "gpu": "runs", "cpu": "skipped"}[machine().mode]
+    for names in NAMES.values():
+        for name in names:
+            line = next(line for line in done.stdout.splitlines() if f" {name} " in line)
+            assert expected in line
+    assert f"torch {machine().torch}" in done.stdout
+
+
+def test_doctor_says_why_a_technique_is_skipped(cli):
+    if machine().gpu:
+        pytest.skip("only where there is no GPU")
+    done = cli(("-m", "harness"), "doctor", TRITON_INTERPRET="0")
+    assert done.returncode == 0
+    assert "skipped: needs a GPU, or TRITON_INTERPRET=1" in done.stdout
+
+
+def test_the_module_needs_a_command_it_knows(cli):
+    assert cli(("-m", "harness"), "frobnicate").returncode == 2
+
+
+def test_a_record_that_is_none_is_refused(tmp_path):
+    path = tmp_path / "x.json"
+    path.write_text("{")
+    with pytest.raises(ValueError, match="not JSON"):
+        load_record(path)
+    path.write_text(json.dumps({"schema": 99}))
+    with pytest.raises(ValueError, match="not a record of schema 1"):
+        load_record(path)

@@ -1,0 +1,146 @@
+"""Offline compilation: from a wrapper's own launch, for GPUs that are not here, in a process that may die."""
+
+import textwrap
+
+from harness import codegen
+from harness.codegen import CodegenError, Kernel, compile_for, load_module
+from harness.hardware import SHARED_LIMIT
+
+import pytest
+import torch
+
+pytest.importorskip("triton")
+
+
+def technique(tmp_path, body):
+    path = tmp_path / f"probe_{len(list(tmp_path.iterdir()))}.py"
+    path.write_text(
+        "from harness import require_triton_device\nimport torch\nimport triton\nimport triton.language as tl\n"
+        + textwrap.dedent(body)
+    )
+    return load_module(path)
+
+
+COPY = """
+    @triton.jit
+    def copy_kernel(x_ptr, y_ptr, n, BLOCK: tl.constexpr):
+        i = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+        tl.store(y_ptr + i, tl.load(x_ptr + i, mask=i < n), mask=i < n)
+
+    def copy(x, block=1024):
+        require_triton_device("copy", x)
+        y = torch.empty_like(x)
+        copy_kernel[(triton.cdiv(x.numel(), block),)](x, y, x.numel(), BLOCK=block)
+        return y
+"""
+
+
+@pytest.fixture
+def probe(tmp_path):
+    return technique(tmp_path, COPY)
+
+
+@pytest.mark.parametrize("sm", [80, 89, 90, 100, 120])
+def test_every_architecture_compiles(probe, sm):
+    (kernel,) = compile_for(probe.copy, (torch.empty(4096, device="meta"),), sms=(sm,))
+    assert kernel.error is None
+    assert (kernel.kernel, kernel.sm, kernel.spills, kernel.shared) == ("copy_kernel", sm, 0, 0)
+    assert 8 <= kernel.registers <= 64
+    assert kernel.shared_limit == SHARED_LIMIT[sm]
+    assert kernel.found["ld.global.v4"] == kernel.found["st.global.v4"]
+
+
+def test_the_specialisation_is_that_of_the_launch(probe):
+    """A size that 16 does not divide loses the wide accesses, as it does on a GPU."""
+    (even,) = compile_for(probe.copy, (torch.empty(4096, device="meta"),), sms=(90,))
+    (odd,) = compile_for(probe.copy, (torch.empty(4097, device="meta"),), sms=(90,))
+    assert even.found.get("ld.global.v4") == 2
+    assert "ld.global.v4" not in odd.found
+
+
+def test_keyword_arguments_and_a_second_compile_report_registers_too(probe):
+    x = torch.empty(4096, device="meta")
+    first, second = (compile_for(probe.copy, (x,), {"block": 2048}, sms=(90,))[0] for _ in range(2))
+    assert first.registers == second.registers
+    assert first.found == second.found
+
+
+def test_a_compilation_error_is_an_answer(tmp_path):
+    module = technique(
+        tmp_path,
+        """
+        @triton.jit
+        def bad_kernel(x_ptr, BLOCK: tl.constexpr):
+            tl.store(x_ptr + tl.arange(0, BLOCK), tl.no_such_function(0))
+
+        def bad(x):
+            bad_kernel[(1,)](x, BLOCK=16)
+        """,
+    )
+    (kernel,) = compile_for(module.bad, (torch.empty(16, device="meta"),), sms=(90,))
+    assert "no_such_function" in kernel.error
+
+
+def test_a_compiler_that_dies_is_an_answer_and_the_next_request_is_served(tmp_path, probe):
+    module = technique(
+        tmp_path,
+        """
+        import os, sys
+
+        def dies(x):
+            print("LLVM ERROR: Cannot select", file=sys.stderr, flush=True)
+            os.abort()
+        """,
+    )
+    (kernel,) = compile_for(module.dies, (torch.empty(16, device="meta"),), sms=(90,))
+    assert "status -6" in kernel.error
+    assert "Cannot select" in kernel.error
+    (kernel,) = compile_for(probe.copy, (torch.empty(64, device="meta"),), sms=(90,))
+    assert kernel.error is None
+
+
+def test_a_compiler_that_hangs_is_given_up(tmp_path, monkeypatch):
+    monkeypatch.setattr(codegen, "TIMEOUT_S", 6)
+    module = technique(tmp_path, "import time\ndef hangs(x):\n    time.sleep(1000)\n")
+    (kernel,) = compile_for(module.hangs, (torch.empty(16, device="meta"),), sms=(90,))
+    assert "gave up after 6 s" in kernel.error
+
+
+def test_a_printing_technique_does_not_break_the_protocol(tmp_path):
+    module = technique(tmp_path, COPY + "\n    def noisy(x):\n        print('not json')\n        return copy(x)\n")
+    (kernel,) = compile_for(module.noisy, (torch.empty(64, device="meta"),), sms=(90,))
+    assert kernel.error is None
+
+
+def test_what_cannot_be_passed_is_refused(probe):
+    with pytest.raises(TypeError, match="cannot pass a list"):
+        compile_for(probe.copy, ([1],), sms=(90,))
+
+
+def test_shared_memory_beyond_the_limit_is_said():
+    assert Kernel("k", 80, shared=163 * 1024, shared_limit=163 * 1024).fits
+    assert not Kernel("k", 80, shared=163 * 1024 + 1, shared_limit=163 * 1024).fits
+
+
+def test_a_missing_instruction_fails_the_technique(h, probe):
+    with pytest.raises(CodegenError, match="copy on sm_90: no wgmma: it is not in the PTX"):
+        h.codegen(probe.copy, torch.empty(64, device="meta"), find={90: ("wgmma",)})
+    assert h.record.codegen[0]["kernel"] == "copy_kernel"
+
+
+@pytest.mark.parametrize(
+    ("name", "ptx", "count"),
+    [
+        ("ld.global.v4", "ld.global.L1::evict_last.v4.b32 {%r1}; ld.global.b32 %r2;", 1),
+        ("cp.async", "cp.async.cg.shared.global [%r1]; cp.async.bulk.tensor.2d; cp.async.commit_group;", 1),
+        ("cp.async.bulk.tensor", "cp.async.bulk.tensor.2d.shared::cluster; cp.async.bulk.commit_group;", 1),
+        ("wgmma", "wgmma.mma_async.sync.aligned.m64n256k16; wgmma.fence.sync; wgmma.commit_group", 1),
+        ("tcgen05.mma", "tcgen05.mma.cta_group::1.kind::f16 [%r]; tcgen05.commit; tcgen05.ld", 1),
+        ("mma.sync", "mma.sync.aligned.m16n8k16; wgmma.mma_async.sync.aligned", 1),
+        ("setmaxnreg", "setmaxnreg.inc.sync.aligned.u32 240;", 1),
+    ],
+)
+def test_patterns_count_the_instruction_and_not_its_neighbours(name, ptx, count):
+    import re
+
+    assert len(re.findall(codegen.INSTRUCTIONS[name], ptx)) == count

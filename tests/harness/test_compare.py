@@ -1,0 +1,145 @@
+"""Tables: every variant checked before any is timed, honest ratios, and nothing timed that has no speed."""
+
+import time
+
+from harness.check import CheckError
+from harness.compare import Comparison, Row, Work, _quantile, is_ours, time_variants
+from harness.hardware import Ceilings, interpreted
+from harness.session import Harness
+
+import pytest
+import torch
+from rich.console import Console
+
+
+def reference(x):
+    return x.double() * 2
+
+
+@pytest.fixture
+def timed(h, monkeypatch):
+    """A harness that times for real: on the GPU, or torch's own work on the CPU."""
+    monkeypatch.setenv("TRITON_INTERPRET", "0")
+    session = Harness("timed", console=Console(quiet=True))
+    session.device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    return session
+
+
+def test_a_table_times_every_variant(timed):
+    x = torch.randn(512, 512, device=timed.device)
+    variants = {"torch": lambda x: x * 2, "ours": lambda x: x + x, "ours in three": lambda x: (x + x + 1) - 1}
+    table = timed_compare(timed, variants, x)
+    rows = {row.variant: row for row in table.rows}
+    assert list(rows) == list(variants)
+    assert all(row.p20 <= row.ms <= row.p80 for row in table.rows)
+    assert rows["torch"].speedup == 1.0
+    assert rows["ours in three"].speedup < 1.0  # a ratio below 1 is shown like any other
+    assert [row.ours for row in table.rows] == [False, True, True]
+    assert rows["ours"].tbps == pytest.approx(2 * x.nbytes / rows["ours"].ms / 1e9)
+    assert timed.record.comparisons[0]["rows"][1]["ms"] == rows["ours"].ms
+
+
+def timed_compare(h, variants, x, **kwargs):
+    table = Comparison("probe", "case", "torch")
+    from harness.compare import check_variants
+
+    check_variants(table, variants, reference, (x,), h.progress, terms=4)
+    time_variants(table, variants, (x,), Work(bytes=2 * x.nbytes), Ceilings())
+    h.record.comparisons.append(table.record())
+    return table
+
+
+def test_a_wrong_variant_stops_the_table_before_any_timing(h, monkeypatch):
+    timed = []
+    monkeypatch.setattr("harness.session.time_variants", lambda *args: timed.append(args))
+    variants = {"torch": lambda x: x * 2, "triton": lambda x: x * 3}
+    with pytest.raises(CheckError, match="triton"):
+        h.compare(variants, reference, h.randn(8, 8), baseline="torch", work=Work(bytes=1))
+    assert not timed
+
+
+def test_a_wrong_baseline_stops_the_table_too(h):
+    with pytest.raises(CheckError, match="torch"):
+        h.compare(
+            {"torch": lambda x: x * 3, "triton": lambda x: x * 2},
+            reference,
+            h.randn(8, 8),
+            baseline="torch",
+            work=Work(),
+        )
+
+
+def test_the_interpreter_checks_ours_and_the_baseline_and_times_nothing(h):
+    if not interpreted():
+        pytest.skip("kernels are compiled here")
+    called = []
+
+    def not_the_baseline(x):
+        called.append(x)
+        return x * 2
+
+    variants = {"torch": lambda x: x * 2, "torch.compile": not_the_baseline, "triton": lambda x: x + x}
+    table = h.compare(variants, reference, h.randn(8, 8), baseline="torch", work=Work(bytes=1))
+    assert [row.variant for row in table.rows] == ["torch", "triton"]
+    assert all(row.ms is None and row.speedup is None for row in table.rows)
+    assert not called
+
+
+def test_an_unknown_baseline_and_flops_without_a_dtype_are_refused(h):
+    with pytest.raises(ValueError, match="baseline 'cuBLAS' is not one of the variants"):
+        h.compare({"torch": reference}, reference, h.randn(2), baseline="cuBLAS", work=Work())
+    with pytest.raises(ValueError, match="flops need a dtype"):
+        Work(flops=1)
+
+
+def test_the_ratio_is_the_median_of_the_ratios_of_each_round(monkeypatch):
+    """A machine that slows down from round to round must not bend the ratio."""
+
+    cost = {"torch": 3.0, "ours": 1.0}
+    calls = []
+
+    def fake(fn, inputs):
+        calls.append(fn())
+        return [cost[fn()] * (1 + (len(calls) - 1) // 2)] * 3
+
+    monkeypatch.setattr("harness.compare._cpu_times", fake)
+    table = Comparison("t", "c", "torch", rows=[Row("torch", False, 0, 0), Row("ours", True, 0, 0)])
+    time_variants(table, {"torch": lambda: "torch", "ours": lambda: "ours"}, (), Work(), Ceilings())
+    assert table.rows[1].speedup == pytest.approx(3.0)
+    assert calls[:4] == ["torch", "ours", "ours", "torch"]  # the order rotates
+
+
+def test_quantiles():
+    assert _quantile([1.0], 0.8) == 1.0
+    assert _quantile([1.0, 2.0, 3.0], 0.5) == 2.0
+    assert _quantile([0.0, 10.0], 0.2) == pytest.approx(2.0)
+
+
+@pytest.mark.parametrize(
+    "name", ["torch", "torch.compile", "cuBLAS", "cuDNN", "_scaled_mm", "FlexAttention", "CUDA graph"]
+)
+def test_library_names(name):
+    assert not is_ours(name)
+    assert is_ours(f"triton like {name}")
+
+
+@pytest.mark.gpu
+def test_ceilings_are_plausible_and_measured_once():
+    ceilings = Ceilings()
+    copy = ceilings.copy_tbps()
+    assert 0.05 < copy < 50
+    started = time.perf_counter()
+    assert ceilings.copy_tbps() == copy
+    assert time.perf_counter() - started < 0.01
+    assert ceilings.gemm_tflops(torch.bfloat16) > ceilings.gemm_tflops(torch.float32)
+    assert ceilings.gemm_tflops(torch.int8) is None
+
+
+@pytest.mark.gpu
+def test_the_floor_is_the_slower_of_moving_and_computing(h):
+    ceilings = Ceilings()
+    n = 4096
+    gemm = Work(bytes=3 * n * n * 2, flops=2 * n**3, dtype=torch.bfloat16)
+    copy = Work(bytes=2**30)
+    assert gemm.floor_ms(ceilings) == pytest.approx(2 * n**3 / ceilings.gemm_tflops(torch.bfloat16) / 1e9)
+    assert copy.floor_ms(ceilings) == pytest.approx(2**30 / ceilings.copy_tbps() / 1e9)
