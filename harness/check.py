@@ -5,10 +5,10 @@ The budget of one element is
     2 * eps(output) * |want|  +  16 * eps(acc) * sqrt(terms) * rms(row)  +  8 * operand_eps * rms(row)
     +  the smallest subnormal of the output
 
-The first term is the rounding of the result to its own dtype. The second is the rounding of a sum of `terms`
-products in the accumulator, which follows the size of the row and not of the element: a sum may cancel. With
-terms=0 nothing is summed. The third is for units that round their operands first (TF32 keeps 10 bits: 2**-11). A budget that zeros or the
-mean of the reference would pass proves nothing, so check() refuses it.
+The first term is the rounding of the result to its own dtype. The second is the rounding of a sum of `terms` products
+in the accumulator, which follows the size of the row and not of the element, since a sum may cancel; with terms=0
+nothing is summed. The third is for units that round their operands first (TF32 keeps 10 bits: 2**-11). A budget
+that zeros or the mean of the reference would pass proves nothing, so check() refuses it.
 """
 
 from __future__ import annotations
