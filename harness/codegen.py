@@ -27,25 +27,25 @@ from pathlib import Path
 
 TIMEOUT_S = 180
 
-# The instruction that proves a technique, as it is written in PTX.
+# The instruction that proves a technique, as it is written in PTX. A format counts only on a tensor-core
+# instruction: a conversion to it proves nothing.
+_MMA = r"\b(?:mma\.sync|wgmma\.mma_async|tcgen05\.mma)\b[^;]*"
 INSTRUCTIONS = {
-    "ld.global.v4": r"\bld\.global\S*\.v[48]\b|\bld\.global\S*\.v2\.b64",
-    "st.global.v4": r"\bst\.global\S*\.v[48]\b|\bst\.global\S*\.v2\.b64",
+    "ld.global.v4": r"\bld\.global\S*\.(?:v4\.[bfsu]32|v8\.[bfsu](?:16|32)|v2\.[bfsu]64)",
+    "st.global.v4": r"\bst\.global\S*\.(?:v4\.[bfsu]32|v8\.[bfsu](?:16|32)|v2\.[bfsu]64)",
     "cp.async": r"\bcp\.async\.c[ag]\.",
     "cp.async.bulk.tensor": r"\bcp\.async\.bulk\.tensor\.",
     "mbarrier": r"\bmbarrier\.",
     "mma.sync": r"\bmma\.sync\.",
     "wgmma": r"\bwgmma\.mma_async\.",
     "tcgen05.mma": r"\btcgen05\.mma\b",
-    "kind::f16": r"kind::f16",
-    "kind::tf32": r"kind::tf32",
-    "kind::f8f6f4": r"kind::f8f6f4",
-    "block_scale": r"block_scale",
-    "e4m3": r"\.e4m3",
-    "tf32": r"\.tf32",
+    "mma f16": _MMA + r"(?:\.f16|\.bf16|kind::f16)",
+    "mma tf32": _MMA + r"(?:\.tf32|kind::tf32)",
+    "mma f8": _MMA + r"(?:\.e4m3|\.e5m2|kind::f8f6f4)",
+    "block_scale": _MMA + r"block_scale",
     "setmaxnreg": r"\bsetmaxnreg\.",
     "atom": r"\batom\.",
-    "fma.f32": r"\bfma\.rn\.f32\b",
+    "fma.f32": r"\bfma\.rn(?:\.ftz)?\.f32(?:x2)?\b",
 }
 
 
@@ -106,10 +106,10 @@ def _encode(value):
 
     if isinstance(value, torch.Tensor):
         return {
-            "shape": list(value.shape),
-            "stride": list(value.stride()),
+            "shape": list(value.shape), "stride": list(value.stride()),
             "dtype": str(value.dtype).removeprefix("torch."),
-        }
+            "offset": value.storage_offset(),  # decides the alignment of its pointer, and so the width of accesses
+        }  # fmt: skip
     if isinstance(value, torch.dtype):
         return {"torch": str(value).removeprefix("torch.")}
     if value is None or isinstance(value, (bool, int, float, str)):
@@ -124,7 +124,9 @@ def _decode(value):
 
     if isinstance(value, dict) and "shape" in value:
         dtype = getattr(torch, value["dtype"])
-        return torch.empty_strided(value["shape"], value["stride"], dtype=dtype, device="meta")
+        shape, stride, offset = value["shape"], value["stride"], value["offset"]
+        extent = 1 + sum((n - 1) * step for n, step in zip(shape, stride, strict=True)) if 0 not in shape else 0
+        return torch.empty(offset + extent, dtype=dtype, device="meta").as_strided(shape, stride, offset)
     return getattr(torch, value["torch"]) if isinstance(value, dict) else value
 
 

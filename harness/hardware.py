@@ -331,3 +331,8 @@ def require_triton_device(name: str, *tensors: torch.Tensor) -> None:
             )
     elif device.type != "cuda":
         raise RuntimeError(f"{name}: tensors are on {device}; move them to a CUDA device, or set TRITON_INTERPRET=1")
+    elif device.index != torch.cuda.current_device():
+        raise RuntimeError(
+            f"{name}: tensors are on {device}, but Triton launches on the current device, "
+            f"cuda:{torch.cuda.current_device()}; call it within torch.cuda.device({device.index})"
+        )

@@ -4,7 +4,7 @@ Technique  One program computes one BLOCK_M x BLOCK_N tile of C. Per step of K i
            for 2 * BLOCK_M * BLOCK_N operations each, so larger tiles need less bandwidth, until registers or shared
            memory run out. Programs run roughly in order, so which tiles follow each other decides what is
            still in L2: GROUP_M rows of tiles at a time make a compact patch of C whose inputs are shared. Which tile is
-           best depends on the GPU and the sizes; autotune times a few, after dropping those that cannot fit.
+           best depends on the GPU and the sizes; autotune times a few, after dropping those that cannot win.
 Question   How close to cuBLAS does a page of Triton get, and what does the order of tiles matter?
 Needs      triton
 Shapes     a [M, K], b [K, N], any strides, any sizes (0 too) -> c [M, N], contiguous, dtype of a.
@@ -49,7 +49,11 @@ CONFIGS = [
 
 
 def fitting_configs(configs: list[triton.Config], named_args: dict, **kwargs) -> list[triton.Config]:
-    """The configurations worth compiling for these arguments: they fit shared memory and do not dwarf the problem."""
+    """The configurations worth compiling for these arguments: they may fit shared memory and do not dwarf the problem.
+
+    wgmma and tcgen05 keep num_stages buffers, mma.sync one fewer. The smaller count decides here; what then turns
+    out not to fit, autotune itself leaves out.
+    """
     a, M, N = named_args["a_ptr"], named_args["M"], named_args["N"]
     shared = device_limits(a.device).shared_bytes
     itemsize = a.element_size()
@@ -60,7 +64,7 @@ def fitting_configs(configs: list[triton.Config], named_args: dict, **kwargs) ->
         m, n, k = (config.kwargs[name] for name in ("BLOCK_M", "BLOCK_N", "BLOCK_K"))
         return (
             k * itemsize == 128
-            and (m + n) * k * itemsize * config.num_stages <= shared
+            and (m + n) * k * itemsize * (config.num_stages - 1) <= shared
             and m * n <= largest_tile
             and m <= max(64, triton.next_power_of_2(M))
             and n <= max(64, triton.next_power_of_2(N))

@@ -58,6 +58,12 @@ def test_the_specialisation_is_that_of_the_launch(probe):
     assert "ld.global.v4" not in odd.found
 
 
+def test_the_alignment_of_a_view_is_that_of_the_launch(probe):
+    """A view that starts four bytes into its storage cannot be read 16 bytes at a time."""
+    (kernel,) = compile_for(probe.copy, (torch.empty(4112, device="meta")[1:4097],), sms=(90,))
+    assert kernel.found == {"st.global.v4": 2}
+
+
 def test_keyword_arguments_and_a_second_compile_report_registers_too(probe):
     x = torch.empty(4096, device="meta")
     first, second = (compile_for(probe.copy, (x,), {"block": 2048}, sms=(90,))[0] for _ in range(2))
@@ -137,6 +143,11 @@ def test_a_missing_instruction_fails_the_technique(h, probe):
         ("wgmma", "wgmma.mma_async.sync.aligned.m64n256k16; wgmma.fence.sync; wgmma.commit_group", 1),
         ("tcgen05.mma", "tcgen05.mma.cta_group::1.kind::f16 [%r]; tcgen05.commit; tcgen05.ld", 1),
         ("mma.sync", "mma.sync.aligned.m16n8k16; wgmma.mma_async.sync.aligned", 1),
+        ("ld.global.v4", "ld.global.v4.b16 {%r1}; ld.global.v2.b64 {%r}; ld.global.v8.b32 {%r}", 2),
+        ("mma f8", "cvt.rn.satfinite.e4m3x2.f32 %r; wgmma.mma_async.sync.aligned.m64n64k32.f32.e4m3.e4m3 {%f};", 1),
+        ("mma f8", "tcgen05.mma.cta_group::1.kind::f8f6f4 [%r];", 1),
+        ("mma tf32", "cvt.rna.tf32.f32 %r; mma.sync.aligned.m16n8k8.row.col.f32.tf32.tf32.f32 {%f};", 1),
+        ("fma.f32", "fma.rn.f32 %f; fma.rn.ftz.f32 %f; fma.rn.f32x2 %f; fma.rn.f64 %d;", 3),
         ("setmaxnreg", "setmaxnreg.inc.sync.aligned.u32 240;", 1),
     ],
 )
