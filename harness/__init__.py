@@ -26,4 +26,6 @@ def __getattr__(name: str):
     if name not in _HOME:
         raise AttributeError(f"module 'harness' has no attribute {name!r}; it has {', '.join(__all__)}")
     import_module("harness.hardware")  # decides about the interpreter before any caller imports triton
+    if name == "run":  # a technique file is being imported, or run: in the second case this may be its end
+        import_module("harness.cli").skip_without_packages()
     return getattr(import_module(_HOME[name]), name)

@@ -13,7 +13,7 @@ import traceback
 from collections.abc import Callable
 from pathlib import Path
 
-from harness.catalog import ROOT, CatalogError, Technique, Topic, read_technique, read_topic
+from harness.catalog import ROOT, CatalogError, Needs, Technique, Topic, read_technique, read_topic
 
 USAGE_ERROR, INTERRUPTED = 2, 130
 
@@ -36,6 +36,32 @@ def run(demo: Callable, argv: list[str] | None = None) -> None:
         sys.exit(_usage(str(error)))
     topic = Topic(technique.name, path, technique.lesson, (technique,))
     sys.exit(_run_topic(topic, sys.argv[1:] if argv is None else argv, demos={technique.name: demo}))
+
+
+def skip_without_packages() -> None:
+    """End the process as skipped when the script is a technique file whose packages are missing.
+
+    Called while that file is still importing harness, since its own import of the package would end in a traceback.
+    """
+    script = sys.modules["__main__"]
+    if getattr(script, "__file__", None) is None:
+        return
+    try:
+        technique = read_technique(Path(script.__file__).resolve())
+    except CatalogError:  # not a technique file: a topic script, a test runner, a reader's own code
+        return
+    if reason := _missing_package(technique.needs):
+        if "--list" in sys.argv:
+            _list(Topic(technique.name, technique.path, technique.lesson, (technique,)))
+        else:
+            print(f"SKIPPED: {reason}")
+        sys.exit(0)
+
+
+def _missing_package(needs: Needs) -> str | None:
+    from harness.hardware import machine
+
+    return machine().lacks(Needs(packages=needs.packages))
 
 
 def _usage(message: str) -> int:
@@ -148,7 +174,7 @@ def _session(technique: Technique, options, full: bool, console):
 def _run_one(technique: Technique, session, demo: Callable | None) -> None:
     """Run one technique; whatever goes wrong in it becomes its status, and the next one runs."""
     from harness.codegen import load_module
-    from harness.hardware import Skip, machine
+    from harness.hardware import Skip
 
     import numpy as np
     import torch
@@ -159,7 +185,7 @@ def _run_one(technique: Technique, session, demo: Callable | None) -> None:
     try:
         # A missing package is known before the import would fail; a missing GPU is for the technique to decide,
         # which may still compile its kernels offline and show them.
-        if reason := machine().lacks(type(technique.needs)(packages=technique.needs.packages)):
+        if reason := _missing_package(technique.needs):
             raise Skip(reason)
         demo = demo or load_module(technique.path).demo
         with np.errstate(all="ignore"):  # the interpreter computes with numpy, which warns where a GPU makes a NaN

@@ -123,12 +123,24 @@ class Machine:
         for name, least in needs.packages:
             have = package_version(name)
             if have is None:
-                return f"needs {name}{f'>={least}' if least else ''} (not installed: pip install {name})"
+                wanted = f"{name}>={least}" if least else name
+                linux_only = ", which exists on Linux only" if name == "triton" and sys.platform != "linux" else ""
+                return f"needs {wanted} (not installed: pip install {name}{linux_only})"
             if least and _numbers(have) < _numbers(least):
                 return f"needs {name}>={least} (this is {have})"
         if self.mode != "gpu":
             if needs.gpu:
                 return "needs a GPU"
+            numpy = package_version("numpy")
+            if (
+                needs.triton
+                and self.mode == "interpreted"
+                and _numbers(self.triton) < (3, 7)
+                and _numbers(numpy) >= (2, 4)
+            ):
+                return (
+                    f"needs numpy<2.4, which the interpreter of Triton {self.triton} was written for (this is {numpy})"
+                )
             if needs.triton and self.mode == "cpu":
                 return "needs a GPU, or TRITON_INTERPRET=1 to interpret its kernels"
             return None

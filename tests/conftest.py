@@ -3,6 +3,7 @@
 import os
 import subprocess
 import sys
+from importlib.util import find_spec
 from pathlib import Path
 
 from harness.hardware import interpreted, machine
@@ -17,6 +18,15 @@ ROOT = Path(__file__).resolve().parent.parent
 # The same examples in every run: a failure in CI is the failure at the desk.
 settings.register_profile("companion", deadline=None, max_examples=12, derandomize=True)
 settings.load_profile("companion")
+
+
+# A technique file imports what its topic needs, so without it its tests cannot even be collected.
+WITHOUT_TRITON = find_spec("triton") is None
+collect_ignore_glob = ["examples/triton/*"] if WITHOUT_TRITON else []
+
+
+def pytest_report_header():
+    return "triton is not installed: tests/examples/triton is left out" if WITHOUT_TRITON else None
 
 
 def pytest_collection_modifyitems(items):

@@ -20,7 +20,7 @@ Run        python examples/triton/matmul.py
 
 from __future__ import annotations
 
-from harness import Harness, Work, autotune_configs, device_limits, interpreted, require_triton_device, run
+from harness import Harness, Work, autotune_configs, device_limits, require_triton_device, run
 
 import torch
 import triton
@@ -173,9 +173,15 @@ def demo(h: Harness) -> None:
         }
         work = Work(bytes=3 * a.nbytes, flops=2 * n**3, dtype=h.half)
         case = f"{n}x{n}x{n} {str(h.half).removeprefix('torch.')}"
-        h.compare(variants, reference, a, b, baseline=next(iter(variants)), work=work, case=case, terms=n)
-        if not interpreted():
-            h.say(f"chosen: {matmul_kernel.best_config}")
+        table = h.compare(variants, reference, a, b, baseline=next(iter(variants)), work=work, case=case, terms=n)
+        if table and table.rows[-1].ms:
+            _, ungrouped, grouped = table.rows
+            l2 = torch.cuda.get_device_properties(a.device).L2_cache_size
+            h.say(
+                f"bands of {GROUP_M} tiles against row by row: {ungrouped.ms / grouped.ms:.2f}x; "
+                f"a row of tiles reads all of B, {b.nbytes / 2**20:.0f} MiB, and L2 holds {l2 / 2**20:.0f}"
+            )
+            h.say(f"tile: {matmul_kernel.best_config}")
 
 
 if __name__ == "__main__":

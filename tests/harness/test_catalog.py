@@ -64,6 +64,16 @@ def test_without_a_gpu_kernels_are_interpreted_and_only_gpu_is_lacking(monkeypat
     assert none.lacks(Needs.parse("")) is None
 
 
+def test_the_interpreter_of_triton_3_6_needs_an_older_numpy(monkeypatch):
+    pytest.importorskip("triton")
+    monkeypatch.setenv("TRITON_INTERPRET", "1")
+    old = on(gpu=None, capability=None, triton="3.6.0")
+    monkeypatch.setattr("harness.hardware.package_version", lambda name: {"triton": "3.6.0", "numpy": "2.4.6"}[name])
+    assert old.lacks(Needs.parse("triton")).startswith("needs numpy<2.4")
+    monkeypatch.setattr("harness.hardware.package_version", lambda name: {"triton": "3.6.0", "numpy": "2.3.5"}[name])
+    assert old.lacks(Needs.parse("triton")) is None
+
+
 def test_every_topic_of_the_repository_reads():
     found = topics()
     assert "triton_examples" in [topic.name for topic in found]

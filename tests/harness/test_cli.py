@@ -16,6 +16,8 @@ import pytest
 TOPICS = ["triton_examples"]
 NAMES = {topic: [t.name for t in read_topic(ROOT / f"{topic}.py").techniques] for topic in TOPICS}
 
+needs_triton = pytest.mark.skipif(machine().triton is None, reason="triton is not installed")
+
 DOCSTRING = '"""{lesson}\n\nQuestion   does it run?\nNeeds      {needs}\n"""\n'
 TOPIC = """'A topic made for a test.'
 from harness.cli import main
@@ -61,6 +63,9 @@ def test_a_topic_runs_as_a_user_runs_it(cli, name, tmp_path):
     assert done.returncode == 0, done.stdout + done.stderr
     record = load_record(record_path)
     assert [example["name"] for example in record["examples"]] == NAMES[name]
+    if machine().mode == "cpu":  # neither a GPU nor Triton
+        assert {example["status"] for example in record["examples"]} == {"skipped"}
+        return
     assert {example["status"] for example in record["examples"]} == {"passed"}
     assert record["topic"] == name
     assert record["command"] == f"python {name}.py --quick --json {record_path}"
@@ -239,12 +244,26 @@ def test_a_technique_file_runs_alone_from_any_folder(cli, name, tmp_path):
     assert f"  {name}" in done.stdout
 
 
+def test_a_technique_file_without_its_package_skips(cli, tmp_path):
+    """As on a machine without Triton: the reason, and no traceback from the import below it."""
+    path = tmp_path / "needy.py"
+    path.write_text(
+        DOCSTRING.format(lesson="Needy.", needs="no_such_package") + "from harness import run\nimport no_such_package\n"
+    )
+    done = cli(path)
+    assert (done.returncode, done.stderr) == (0, "")
+    assert done.stdout == "SKIPPED: needs no_such_package (not installed: pip install no_such_package)\n"
+    assert "needs no_such_package" in cli(path, "--list").stdout
+
+
+@needs_triton
 def test_one_technique_file_really_runs_from_another_folder(cli, tmp_path):
     done = cli(ROOT / "examples" / "triton" / "vector_add.py", "--quick", "--json", "own.json", cwd=tmp_path)
     assert done.returncode == 0, done.stdout + done.stderr
     assert load_record(tmp_path / "own.json")["examples"][0]["status"] == "passed"
 
 
+@needs_triton
 def test_triton_imported_first_is_explained(cli):
     if machine().gpu:
         pytest.skip("only where there is no GPU")
@@ -263,6 +282,7 @@ def test_doctor_names_every_technique(cli):
     assert f"torch {machine().torch}" in done.stdout
 
 
+@needs_triton
 def test_doctor_says_why_a_technique_is_skipped(cli):
     if machine().gpu:
         pytest.skip("only where there is no GPU")
