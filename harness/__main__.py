@@ -18,6 +18,9 @@ def main() -> int:
     options = parser.parse_args()
     try:
         return cli.doctor() if options.command == "doctor" else cli.readme(options.check)
+    except KeyboardInterrupt:
+        print("interrupted", file=sys.stderr)
+        return cli.INTERRUPTED
     except (CatalogError, ValueError) as error:
         print(f"error: {error}", file=sys.stderr)
         return cli.USAGE_ERROR

@@ -1,4 +1,4 @@
-"""What there is to run, read from the source text alone: no torch, no triton, nothing executed.
+"""What there is to run, read from the source text alone: no torch, no triton; only load_module() executes anything.
 
 A topic script lists its technique files in TECHNIQUES. A technique file's docstring says the rest: its
 first line is the lesson, and the fields `Question` and `Needs` feed --list, doctor and the README.
@@ -8,7 +8,9 @@ from __future__ import annotations
 
 import ast
 import re
+import sys
 from dataclasses import dataclass, field
+from importlib.util import module_from_spec, spec_from_file_location
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -58,13 +60,14 @@ class Needs:
 
 @dataclass(frozen=True)
 class Technique:
-    """One technique file: its name is the file's stem."""
+    """One technique file: its name is the file's stem. `error` says why it cannot be read, if it cannot."""
 
     name: str
     path: Path
-    lesson: str
-    question: str
-    needs: Needs
+    lesson: str = ""
+    question: str = ""
+    needs: Needs = Needs()
+    error: str | None = None
 
     @property
     def file(self) -> str:
@@ -94,6 +97,8 @@ def _parse(path: Path) -> ast.Module:
         return ast.parse(path.read_text(encoding="utf-8"), filename=str(path))
     except FileNotFoundError:
         raise CatalogError(f"{path}: no such file") from None
+    except (UnicodeDecodeError, ValueError) as error:
+        raise CatalogError(f"{path}: {error}") from None
     except SyntaxError as error:
         raise CatalogError(f"{path}:{error.lineno}: {error.msg}") from None
 
@@ -126,8 +131,19 @@ def read_technique(path: Path) -> Technique:
     return Technique(path.stem, path, lesson, found["Question"], Needs.parse(found["Needs"], str(path)))
 
 
+def _read_or_explain(path: Path) -> Technique:
+    try:
+        return read_technique(path)
+    except CatalogError as error:
+        return Technique(path.stem, path, error=str(error))
+
+
 def read_topic(path: Path) -> Topic:
-    """Parse one topic script and the technique files it lists. Raises CatalogError."""
+    """Parse one topic script and the technique files it lists.
+
+    Raises CatalogError for the script itself. A technique file that cannot be read keeps the others company: it is
+    listed with its error, and fails when its turn comes.
+    """
     path = Path(path).resolve()
     tree = _parse(path)
     for node in tree.body:
@@ -136,7 +152,7 @@ def read_topic(path: Path) -> Topic:
             break
     else:
         raise CatalogError(f"{path}: a topic script lists its technique files in TECHNIQUES")
-    techniques = tuple(read_technique(path.parent / file) for file in files)
+    techniques = tuple(_read_or_explain(path.parent / file) for file in files)
     names = [technique.name for technique in techniques]
     if len(set(names)) != len(names):
         raise CatalogError(f"{path}: two of its techniques share a name: {sorted(names)}")
@@ -148,3 +164,25 @@ def topics(root: Path = ROOT) -> list[Topic]:
     """Every topic script in the repository's root."""
     scripts = sorted(path for path in root.glob("*.py") if "\nTECHNIQUES = " in path.read_text(encoding="utf-8"))
     return [read_topic(path) for path in scripts]
+
+
+def load_module(path: Path):
+    """Import a technique file by its path, once, under the dotted name it has below the repository's root.
+
+    `examples/triton/softmax.py` becomes `examples.triton.softmax`, which is also what a test imports.
+    """
+    path = path.resolve()
+    inside = path.relative_to(ROOT) if path.is_relative_to(ROOT) else Path(path.name)
+    name = ".".join(inside.with_suffix("").parts)
+    known = sys.modules.get(name)
+    if known is not None and getattr(known, "__file__", None) and Path(known.__file__).resolve() == path:
+        return known
+    spec = spec_from_file_location(name, path)
+    module = module_from_spec(spec)
+    sys.modules[name] = module
+    try:
+        spec.loader.exec_module(module)
+    except BaseException:
+        del sys.modules[name]
+        raise
+    return module

@@ -7,6 +7,8 @@ from __future__ import annotations
 
 import argparse
 import difflib
+import os
+import shlex
 import sys
 import time
 import traceback
@@ -24,18 +26,13 @@ def main(script: str, argv: list[str] | None = None) -> None:
         topic = read_topic(Path(script))
     except CatalogError as error:
         sys.exit(_usage(str(error)))
-    sys.exit(_run_topic(topic, sys.argv[1:] if argv is None else argv))
+    sys.exit(_status(topic, argv))
 
 
 def run(demo: Callable, argv: list[str] | None = None) -> None:
     """Run the one technique file that `demo` is defined in, when it is run as a script; the same options."""
-    path = Path(demo.__globals__["__file__"]).resolve()
-    try:
-        technique = read_technique(path)
-    except CatalogError as error:
-        sys.exit(_usage(str(error)))
-    topic = Topic(technique.name, path, technique.lesson, (technique,))
-    sys.exit(_run_topic(topic, sys.argv[1:] if argv is None else argv, demos={technique.name: demo}))
+    topic = _topic_of_one(Path(demo.__globals__["__file__"]))
+    sys.exit(_status(topic, argv, {topic.techniques[0].name: demo}))
 
 
 def skip_without_packages() -> None:
@@ -43,25 +40,36 @@ def skip_without_packages() -> None:
 
     Called while that file is still importing harness, since its own import of the package would end in a traceback.
     """
-    script = sys.modules["__main__"]
-    if getattr(script, "__file__", None) is None:
+    script = getattr(sys.modules["__main__"], "__file__", None)
+    if script is None:
         return
     try:
-        technique = read_technique(Path(script.__file__).resolve())
-    except CatalogError:  # not a technique file: a topic script, a test runner, a reader's own code
+        topic = _topic_of_one(Path(script))
+    except (CatalogError, OSError, ValueError):  # a topic script, a test runner, a reader's own program
         return
-    if reason := _missing_package(technique.needs):
-        if "--list" in sys.argv:
-            _list(Topic(technique.name, technique.path, technique.lesson, (technique,)))
-        else:
-            print(f"SKIPPED: {reason}")
-        sys.exit(0)
+    if _missing(topic.techniques[0].needs):
+        sys.exit(_status(topic))
 
 
-def _missing_package(needs: Needs) -> str | None:
+def _topic_of_one(path: Path) -> Topic:
+    technique = read_technique(path.resolve())
+    return Topic(technique.name, technique.path, technique.lesson, (technique,))
+
+
+def _missing(needs: Needs) -> str | None:
+    """What keeps a technique from starting at all. Which GPU it needs is for the technique to say: without that
+    one it may still compile its kernels offline and show them."""
     from harness.hardware import machine
 
-    return machine().lacks(Needs(packages=needs.packages))
+    return machine().lacks(Needs(packages=needs.packages, gpu=needs.gpu))
+
+
+def _status(topic: Topic, argv: list[str] | None = None, demos: dict[str, Callable] | None = None) -> int:
+    try:
+        return _run_topic(topic, sys.argv[1:] if argv is None else argv, demos or {})
+    except KeyboardInterrupt:  # before the first technique, or a second time
+        print("interrupted", file=sys.stderr)
+        return INTERRUPTED
 
 
 def _usage(message: str) -> int:
@@ -80,15 +88,22 @@ def _parser(topic: Topic) -> argparse.ArgumentParser:
     how.add_argument("--check-only", action="store_true", help="correctness and generated code, no timing")
     how.add_argument("--profile", action="store_true", help="one warm, named call per variant for nsys or ncu to see")
     parser.add_argument("--json", type=Path, metavar="PATH", help="write the record of the run here")
-    parser.add_argument("--seed", type=int, default=0, metavar="N", help="seed of the inputs (default 0)")
+    parser.add_argument("--seed", type=_seed, default=0, metavar="N", help="seed of the inputs (default 0)")
     return parser
 
 
-def _list(topic: Topic) -> None:
-    width = max(len(t.name) for t in topic.techniques)
-    print(topic.title)
-    for t in topic.techniques:
-        print(f"  {t.name:{width}}  {t.lesson}\n  {'':{width}}  needs {t.needs.text}")
+def _seed(text: str) -> int:
+    value = int(text)
+    if abs(value) >= 2**62:
+        raise argparse.ArgumentTypeError(f"{text} is beyond 2**62")
+    return value
+
+
+def _list(title: str, techniques: tuple[Technique, ...]) -> None:
+    width = max(len(t.name) for t in techniques)
+    print(title)
+    for t in techniques:
+        print(f"  {t.name:{width}}  {t.error or t.lesson}\n  {'':{width}}  needs {t.needs.text}")
 
 
 def _choose(topic: Topic, names: list[str]) -> tuple[Technique, ...] | str:
@@ -103,31 +118,39 @@ def _choose(topic: Topic, names: list[str]) -> tuple[Technique, ...] | str:
 
 
 def _json_problem(path: Path) -> str | None:
-    if path.is_dir():
-        return f"--json {path}: is a folder; name a file"
-    if not path.absolute().parent.is_dir():
-        return f"--json {path}: the folder {path.absolute().parent} does not exist; make it first"
+    """Why the record cannot be written to this (resolved) path; None when it can."""
+    from harness.report import load_record
+
     try:
-        with open(path, "a", encoding="utf-8"):
-            pass
+        if path.is_dir():
+            return f"--json {path}: is a folder; name a file"
+        if not path.parent.is_dir():
+            return f"--json {path}: the folder {path.parent} does not exist; make it first"
+        if not os.access(path if path.exists() else path.parent, os.W_OK):
+            return f"--json {path}: cannot be written; choose a place where you may write"
+        if path.is_file() and path.stat().st_size:
+            load_record(path)
+    except ValueError:
+        return f"--json {path}: exists and is not a record of an earlier run; choose another name, or remove it"
     except OSError as error:
-        return f"--json {path}: cannot be written ({error.strerror})"
+        return f"--json {path}: {error.strerror}"
     return None
 
 
-def _run_topic(topic: Topic, argv: list[str], demos: dict[str, Callable] | None = None) -> int:
+def _run_topic(topic: Topic, argv: list[str], demos: dict[str, Callable]) -> int:
     parser = _parser(topic)
     try:
         options = parser.parse_args(argv)
     except SystemExit as stop:
         return stop.code
-    if options.list:
-        _list(topic)
-        return 0
     chosen = _choose(topic, options.techniques)
     if isinstance(chosen, str):
         return _usage(chosen)
-    if options.json and (problem := _json_problem(options.json)):
+    if options.list:
+        _list(topic.title, chosen)
+        return 0
+    path = options.json.resolve() if options.json else None  # now: a technique may change the working folder
+    if path and (problem := _json_problem(path)):
         return _usage(problem)
 
     from harness import report
@@ -135,28 +158,31 @@ def _run_topic(topic: Topic, argv: list[str], demos: dict[str, Callable] | None 
 
     this = machine()
     full = options.full or (this.mode == "gpu" and not options.quick)
+    sizes = "interpreted" if this.mode == "interpreted" else "full" if full else "quick"
     console = report.make_console()
-    command = " ".join(["python", topic.file, *argv])
-    record = report.RunRecord(topic.name, command, this, ceilings(), options.seed, "full" if full else "quick")
+    record = report.RunRecord(
+        topic.name, shlex.join(["python", topic.file, *argv]), this, ceilings(), options.seed, sizes
+    )
     report.header(console, record, topic.title)
     if this.mode != "gpu" and options.profile:
-        console.print("  no GPU: each variant is called once inside torch.profiler.record_function and nothing else")
+        console.print("  no GPU: each variant is warmed, then called once inside torch.profiler.record_function")
     interrupted = False
     try:
         for technique in chosen:
             session = _session(technique, options, full, console)
             record.examples.append(session.record)
-            _run_one(technique, session, (demos or {}).get(technique.name))
-            if options.json:
-                record.save(options.json)
+            record.save(path)  # before as well: a run that is killed says in which technique
+            _run_one(technique, session, demos.get(technique.name))
+            record.save(path)
     except KeyboardInterrupt:
         interrupted = True
-        record.examples[-1].status, record.examples[-1].reason = "failed", "interrupted"
+        for example in record.examples[-1:]:
+            example.status, example.reason = "failed", "interrupted"
         console.print("\ninterrupted; this is what was done")
     report.show_summary(console, record)
-    if options.json:
-        record.save(options.json)
-        console.print(f"record: {options.json}")
+    record.save(path)
+    if path:
+        report.say(console, f"record: {options.json}")
     if interrupted:
         return INTERRUPTED
     return int(any(example.status == "failed" for example in record.examples))
@@ -173,27 +199,30 @@ def _session(technique: Technique, options, full: bool, console):
 
 def _run_one(technique: Technique, session, demo: Callable | None) -> None:
     """Run one technique; whatever goes wrong in it becomes its status, and the next one runs."""
-    from harness.codegen import load_module
+    from harness.catalog import load_module
     from harness.hardware import Skip
+    from harness.report import say, technique_heading
 
     import numpy as np
     import torch
 
     console, record = session.console, session.record
-    console.rule(f"[bold]{technique.name}[/]  {technique.lesson}", align="left")
+    technique_heading(console, technique)
     started = time.perf_counter()
     try:
-        # A missing package is known before the import would fail; a missing GPU is for the technique to decide,
-        # which may still compile its kernels offline and show them.
-        if reason := _missing_package(technique.needs):
+        if technique.error:
+            raise CatalogError(technique.error)
+        if reason := _missing(technique.needs):
             raise Skip(reason)
         demo = demo or load_module(technique.path).demo
         with np.errstate(all="ignore"):  # the interpreter computes with numpy, which warns where a GPU makes a NaN
             demo(session)
+        if not session.profile and not (record.checks or record.comparisons or record.codegen or record.facts):
+            raise AssertionError("its demo(h) checked, compared and recorded nothing")
         record.status = "passed"
     except Skip as skip:
         record.status, record.reason = "skipped", str(skip)
-        console.print(f"SKIPPED: {skip}", markup=False)
+        say(console, f"SKIPPED: {skip}")
     except KeyboardInterrupt:
         raise
     except torch.OutOfMemoryError as error:
@@ -201,7 +230,7 @@ def _run_one(technique: Technique, session, demo: Callable | None) -> None:
         record.reason = f"out of GPU memory: {str(error).splitlines()[0]}; try --quick, or free the GPU"
     except BaseException as error:  # a technique must not end the run, not even by sys.exit
         record.status, record.reason = "failed", f"{type(error).__name__}: {error}"
-        console.print("".join(traceback.format_exception(error)), markup=False, style="red")
+        say(console, "".join(traceback.format_exception(error)), style="red")
     finally:
         record.seconds = round(time.perf_counter() - started, 3)
         if session.device.type == "cuda":
@@ -235,14 +264,16 @@ def doctor() -> int:
         table.add_column(head)
     for topic in topics(ROOT):
         for technique in topic.techniques:
-            if reason := this.lacks(technique.needs):
+            if technique.error:
+                here = f"broken: {technique.error}"
+            elif reason := this.lacks(technique.needs):
                 here = f"skipped: {reason}"
             elif this.mode == "interpreted" and technique.needs.triton:
                 here = "interpreted"
             else:
                 here = "runs"
             table.add_row(topic.name, technique.name, technique.needs.text, here)
-    console.print(table)
+    report.show_table(console, table)
     return 0
 
 

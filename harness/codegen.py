@@ -18,12 +18,15 @@ import json
 import os
 import re
 import select
+import shutil
 import subprocess
 import sys
 import tempfile
 from collections.abc import Callable
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
+
+from harness.catalog import load_module
 
 TIMEOUT_S = 180
 
@@ -39,7 +42,7 @@ INSTRUCTIONS = {
     "mma.sync": r"\bmma\.sync\.",
     "wgmma": r"\bwgmma\.mma_async\.",
     "tcgen05.mma": r"\btcgen05\.mma\b",
-    "mma f16": _MMA + r"(?:\.f16|\.bf16|kind::f16)",
+    "kind::f16": r"kind::f16",
     "mma tf32": _MMA + r"(?:\.tf32|kind::tf32)",
     "mma f8": _MMA + r"(?:\.e4m3|\.e5m2|kind::f8f6f4)",
     "block_scale": _MMA + r"block_scale",
@@ -131,11 +134,16 @@ def _decode(value):
 
 
 class _Worker:
-    """The compiling process, started on first use and again after it died."""
+    """The compiling process, started on first use and again after it died.
+
+    It gets a Triton cache of its own, which goes with it: a kernel found in the reader's cache would come without
+    the assembler's report.
+    """
 
     def __init__(self) -> None:
         self.process: subprocess.Popen | None = None
         self.noise = None
+        self.cache: str | None = None
 
     def ask(self, request: dict) -> dict:
         """The answer, or {"error": reason} when the process died or took too long."""
@@ -158,25 +166,30 @@ class _Worker:
         status = self.process.wait()
         self.noise.seek(0)
         said = [text for text in self.noise.read().splitlines() if "ERROR" in text or "error" in text]
-        self.process = None
+        self.close()
         return {"error": f"the compiler ended with status {status}: {said[-1] if said else 'no message'}"}
 
     def _start(self) -> None:
-        self.noise = self.noise or tempfile.TemporaryFile("w+")  # noqa: SIM115  (lives as long as the worker)
+        self.close()
+        self.noise = tempfile.TemporaryFile("w+")  # noqa: SIM115  (lives as long as the worker)
+        self.cache = tempfile.mkdtemp(prefix="triton-offline-")
         root = str(Path(__file__).resolve().parent.parent)
         path = os.pathsep.join(filter(None, (root, os.environ.get("PYTHONPATH"))))
         self.process = subprocess.Popen(
             [sys.executable, "-m", "harness.codegen"],
             stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=self.noise, text=True,
-            env=os.environ | {"TRITON_INTERPRET": "0", "PYTHONPATH": path},
+            start_new_session=True,  # Ctrl-C is for the run, which then ends this process itself
+            env=os.environ | {"TRITON_INTERPRET": "0", "TRITON_CACHE_DIR": self.cache, "PYTHONPATH": path},
         )  # fmt: skip
 
     def close(self) -> None:
         if self.process is not None:
             self.process.kill()
             self.process.wait()
-            self.process.stdin.close()
-            self.process.stdout.close()
+            for stream in (self.process.stdin, self.process.stdout, self.noise):
+                with contextlib.suppress(OSError):  # closing flushes, and nobody reads any more
+                    stream.close()
+            shutil.rmtree(self.cache, ignore_errors=True)
             self.process = None
 
 
@@ -282,9 +295,7 @@ def _compile(request: dict) -> list[Kernel]:
     kwargs = {name: _decode(x) for name, x in request["kwargs"].items()}
     JITFunction.run, Autotuner.run = compile_only, one_config
     try:
-        # A cache of its own: a kernel found in the reader's cache would come without the assembler's report.
-        with tempfile.TemporaryDirectory() as cache, triton.knobs.cache.scope(), triton.knobs.nvidia.scope():
-            triton.knobs.cache.dir = cache
+        with triton.knobs.nvidia.scope():
             triton.knobs.nvidia.dump_ptxas_log = True
             wrapper(*args, **kwargs)
             return [_read(*launch, request["sm"]) for launch in launches]
@@ -310,31 +321,6 @@ def _read(function, kernel, log: str, config: str, sm: int) -> Kernel:
         spills=spilled, shared=kernel.metadata.shared, shared_limit=SHARED_LIMIT.get(sm),
         warps=kernel.metadata.num_warps, config=config,
     )  # fmt: skip
-
-
-def load_module(path: Path):
-    """Import a technique file by its path, under the dotted name it has below its repository's root.
-
-    The same file is loaded once. `examples/triton/softmax.py` becomes `examples.triton.softmax`, which is also
-    what a test imports.
-    """
-    from importlib.util import module_from_spec, spec_from_file_location
-
-    path = path.resolve()
-    parts = path.with_suffix("").parts
-    name = ".".join(parts[parts.index("examples") :]) if "examples" in parts else path.stem
-    known = sys.modules.get(name)
-    if known is not None and getattr(known, "__file__", None) and Path(known.__file__).resolve() == path:
-        return known
-    spec = spec_from_file_location(name, path)
-    module = module_from_spec(spec)
-    sys.modules[name] = module
-    try:
-        spec.loader.exec_module(module)
-    except BaseException:
-        del sys.modules[name]
-        raise
-    return module
 
 
 if __name__ == "__main__":

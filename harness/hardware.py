@@ -43,7 +43,7 @@ class Skip(Exception):
 def _choose_interpreter() -> None:
     if find_spec("triton") is None or torch.cuda.is_available():
         return
-    if "TRITON_INTERPRET" not in os.environ:
+    if not os.environ.get("TRITON_INTERPRET"):
         if "triton" in sys.modules:
             raise ImportError(
                 "harness: triton was imported before harness, so its interpreter can no longer be switched on and "
@@ -57,7 +57,13 @@ _choose_interpreter()
 
 def interpreted() -> bool:
     """True where Triton kernels run in Triton's interpreter, on the CPU."""
-    return find_spec("triton") is not None and os.environ.get("TRITON_INTERPRET", "0").lower() in ("1", "true", "on")
+    return find_spec("triton") is not None and os.environ.get("TRITON_INTERPRET", "0").lower() in (
+        "1",
+        "true",
+        "yes",
+        "on",
+        "y",
+    )
 
 
 def autotune_configs(configs: list) -> list:
@@ -313,13 +319,18 @@ def ceilings() -> Ceilings:
 def require_triton_device(name: str, *tensors: torch.Tensor) -> None:
     """The checks every wrapper of a forward-only Triton kernel makes first.
 
-    Raises TypeError for an argument that is no tensor and, in the interpreter, for bfloat16 (Triton computes it
-    on its uint16 bits there); ValueError for tensors on different devices; RuntimeError for a device
+    Raises TypeError for an argument that is no tensor, a sparse one and, in the interpreter, for bfloat16 (Triton
+    computes it on its uint16 bits there); ValueError for tensors on different devices and for views that negate or
+    conjugate lazily, whose memory holds other numbers than they show; RuntimeError for a device
     that cannot run the kernel, or for an input that requires grad where autograd is on.
     """
     for tensor in tensors:
         if not isinstance(tensor, torch.Tensor):
             raise TypeError(f"{name}: expected a torch.Tensor, got {type(tensor).__name__}")
+        if tensor.layout is not torch.strided:
+            raise TypeError(f"{name}: a tensor has layout {tensor.layout}; call x.to_dense() first")
+        if tensor.is_neg() or tensor.is_conj():
+            raise ValueError(f"{name}: a tensor is a lazy negation or conjugate; call x.resolve_neg().resolve_conj()")
     devices = {tensor.device for tensor in tensors}
     if len(devices) > 1:
         raise ValueError(f"{name}: tensors are on {', '.join(sorted(map(str, devices)))}; move them to one device")

@@ -5,13 +5,14 @@ from __future__ import annotations
 import json
 import os
 import subprocess
+import sys
 import threading
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from datetime import datetime, timezone
 from pathlib import Path
 
-from harness.catalog import ROOT, Topic, topics
+from harness.catalog import ROOT, Technique, Topic, topics
 from harness.codegen import Kernel
 from harness.compare import Comparison
 from harness.hardware import Ceilings, Machine
@@ -24,10 +25,31 @@ from rich.text import Text
 SCHEMA = 1
 
 
+class _Console(Console):
+    def on_broken_pipe(self) -> None:
+        """`| head` has seen enough: the run goes on and keeps its record, and prints nothing more."""
+        self.quiet = True
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+
+
 def make_console() -> Console:
     """A console that keeps tables whole in a pipe or a file, where rich would assume 80 columns."""
-    console = Console(highlight=False)
-    return console if console.is_terminal else Console(highlight=False, width=140)
+    console = _Console(highlight=False)
+    return console if console.is_terminal else _Console(highlight=False, width=140)
+
+
+def say(console: Console, text: str, style: str = "") -> None:
+    """One line as it is: no markup, and no breaking where a reader may want to copy or search."""
+    console.print(Text(text, style=style), soft_wrap=True)
+
+
+def show_table(console: Console, table: Table) -> None:
+    """A table at its own width. A terminal that is narrower wraps its lines; no number is cut short."""
+    before = console.width
+    console.width = 1000
+    console.width = max(before, console.measure(table).maximum)
+    console.print(table)
+    console.width = before
 
 
 # --- the record -------------------------------------------------------------------------------------------------
@@ -71,10 +93,19 @@ class RunRecord:
             "examples": [vars(example) for example in self.examples],
         }  # fmt: skip
 
-    def save(self, path: Path) -> None:
+    def save(self, path: Path | None) -> None:
+        if path is None:
+            return
+        text = json.dumps(self.as_dict(), indent=1, allow_nan=False, default=str) + "\n"
+        if path.exists() and not path.is_file():  # a pipe or a device is written to, not replaced
+            path.write_text(text, encoding="utf-8")
+            return
         partial = path.with_name(f".{path.name}.partial")
-        partial.write_text(json.dumps(self.as_dict(), indent=1, allow_nan=False, default=str) + "\n", encoding="utf-8")
-        os.replace(partial, path)
+        try:
+            partial.write_text(text, encoding="utf-8")
+            os.replace(partial, path)
+        except OSError:  # a file that may be written in a folder that may not
+            path.write_text(text, encoding="utf-8")
 
 
 def git_state() -> tuple[str | None, bool | None]:
@@ -98,7 +129,7 @@ def git_state() -> tuple[str | None, bool | None]:
 
 def header(console: Console, record: RunRecord, title: str) -> None:
     m = record.machine
-    console.print(Text(title, style="bold"))
+    say(console, title, style="bold")
     if m.gpu:
         parts = [m.gpu, f"sm_{m.sm}", f"{m.sms} SMs", f"{m.memory_gib:.0f} GiB"]
         parts += [f"{m.power_limit_w:.0f} W limit"] if m.power_limit_w else []
@@ -106,17 +137,20 @@ def header(console: Console, record: RunRecord, title: str) -> None:
         parts += [f"driver {m.driver}"] if m.driver else []
     else:
         parts = [m.cpu, f"{m.cores} cores", "no GPU"]
-    parts += [f"torch {m.torch}", f"triton {m.triton}", f"python {m.python}"]
+    parts += [f"torch {m.torch}", f"triton {m.triton}" if m.triton else "no triton", f"python {m.python}"]
     commit = (record.commit or "unknown")[:12] + (" (modified)" if record.dirty else "")
-    console.print(Text("  ".join([*parts, f"commit {commit}"]), style="dim"))
+    say(console, "  ".join([*parts, f"commit {commit}"]), style="dim")
     if m.mode == "interpreted":
-        console.print(
-            Text(
-                "Triton kernels are interpreted: results are checked, nothing is timed. "
-                "Code for GPUs is compiled offline and shown.",
-                style="yellow",
-            )
+        say(
+            console,
+            "Triton kernels are interpreted: ours and the baseline are checked, nothing is timed.",
+            style="yellow",
         )
+
+
+def technique_heading(console: Console, technique: Technique) -> None:
+    console.rule(f"[bold]{technique.name}[/]", align="left")
+    say(console, technique.lesson)
 
 
 def show_comparison(console: Console, table: Comparison) -> None:
@@ -124,7 +158,7 @@ def show_comparison(console: Console, table: Comparison) -> None:
     timed = any(row.ms is not None for row in table.rows)
     if not timed:
         errors = ", ".join(f"{row.variant} {row.error:.2f}" for row in table.rows)
-        console.print(Text(f"  right  {table.title}  {table.case}: largest error / budget: {errors}"))
+        say(console, f"  right  {table.title} {table.case}: largest error / budget: {errors}")
         return
     out = Table(title=f"{table.title}  {table.case}", title_justify="left", title_style="bold", box=box.SIMPLE_HEAD)
     out.add_column("variant", no_wrap=True)
@@ -136,13 +170,17 @@ def show_comparison(console: Console, table: Comparison) -> None:
         out.add_column(head, justify="right", no_wrap=True)
     for row in table.rows:
         cells = [f"{row.ms:.4f}", f"{row.p20:.4f} - {row.p80:.4f}"]
-        cells += [f"{getattr(row, r):.2f}" if r == "tbps" else f"{getattr(row, r):.0f}" for r in rates]
+        cells += [_rate(getattr(row, r)) for r in rates]
         cells += [f"{row.of_ceiling:.1%}" if row.of_ceiling else ""] if ceiling else []
         cells += [f"{row.speedup:.2f}", f"{row.error:.2f}", f"{row.first_call_s:.2f}"]
         out.add_row(row.variant, *cells, style="bold" if row.ours else None)
-    console.print(out)
+    show_table(console, out)
     for note in table.notes:
-        console.print(Text(f"  {note}", style="dim"))
+        say(console, f"  {note}", style="dim")
+
+
+def _rate(value: float) -> str:
+    return f"{value:.0f}" if value >= 100 else f"{value:.3g}"
 
 
 def show_codegen(console: Console, kernels: list[Kernel]) -> None:
@@ -162,7 +200,7 @@ def show_codegen(console: Console, kernels: list[Kernel]) -> None:
         if not k.fits:
             shared += f" > {k.shared_limit // 1024}: does not fit"
         out.add_row(k.kernel, f"sm_{k.sm}", found or "-", str(k.registers), str(k.spills), shared)
-    console.print(out)
+    show_table(console, out)
 
 
 @contextmanager
@@ -209,12 +247,13 @@ def show_summary(console: Console, record: RunRecord) -> None:
                     example.name, table["case"], best["variant"], f"{best['ms']:.4f}", ceiling,
                     f"{best['speedup']:.2f}", table["baseline"],
                 )  # fmt: skip
-        console.print(out)
+        show_table(console, out)
     styles = {"passed": "green", "failed": "red", "skipped": "yellow"}
     for example in record.examples:
-        reason = f"  {example.reason}" if example.reason else ""
+        reason = f"  {example.reason.splitlines()[0]}" if example.reason else ""
         line = Text(f"{example.status.upper():8}", style=styles.get(example.status, ""))
-        console.print(line.append(f"{example.name}  {example.seconds:.1f} s{reason}", style="default"))
+        line.append(f"{example.name}  {example.seconds:.1f} s{reason}", style="default")
+        console.print(line, soft_wrap=True)
 
 
 def best_of_ours(table: dict) -> dict | None:
@@ -243,6 +282,8 @@ def techniques_table(found: list[Topic]) -> str:
     lines = ["| technique | the question it answers | needs | run |", "| --- | --- | --- | --- |"]
     for topic in found:
         for t in topic.techniques:
+            if t.error:
+                raise ValueError(t.error)
             lines.append(f"| [{t.name}]({t.file}) | {t.question} | {t.needs.text} | `python {topic.file} {t.name}` |")
     return "\n".join(lines)
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import zlib
 from collections.abc import Callable
 
@@ -14,7 +15,6 @@ from harness.hardware import Machine, Skip, ceilings, machine
 
 import torch
 from rich.console import Console
-from rich.text import Text
 
 
 class Harness:
@@ -42,7 +42,7 @@ class Harness:
         self.console = console or report.make_console()
         self.record = report.ExampleRecord(name)
         # From the name, so that running one technique alone gives it the data it has in the whole topic.
-        self._generator = torch.Generator(self.device).manual_seed(seed + zlib.crc32(name.encode()))
+        self._generator = torch.Generator(self.device).manual_seed((seed + zlib.crc32(name.encode())) % 2**63)
 
     # --- sizes and inputs
 
@@ -77,10 +77,18 @@ class Harness:
     # --- evidence
 
     def say(self, text: str) -> None:
-        self.console.print(Text(f"  {text}"))
+        report.say(self.console, f"  {text}")
 
     def fact(self, name: str, value) -> None:
-        """Record and print a result that is not a time: graphs, recompiles, bytes, seconds to compile."""
+        """Record and print a result that is not a time: graphs, recompiles, bytes, seconds to compile.
+
+        Raises TypeError for what JSON cannot hold (NaN, keys that are no strings): convert it first.
+        """
+        try:
+            if json.loads(json.dumps(value, allow_nan=False)) != (list(value) if isinstance(value, tuple) else value):
+                raise ValueError("it would come back changed")
+        except (TypeError, ValueError) as error:
+            raise TypeError(f"fact {name!r}: {value!r} cannot be recorded as JSON: {error}") from None
         self.record.facts[name] = value
         self.say(f"{name}: {value}")
 

@@ -11,8 +11,9 @@ Shapes     a [M, K], b [K, N], any strides, any sizes (0 too) -> c [M, N], conti
 Dtypes     float16, bfloat16, float32, both the same; sums are float32. float32 inputs follow input_precision: "ieee"
            (the default here: float32 products on the CUDA cores), "tf32" or "tf32x3" (tensor cores). Triton's own
            default is tf32, which is why it is never left unsaid.
-Errors     TypeError for another dtype or two dtypes; ValueError for rank, inner sizes that differ, or an unknown
-           input_precision; RuntimeError for a device without Triton or an input that requires grad.
+Errors     TypeError for another dtype or two dtypes; ValueError for rank, inner sizes that differ, an unknown
+           input_precision or a group_m below 1; RuntimeError for a device without Triton or an input that requires
+           grad.
 Wins when  cuBLAS has no kernel for the shape or something is to be fused; on plain large squares it is about equal.
 Source     chapter section "Tensor cores"; the grouped order as in Triton tutorial 03.
 Run        python examples/triton/matmul.py
@@ -130,8 +131,8 @@ def matmul(a: torch.Tensor, b: torch.Tensor, input_precision: str = "ieee", grou
         raise ValueError(f"matmul: shapes {tuple(a.shape)} and {tuple(b.shape)}; need [M, K] and [K, N]")
     if input_precision not in PRECISIONS:
         raise ValueError(f"matmul: input_precision {input_precision!r} is not one of {PRECISIONS}")
-    if group_m < 1:
-        raise ValueError(f"matmul: group_m is {group_m}; it counts rows of tiles and is at least 1")
+    if not isinstance(group_m, int) or not 1 <= group_m <= 1024:
+        raise ValueError(f"matmul: group_m is {group_m!r}; it counts rows of tiles, an int from 1 to 1024")
     M, K = a.shape
     N = b.shape[1]
     c = torch.empty((M, N), dtype=a.dtype, device=a.device)

@@ -80,6 +80,7 @@ def test_every_topic_of_the_repository_reads():
     for topic in found:
         assert topic.techniques
         for technique in topic.techniques:
+            assert technique.error is None
             assert technique.question.endswith("?")
             assert len(technique.lesson) <= 120
             named = fields(technique_docstring(technique.path))
@@ -121,6 +122,15 @@ def test_a_malformed_topic_is_refused(tmp_path):
     topic.write_text('"""Topic."""\n')
     with pytest.raises(CatalogError, match="lists its technique files in TECHNIQUES"):
         read_topic(topic)
-    topic.write_text('"""Topic."""\nTECHNIQUES = ["gone.py"]\n')
-    with pytest.raises(CatalogError, match=r"gone\.py: no such file"):
+    topic.write_text("def (:\n")
+    with pytest.raises(CatalogError, match="invalid syntax"):
         read_topic(topic)
+
+
+def test_a_technique_that_cannot_be_read_keeps_the_others_company(tmp_path):
+    topic = tmp_path / "topic.py"
+    topic.write_text('"""Topic."""\nTECHNIQUES = ["gone.py", "latin.py"]\n')
+    (tmp_path / "latin.py").write_bytes('"""Lesson \xe9."""\n'.encode("latin-1"))
+    gone, latin = read_topic(topic).techniques
+    assert gone.error.endswith("gone.py: no such file")
+    assert "latin.py" in latin.error

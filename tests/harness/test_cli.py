@@ -117,7 +117,11 @@ def test_an_unknown_technique_lists_the_near_ones(cli):
         (["--no-such-option"], "unrecognized arguments"),
         (["--quick", "--full"], "not allowed with"),
         (["--check-only", "--profile"], "not allowed with"),
-        (["--seed", "many"], "invalid int value"),
+        (["--seed", "many"], "invalid _seed value"),
+        (["--seed", str(2**62)], "is beyond 2**62"),
+        (["--json", "x" * 300], "File name too long"),
+        (["--json", "triton_examples.py"], "exists and is not a record"),
+        (["--list", "sofmax"], "did you mean softmax"),
         (["--json", "no/such/folder/x.json"], "does not exist; make it first"),
         (["--json", "."], "is a folder; name a file"),
     ],
@@ -198,7 +202,88 @@ def test_a_killed_run_leaves_a_readable_record(topic, tmp_path):
             break
     process.kill()
     process.communicate(timeout=30)
-    assert [e["status"] for e in load_record(path)["examples"]] == ["passed"]
+    statuses = {e["name"]: e["status"] for e in load_record(path)["examples"]}
+    assert statuses == {"done": "passed", "slow": "running"}  # where it was when it was killed
+
+
+def test_a_reader_who_closes_the_pipe_gets_the_whole_record(topic, tmp_path):
+    path = tmp_path / "r.json"
+    command = f"{sys.executable} {topic(a=GOOD, b=GOOD)} --json {path} | head -1"
+    subprocess.run(command, shell=True, check=True, capture_output=True, env=os.environ | {"PYTHONPATH": str(ROOT)})
+    assert [e["status"] for e in load_record(path)["examples"]] == ["passed", "passed"]
+
+
+def test_a_link_as_record_is_followed(cli, topic, tmp_path):
+    script = topic(a=GOOD)
+    target, link = tmp_path / "target.json", tmp_path / "link.json"
+    link.symlink_to(target)
+    assert cli(script, "--json", link).returncode == 0
+    assert link.is_symlink()
+    assert load_record(target)["examples"][0]["status"] == "passed"
+
+
+def test_an_earlier_record_may_be_replaced(cli, topic, tmp_path):
+    path, script = tmp_path / "r.json", topic(a=GOOD)
+    for _ in range(2):
+        assert cli(script, "--json", path).returncode == 0
+
+
+def test_a_technique_that_changes_folder_does_not_move_the_record(cli, topic, tmp_path):
+    done = cli(topic(a=GOOD + "\nimport os\nos.chdir('/')"), "--json", "r.json", cwd=tmp_path)
+    assert done.returncode == 0, done.stderr
+    assert load_record(tmp_path / "r.json")["examples"][0]["status"] == "passed"
+
+
+def test_a_technique_file_with_a_syntax_error_fails_alone(cli, topic, tmp_path):
+    script = topic(broken="pass", fine=GOOD)
+    (tmp_path / "broken.py").write_text("def f(:\n")
+    done = cli(script)
+    assert done.returncode == 1
+    assert "FAILED  broken" in done.stdout
+    assert "invalid syntax" in done.stdout
+    assert "PASSED  fine" in done.stdout
+    assert "invalid syntax" in cli(script, "--list").stdout
+
+
+@pytest.mark.parametrize("body", ["pass", "yield h.check(None, None)"])
+def test_a_demo_that_shows_nothing_fails(cli, topic, body):
+    done = cli(topic(idle=body))
+    assert done.returncode == 1
+    assert "checked, compared and recorded nothing" in done.stdout
+
+
+def test_a_fact_that_json_cannot_hold_fails_its_technique_only(cli, topic, tmp_path):
+    path = tmp_path / "r.json"
+    done = cli(topic(odd="h.fact('ratio', float('nan'))", keys="h.fact('k', {(1, 2): 3})", fine=GOOD), "--json", path)
+    assert done.returncode == 1
+    assert [e["status"] for e in load_record(path)["examples"]] == ["failed", "failed", "passed"]
+
+
+def test_a_technique_that_needs_a_gpu_skips_before_it_starts(cli, topic):
+    if machine().gpu:
+        pytest.skip("only where there is no GPU")
+    assert "SKIPPED: needs a GPU" in cli(topic(needs="gpu", a="raise AssertionError")).stdout
+
+
+def test_no_number_is_cut_short_in_a_narrow_terminal(cli, topic):
+    done = cli(topic(table=TABLE), TRITON_INTERPRET="0", COLUMNS="50", FORCE_COLOR="1", TERM="xterm")
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert "p20 - p80" in done.stdout
+    assert "\u2026" not in done.stdout
+
+
+@pytest.mark.parametrize("value", ["yes", "Y", "on", "TRUE"])
+def test_the_interpreter_is_on_when_triton_says_so(cli, value):
+    if machine().triton is None:
+        pytest.skip("triton is not installed")
+    code = "from harness import interpreted; import triton; print(interpreted(), triton.knobs.runtime.interpret)"
+    assert cli(("-c", code), TRITON_INTERPRET=value).stdout.split() == ["True", "True"]
+
+
+def test_a_readers_own_program_may_be_anything(tmp_path, cli):
+    program = tmp_path / "latin.py"
+    program.write_bytes("# coding: latin-1\n# \xe9\nfrom harness import run\nprint('fine')\n".encode("latin-1"))
+    assert cli(program).stdout == "fine\n"
 
 
 def test_check_only_and_profile_time_nothing(cli, topic, tmp_path):
@@ -252,8 +337,9 @@ def test_a_technique_file_without_its_package_skips(cli, tmp_path):
     )
     done = cli(path)
     assert (done.returncode, done.stderr) == (0, "")
-    assert done.stdout == "SKIPPED: needs no_such_package (not installed: pip install no_such_package)\n"
+    assert "SKIPPED: needs no_such_package (not installed: pip install no_such_package)\n" in done.stdout
     assert "needs no_such_package" in cli(path, "--list").stdout
+    assert cli(path, "--bogus").returncode == 2
 
 
 @needs_triton

@@ -1,9 +1,11 @@
 """Offline compilation: from a wrapper's own launch, for GPUs that are not here, in a process that may die."""
 
+import os
 import textwrap
 
 from harness import codegen
-from harness.codegen import CodegenError, Kernel, compile_for, load_module
+from harness.catalog import load_module
+from harness.codegen import CodegenError, Kernel, compile_for
 from harness.hardware import SHARED_LIMIT
 
 import pytest
@@ -110,6 +112,8 @@ def test_a_compiler_that_hangs_is_given_up(tmp_path, monkeypatch):
     module = technique(tmp_path, "import time\ndef hangs(x):\n    time.sleep(1000)\n")
     (kernel,) = compile_for(module.hangs, (torch.empty(16, device="meta"),), sms=(90,))
     assert "gave up after 6 s" in kernel.error
+    assert codegen._worker.process is None
+    assert not os.path.exists(codegen._worker.cache)  # its folder goes with it
 
 
 def test_a_printing_technique_does_not_break_the_protocol(tmp_path):

@@ -180,7 +180,10 @@ def _bad(device):
         "a batch": ((a.reshape(1, 4, 8), b.reshape(1, 8, 5)), ValueError, "need"),
         "inner sizes": ((a, b.t()), ValueError, r"shapes \(4, 8\) and \(5, 8\)"),
         "a precision": ((a, b, "tf19"), ValueError, "input_precision 'tf19' is not one of"),
-        "a group": ((a, b, "ieee", 0), ValueError, "group_m is 0"),
+        "a group of none": ((a, b, "ieee", 0), ValueError, "group_m is 0"),
+        "a group of a half": ((a, b, "ieee", 1.5), ValueError, r"group_m is 1\.5"),
+        "a group in words": ((a, b, "ieee", "8"), ValueError, "group_m is '8'"),
+        "no precision": ((a, b, None), ValueError, "input_precision None is not one of"),
         "requires grad": ((a.clone().requires_grad_(), b), RuntimeError, "no backward"),
         "two devices": ((a, b.to("meta")), ValueError, "move them to one device"),
         "a device without kernels": ((a.to("meta"), b.to("meta")), RuntimeError, "on meta"),
@@ -195,7 +198,7 @@ def test_bad_input(h, name):
 
 
 EVIDENCE = {80: ("cp.async", "mma.sync"), 89: ("cp.async", "mma.sync"), 90: ("cp.async", "wgmma"),
-            100: ("cp.async", "tcgen05.mma", "mma f16"), 120: ("cp.async", "mma.sync")}  # fmt: skip
+            100: ("cp.async", "tcgen05.mma", "kind::f16"), 120: ("cp.async", "mma.sync")}  # fmt: skip
 
 
 @pytest.mark.parametrize("sm", EVIDENCE)

@@ -72,6 +72,15 @@ def test_bad_input(h, name):
         vector_add(*moved)
 
 
+def test_memory_that_holds_other_numbers_than_it_shows_is_refused(h):
+    x = h.randn(8)
+    for view in (torch._neg_view(x), torch.complex(x, x).conj().imag):
+        with pytest.raises(ValueError, match=r"vector_add: .*lazy negation.*resolve_neg"):
+            vector_add(view, x)
+    with pytest.raises(TypeError, match=r"vector_add: .*sparse.*to_dense"):
+        vector_add(torch.eye(4, device=h.device).to_sparse(), x)
+
+
 def test_grad_is_fine_where_it_is_off(h):
     x = h.randn(8).requires_grad_()
     with torch.no_grad():

@@ -1,0 +1,40 @@
+"""The record: written whole, to whatever --json names, and never in place of something that is no file."""
+
+import threading
+
+from harness.hardware import ceilings, machine
+from harness.report import RunRecord, load_record
+
+
+def record():
+    return RunRecord("topic", "python topic.py", machine(), ceilings(), 0, "quick")
+
+
+def test_a_pipe_is_written_to_and_stays_a_pipe(tmp_path):
+    import os
+
+    fifo = tmp_path / "fifo"
+    os.mkfifo(fifo)
+    read = []
+    reader = threading.Thread(target=lambda: read.append(fifo.read_text()))
+    reader.start()
+    record().save(fifo)
+    reader.join(10)
+    assert fifo.is_fifo()
+    assert '"topic": "topic"' in read[0]
+
+
+def test_a_file_in_a_folder_where_nothing_may_be_made(tmp_path, monkeypatch):
+    path = tmp_path / "r.json"
+    path.touch()
+
+    def refuse(*args):
+        raise PermissionError(13, "Permission denied")
+
+    monkeypatch.setattr("os.replace", refuse)
+    record().save(path)
+    assert load_record(path)["command"] == "python topic.py"
+
+
+def test_no_path_is_no_record(tmp_path):
+    record().save(None)
