@@ -2,7 +2,8 @@
 
 On a GPU: triton.testing.do_bench, which empties L2 before each call and times with events, run for every
 variant in turn, in an order that rotates, over several rounds; a speed-up is the median over rounds of the
-ratio within a round, so that a GPU that slows down as it warms slows both sides. On a CPU:
+ratio within a round, so that a GPU that slows down as it warms slows both sides. The host's time to launch is kept out
+of the events and recorded by itself. On a CPU:
 torch.utils.benchmark over the same rounds (its caches stay warm, for every variant alike). In Triton's
 interpreter nothing is timed: an interpreted kernel has no speed.
 """
@@ -15,7 +16,7 @@ from collections.abc import Callable
 from dataclasses import asdict, dataclass, field
 
 from harness.check import check
-from harness.hardware import Ceilings, Machine, gpu_ms, power_watch
+from harness.hardware import Ceilings, Machine, enqueue_ms, gpu_ms, power_watch
 
 import torch
 
@@ -55,7 +56,7 @@ class Work:
 
 @dataclass
 class Row:
-    """One variant of a table; times in ms, None where nothing was timed."""
+    """One variant of a table; times in ms, None where nothing was timed. `enqueue_us` is the host's own share."""
 
     variant: str
     ours: bool
@@ -68,6 +69,7 @@ class Row:
     tflops: float | None = None
     of_ceiling: float | None = None
     speedup: float | None = None
+    enqueue_us: float | None = None
 
 
 @dataclass
@@ -119,13 +121,16 @@ def time_variants(
     """Fill in the times of every row, in rounds."""
     on_gpu = any(isinstance(x, torch.Tensor) and x.is_cuda for x in inputs)
     time_one = _gpu_times if on_gpu else _cpu_times
+    hosts = {
+        row.variant: enqueue_ms(lambda fn=variants[row.variant]: fn(*inputs)) if on_gpu else 0.0 for row in table.rows
+    }
     names = [row.variant for row in table.rows]
     samples: dict[str, list[list[float]]] = {name: [] for name in names}
     with power_watch() as held_share:
         for turn in range(ROUNDS):
             start = turn % len(names)
             for name in names[start:] + names[:start]:
-                samples[name].append(time_one(variants[name], inputs))
+                samples[name].append(time_one(variants[name], inputs, hosts[name]))
         held = held_share()
 
     medians = {name: [statistics.median(times) for times in rounds] for name, rounds in samples.items()}
@@ -138,19 +143,21 @@ def time_variants(
         row.of_ceiling = floor / row.ms if floor else None
         pairs = zip(medians[table.baseline], medians[row.variant], strict=True)
         row.speedup = statistics.median(base / own for base, own in pairs)
+        row.enqueue_us = hosts[row.variant] * 1000 if on_gpu else None
     if held and held > 0.02:
         table.notes.append(f"the power limit held the clocks down for {min(held, 1):.0%} of the time this table took")
-    if on_gpu and min(row.ms for row in table.rows) * 1000 < 3 * ceilings.launch_floor_us():
+    if slow := [row for row in table.rows if row.enqueue_us and row.enqueue_us > row.ms * 1000]:
+        hosts_say = ", ".join(f"{row.variant} {row.enqueue_us:.0f} us" for row in slow)
         table.notes.append(
-            f"an empty launch measures {ceilings.launch_floor_us():.1f} us here: the short rows are bound by launching"
+            f"launch-bound, where nothing is queued before: the host takes longer than the GPU ({hosts_say})"
         )
 
 
-def _gpu_times(fn: Callable, inputs: tuple) -> list[float]:
-    return gpu_ms(lambda: fn(*inputs), warmup=5, rep=GPU_BUDGET_MS)
+def _gpu_times(fn: Callable, inputs: tuple, enqueue: float) -> list[float]:
+    return gpu_ms(lambda: fn(*inputs), warmup=5, rep=GPU_BUDGET_MS, enqueue=enqueue)
 
 
-def _cpu_times(fn: Callable, inputs: tuple) -> list[float]:
+def _cpu_times(fn: Callable, inputs: tuple, enqueue: float) -> list[float]:
     from torch.utils.benchmark import Timer
 
     timer = Timer("fn(*inputs)", globals={"fn": fn, "inputs": inputs}, num_threads=torch.get_num_threads())

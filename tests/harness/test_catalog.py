@@ -53,7 +53,7 @@ def test_what_a_gpu_lacks_is_said(monkeypatch, text, changes, reason):
 
 def test_without_a_gpu_kernels_are_interpreted_and_only_gpu_is_lacking(monkeypatch):
     pytest.importorskip("triton")
-    none = on(gpu=None, capability=None, memory_gib=None)
+    none = on(gpu=None, capability=None, memory_gib=None, triton="3.7.1")
     monkeypatch.setenv("TRITON_INTERPRET", "1")
     assert none.mode == "interpreted"
     assert none.lacks(Needs.parse("triton, sm_100, 80 GiB")) is None

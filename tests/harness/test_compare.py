@@ -98,7 +98,7 @@ def test_the_ratio_is_the_median_of_the_ratios_of_each_round(monkeypatch):
     cost = {"torch": 3.0, "ours": 1.0}
     calls = []
 
-    def fake(fn, inputs):
+    def fake(fn, inputs, enqueue):
         calls.append(fn())
         return [cost[fn()] * (1 + (len(calls) - 1) // 2)] * 3
 
@@ -121,6 +121,36 @@ def test_quantiles():
 def test_library_names(name):
     assert not is_ours(name)
     assert is_ours(f"triton like {name}")
+
+
+@pytest.mark.gpu
+def test_a_slow_host_does_not_count_as_gpu_time(h):
+    """A wrapper that dawdles in Python for a millisecond launches the same kernel as one that does not."""
+    x = h.randn(1 << 20)
+
+    def dawdling(x):
+        until = time.perf_counter() + 1e-3
+        while time.perf_counter() < until:
+            pass
+        return x * 2
+
+    variants = {"torch": lambda x: x * 2, "slow wrapper": dawdling}
+    table = h.compare(variants, reference, x, baseline="torch", work=Work(bytes=2 * x.nbytes))
+    quick, slow = table.rows
+    assert slow.ms < 3 * quick.ms
+    assert slow.ms < 0.1
+    assert slow.enqueue_us > 1000
+    assert any("slow wrapper 1" in note for note in table.notes)
+
+
+@pytest.mark.gpu
+def test_the_timer_leaves_the_driver_as_it_was():
+    from harness.hardware import gpu_ms
+
+    from triton.runtime import driver
+
+    gpu_ms(lambda: torch.zeros(10, device="cuda"))
+    assert "clear_cache" not in vars(driver.active)
 
 
 @pytest.mark.gpu
