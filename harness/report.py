@@ -109,9 +109,7 @@ class RunRecord:
 
 
 def git_state() -> tuple[str | None, bool | None]:
-    """(commit, dirty) of this checkout; where .git is absent, GIT_COMMIT from the environment, and dirty unknown."""
-    if not (ROOT / ".git").exists():
-        return os.environ.get("GIT_COMMIT"), None
+    """(commit, dirty) of this checkout. Where git does not know it, GIT_COMMIT from the environment, dirty unknown."""
 
     def git(*args: str) -> str | None:
         try:
@@ -120,8 +118,11 @@ def git_state() -> tuple[str | None, bool | None]:
             return None
         return done.stdout.strip()
 
+    commit = git("rev-parse", "HEAD") if (ROOT / ".git").exists() else None
+    if commit is None:
+        return os.environ.get("GIT_COMMIT"), None
     status = git("status", "--porcelain", "--untracked-files=no")
-    return git("rev-parse", "HEAD"), None if status is None else bool(status)
+    return commit, None if status is None else bool(status)
 
 
 # --- the console ------------------------------------------------------------------------------------------------
@@ -313,7 +314,7 @@ def results_tables(folder: Path) -> str:
                     rate = f"{best['tflops']:.0f} TFLOP/s" if best["tflops"] else f"{best['tbps']:.2f} TB/s"
                     ceiling = f"{best['of_ceiling']:.1%}" if best["of_ceiling"] else ""
                     others = [row for row in table["rows"] if not row["ours"]]
-                    versus = ", ".join(f"{row['ms'] / best['ms']:.2f}x {row['variant']}" for row in others)
+                    versus = ", ".join(f"{best['speedup'] / row['speedup']:.2f}x {row['variant']}" for row in others)
                     name, case, variant = example["name"], table["case"], best["variant"]
                     lines.append(f"| {name} | {case} | {variant} | {best['ms']:.3f} | {rate} | {ceiling} | {versus} |")
         parts.append("\n".join(lines) + "\n")

@@ -79,7 +79,7 @@ def fitting_configs(configs: list[triton.Config], named_args: dict, **kwargs) ->
     key=["M", "N", "K", "stride_ak", "stride_bk", "PRECISION"],
     prune_configs_by={"early_config_prune": fitting_configs},
     # In a CUDA graph: around one launch of a small kernel, events on a slow host time its Python and rank at random.
-    do_bench=lambda fn, quantiles: triton.testing.do_bench_cudagraph(fn, rep=10, quantiles=quantiles),
+    do_bench=lambda fn, quantiles: triton.testing.do_bench_cudagraph(fn, rep=2, quantiles=quantiles),
 )
 @triton.heuristics({"EVEN_K": lambda args: args["K"] % args["BLOCK_K"] == 0})
 @triton.jit

@@ -38,3 +38,22 @@ def test_a_file_in_a_folder_where_nothing_may_be_made(tmp_path, monkeypatch):
 
 def test_no_path_is_no_record(tmp_path):
     record().save(None)
+
+
+def test_the_commit_of_a_copy_without_history_comes_from_the_environment(tmp_path, monkeypatch):
+    monkeypatch.setattr("harness.report.ROOT", tmp_path)
+    monkeypatch.setenv("GIT_COMMIT", "abc123")
+    assert git_state() == ("abc123", None)
+    subprocess.run(["git", "init", "-q", tmp_path], check=True)  # a repository, but nothing committed
+    assert git_state() == ("abc123", None)
+    monkeypatch.delenv("GIT_COMMIT")
+    assert git_state() == (None, None)
+    identity = ["-c", "user.name=t", "-c", "user.email=t@example.org"]
+    (tmp_path / "file").write_text("1")
+    subprocess.run(["git", "-C", tmp_path, "add", "file"], check=True)
+    subprocess.run(["git", "-C", tmp_path, *identity, "commit", "-qm", "one"], check=True)
+    commit, dirty = git_state()
+    assert len(commit) == 40
+    assert dirty is False
+    (tmp_path / "file").write_text("2")
+    assert git_state() == (commit, True)
