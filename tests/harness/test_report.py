@@ -1,9 +1,11 @@
 """The record: written whole, to whatever --json names, and never in place of something that is no file."""
 
+import os
+import subprocess
 import threading
 
 from harness.hardware import ceilings, machine
-from harness.report import RunRecord, load_record
+from harness.report import RunRecord, git_state, load_record
 
 
 def record():
@@ -11,8 +13,6 @@ def record():
 
 
 def test_a_pipe_is_written_to_and_stays_a_pipe(tmp_path):
-    import os
-
     fifo = tmp_path / "fifo"
     os.mkfifo(fifo)
     read = []
