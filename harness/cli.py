@@ -158,15 +158,19 @@ def _run_topic(topic: Topic, argv: list[str], demos: dict[str, Callable]) -> int
 
     this = machine()
     full = options.full or (this.mode == "gpu" and not options.quick)
-    sizes = "interpreted" if this.mode == "interpreted" else "full" if full else "quick"
+    interpreted = this.mode == "interpreted" and any(technique.needs.triton for technique in chosen)
+    sizes = "interpreted" if interpreted else "full" if full else "quick"
     console = report.make_console()
     record = report.RunRecord(
         topic.name, shlex.join(["python", topic.file, *argv]), this, ceilings(), options.seed, sizes
     )
     report.header(console, record, topic.title)
+    if interpreted:
+        note = "Triton kernels are interpreted: ours and the baseline are checked, nothing is timed."
+        report.say(console, note, style="yellow")
     if this.mode != "gpu" and options.profile:
         console.print("  no GPU: each variant is warmed, then called once inside torch.profiler.record_function")
-    interrupted = False
+    stopped = False
     try:
         for technique in chosen:
             session = _session(technique, options, full, console)
@@ -175,7 +179,7 @@ def _run_topic(topic: Topic, argv: list[str], demos: dict[str, Callable]) -> int
             _run_one(technique, session, demos.get(technique.name))
             record.save(path)
     except KeyboardInterrupt:
-        interrupted = True
+        stopped = True
         for example in record.examples[-1:]:
             example.status, example.reason = "failed", "interrupted"
         console.print("\ninterrupted; this is what was done")
@@ -183,7 +187,7 @@ def _run_topic(topic: Topic, argv: list[str], demos: dict[str, Callable]) -> int
     record.save(path)
     if path:
         report.say(console, f"record: {options.json}")
-    if interrupted:
+    if stopped:
         return INTERRUPTED
     return int(any(example.status == "failed" for example in record.examples))
 

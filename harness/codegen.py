@@ -233,7 +233,6 @@ class _OfflineDriver:
 
     def __init__(self) -> None:
         self.sm = 90
-        self.utils = self
 
     def get_current_target(self):
         from triton.backends.compiler import GPUTarget
@@ -245,11 +244,6 @@ class _OfflineDriver:
 
     def get_current_stream(self, device: int) -> int:
         return 0
-
-    def get_device_properties(self, device: int) -> dict:
-        from harness.hardware import SHARED_LIMIT
-
-        return {"max_shared_mem": SHARED_LIMIT.get(self.sm, 48 * 1024), "multiprocessor_count": 132, "warpSize": 32}
 
 
 def _compile(request: dict) -> list[Kernel]:

@@ -59,13 +59,8 @@ _choose_interpreter()
 
 def interpreted() -> bool:
     """True where Triton kernels run in Triton's interpreter, on the CPU."""
-    return find_spec("triton") is not None and os.environ.get("TRITON_INTERPRET", "0").lower() in (
-        "1",
-        "true",
-        "yes",
-        "on",
-        "y",
-    )
+    said = os.environ.get("TRITON_INTERPRET", "").lower()
+    return said in ("1", "true", "yes", "on", "y") and find_spec("triton") is not None  # the words triton knows
 
 
 def autotune_configs(configs: list) -> list:
@@ -113,7 +108,7 @@ class Machine:
 
     @property
     def mode(self) -> str:
-        """ "gpu", "interpreted" (Triton kernels on the CPU) or "cpu" (no Triton here at all)."""
+        """What Triton kernels meet here: "gpu", "interpreted" (on the CPU), or "cpu" (they cannot run)."""
         if interpreted():
             return "interpreted"
         return "gpu" if self.gpu else "cpu"
@@ -139,18 +134,11 @@ class Machine:
         if self.mode != "gpu":
             if needs.gpu:
                 return "needs a GPU"
-            numpy = package_version("numpy")
-            if (
-                needs.triton
-                and self.mode == "interpreted"
-                and _numbers(self.triton) < (3, 7)
-                and _numbers(numpy) >= (2, 4)
-            ):
-                return (
-                    f"needs numpy<2.4, which the interpreter of Triton {self.triton} was written for (this is {numpy})"
-                )
             if needs.triton and self.mode == "cpu":
                 return "needs a GPU, or TRITON_INTERPRET=1 to interpret its kernels"
+            numpy = package_version("numpy")
+            if needs.triton and _numbers(self.triton) < (3, 7) and _numbers(numpy) >= (2, 4):
+                return f"needs numpy<2.4, for the interpreter of Triton {self.triton} (this is {numpy})"
             return None
         if needs.sm and self.capability < needs.sm:
             return f"needs sm_{needs.sm[0]}{needs.sm[1]} (this is sm_{self.sm})"

@@ -141,12 +141,6 @@ def header(console: Console, record: RunRecord, title: str) -> None:
     parts += [f"torch {m.torch}", f"triton {m.triton}" if m.triton else "no triton", f"python {m.python}"]
     commit = (record.commit or "unknown")[:12] + (" (modified)" if record.dirty else "")
     say(console, "  ".join([*parts, f"commit {commit}"]), style="dim")
-    if m.mode == "interpreted":
-        say(
-            console,
-            "Triton kernels are interpreted: ours and the baseline are checked, nothing is timed.",
-            style="yellow",
-        )
 
 
 def technique_heading(console: Console, technique: Technique) -> None:

@@ -20,7 +20,8 @@ from rich.console import Console
 class Harness:
     """One technique's run. `device` is where its inputs live, `full` says whether sizes are those worth timing.
 
-    `half` is the 16-bit dtype to demonstrate with: bfloat16, or float16 where kernels are interpreted.
+    `interpreted` says that its Triton kernels run in the interpreter; `half` is the 16-bit dtype to demonstrate with:
+    bfloat16, or float16 where kernels are interpreted.
     """
 
     def __init__(
@@ -38,7 +39,9 @@ class Harness:
         self.full, self.timing, self.profile = full, timing, profile
         self.machine: Machine = machine()
         self.device = torch.device(self.machine.device)
-        self.half = torch.float16 if self.machine.mode == "interpreted" else torch.bfloat16
+        # Only Triton kernels are interpreted: a technique of torch alone runs for real, and is timed, on any CPU.
+        self.interpreted = self.machine.mode == "interpreted" and self.needs.triton
+        self.half = torch.float16 if self.interpreted else torch.bfloat16
         self.console = console or report.make_console()
         self.record = report.ExampleRecord(name)
         # From the name, so that running one technique alone gives it the data it has in the whole topic.
@@ -48,7 +51,7 @@ class Harness:
 
     def pick(self, quick, full, interpreted=None):
         """The sizes of this run: large, small, or what the interpreter can do in a second or two."""
-        if self.machine.mode == "interpreted" and interpreted is not None:
+        if self.interpreted and interpreted is not None:
             return interpreted
         return full if self.full else quick
 
@@ -66,7 +69,7 @@ class Harness:
         return values.mul_(scale).to(dtype)
 
     def meta(self, *shape: int, dtype: torch.dtype | None = None) -> torch.Tensor:
-        """A tensor without data, for codegen(): a shape and a dtype (`half` on GPUs, bfloat16, unless given)."""
+        """A tensor without data, for codegen(): a shape and a dtype (bfloat16 unless given)."""
         return torch.empty(*shape, dtype=dtype or torch.bfloat16, device="meta")
 
     def compiled(self, fn: Callable, **options) -> Callable:
@@ -127,14 +130,14 @@ class Harness:
         if baseline not in variants:
             raise ValueError(f"compare: baseline {baseline!r} is not one of the variants {list(variants)}")
         table = Comparison(title or self.name, case or describe(inputs), baseline)
-        if self.machine.mode == "interpreted":
+        if self.interpreted:
             variants = {name: fn for name, fn in variants.items() if is_ours(name) or name == baseline}
         if self.profile:
             profile_variants(table, variants, inputs, self.machine, self.progress)
             self.say(f"profiled  {table.title}  {table.case}: {', '.join(variants)}")
             return None
         check_variants(table, variants, reference, inputs, self.progress, **budget)
-        if self.timing and self.machine.mode != "interpreted":
+        if self.timing and not self.interpreted:
             with self.progress(f"timing {table.title} {table.case}"):
                 time_variants(table, variants, inputs, work, ceilings())
         self.record.comparisons.append(table.record())

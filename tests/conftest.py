@@ -6,7 +6,8 @@ import sys
 from importlib.util import find_spec
 from pathlib import Path
 
-from harness.hardware import interpreted, machine
+from harness.catalog import Needs
+from harness.hardware import machine
 from harness.session import Harness
 
 import pytest
@@ -39,16 +40,10 @@ def pytest_collection_modifyitems(items):
 
 @pytest.fixture
 def h() -> Harness:
-    """A quiet harness on this machine's device: the GPU, or the interpreter's CPU."""
+    """A quiet harness for Triton techniques on this machine's device: the GPU, or the interpreter's CPU."""
     from rich.console import Console
 
-    return Harness("test", console=Console(quiet=True))
-
-
-@pytest.fixture
-def half() -> torch.dtype:
-    """The 16-bit dtype that this machine computes rightly."""
-    return torch.float16 if interpreted() else torch.bfloat16
+    return Harness("test", Needs.parse("triton"), console=Console(quiet=True))
 
 
 @pytest.fixture

@@ -266,7 +266,7 @@ def test_a_technique_that_needs_a_gpu_skips_before_it_starts(cli, topic):
 
 
 def test_no_number_is_cut_short_in_a_narrow_terminal(cli, topic):
-    done = cli(topic(table=TABLE), TRITON_INTERPRET="0", COLUMNS="50", FORCE_COLOR="1", TERM="xterm")
+    done = cli(topic(table=TABLE), COLUMNS="50", FORCE_COLOR="1", TERM="xterm")
     assert done.returncode == 0, done.stdout + done.stderr
     assert "p20 - p80" in done.stdout
     assert "\u2026" not in done.stdout
@@ -288,10 +288,9 @@ def test_a_readers_own_program_may_be_anything(tmp_path, cli):
 
 def test_check_only_and_profile_time_nothing(cli, topic, tmp_path):
     script = topic(table=TABLE)
-    env = {"TRITON_INTERPRET": "0"}  # plain CPU work, which is timed for real without these options
     for option, tables in (("--check-only", 1), ("--profile", 0)):
         path = tmp_path / "r.json"
-        done = cli(script, option, "--json", path, **env)
+        done = cli(script, option, "--json", path)
         assert done.returncode == 0, done.stdout + done.stderr
         (example,) = load_record(path)["examples"]
         assert len(example["comparisons"]) == tables
@@ -301,7 +300,7 @@ def test_check_only_and_profile_time_nothing(cli, topic, tmp_path):
 
 def test_cpu_work_is_timed(cli, topic, tmp_path):
     path = tmp_path / "r.json"
-    done = cli(topic(table=TABLE), "--json", path, TRITON_INTERPRET="0")
+    done = cli(topic(table=TABLE), "--json", path)
     assert done.returncode == 0, done.stdout + done.stderr
     (table,) = load_record(path)["examples"][0]["comparisons"]
     assert all(row["ms"] > 0 and row["p20"] <= row["ms"] <= row["p80"] for row in table["rows"])

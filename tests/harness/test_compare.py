@@ -17,18 +17,15 @@ def reference(x):
 
 
 @pytest.fixture
-def timed(h, monkeypatch):
-    """A harness that times for real: on the GPU, or torch's own work on the CPU."""
-    monkeypatch.setenv("TRITON_INTERPRET", "0")
-    session = Harness("timed", console=Console(quiet=True))
-    session.device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    return session
+def timed():
+    """A harness of a technique that needs torch alone, which is timed everywhere."""
+    return Harness("timed", console=Console(quiet=True))
 
 
 def test_a_table_times_every_variant(timed):
     x = torch.randn(512, 512, device=timed.device)
     variants = {"torch": lambda x: x * 2, "ours": lambda x: x + x, "ours in three": lambda x: (x + x + 1) - 1}
-    table = timed_compare(timed, variants, x)
+    table = timed.compare(variants, reference, x, baseline="torch", work=Work(bytes=2 * x.nbytes), terms=4)
     rows = {row.variant: row for row in table.rows}
     assert list(rows) == list(variants)
     assert all(row.p20 <= row.ms <= row.p80 for row in table.rows)
@@ -37,16 +34,6 @@ def test_a_table_times_every_variant(timed):
     assert [row.ours for row in table.rows] == [False, True, True]
     assert rows["ours"].tbps == pytest.approx(2 * x.nbytes / rows["ours"].ms / 1e9)
     assert timed.record.comparisons[0]["rows"][1]["ms"] == rows["ours"].ms
-
-
-def timed_compare(h, variants, x, **kwargs):
-    table = Comparison("probe", "case", "torch")
-    from harness.compare import check_variants
-
-    check_variants(table, variants, reference, (x,), h.progress, terms=4)
-    time_variants(table, variants, (x,), Work(bytes=2 * x.nbytes), Ceilings())
-    h.record.comparisons.append(table.record())
-    return table
 
 
 def test_a_wrong_variant_stops_the_table_before_any_timing(h, monkeypatch):

@@ -34,9 +34,10 @@ def test_shapes(h, shape, dtype):
 
 @given(M=st.integers(0, 200), N=st.integers(0, 200), K=st.integers(0, 150), group_m=st.integers(1, 9))
 def test_any_shape(M, N, K, group_m):
+    from harness.catalog import Needs
     from harness.session import Harness
 
-    h = Harness("test")
+    h = Harness("test", Needs.parse("triton"))
     a, b = h.randn(M, K, dtype=torch.float16), h.randn(K, N, dtype=torch.float16)
     h.check(lambda a, b: matmul(a, b, group_m=group_m), reference, a, b, terms=K, what=f"{M}x{N}x{K}")
 

@@ -38,9 +38,10 @@ def test_shapes(h, kernel, shape):
 
 @given(rows=st.integers(0, 40), cols=st.integers(1, 3000), scale=st.sampled_from([0.5, 4.0, 20.0]))
 def test_any_shape(rows, cols, scale):
+    from harness.catalog import Needs
     from harness.session import Harness
 
-    h = Harness("test")
+    h = Harness("test", Needs.parse("triton"))
     x = h.randn(rows, cols, scale=scale)
     for kernel in EVERYWHERE if interpreted() else [*EVERYWHERE, softmax_split]:
         h.check(kernel, reference, x, **BUDGET)
