@@ -32,7 +32,8 @@ PRECISIONS = ("ieee", "tf32", "tf32x3")
 GROUP_M = 8
 
 # (BLOCK_M, BLOCK_N, BLOCK_K, num_warps, num_stages). BLOCK_K is 128 bytes of a row, the widest swizzle of shared
-# memory: 64 values of two bytes, 32 of four. The first is the best known on Hopper for large sizes.
+# memory: 64 values of two bytes, 32 of four. The first is the best known on Hopper for large sizes; with float32
+# products on the CUDA cores ("ieee") it would spill, so four-byte values stop at 128 x 128.
 TILES = [
     (128, 256, 64, 8, 3),
     (128, 256, 64, 8, 4),
@@ -58,15 +59,12 @@ def fitting_configs(configs: list[triton.Config], named_args: dict, **kwargs) ->
     a, M, N = named_args["a_ptr"], named_args["M"], named_args["N"]
     shared = device_limits(a.device).shared_bytes
     itemsize = a.element_size()
-    # float32 products on the CUDA cores: a large tile is an unrolled loop of minutes to compile, and spills.
-    largest_tile = 64 * 128 if itemsize == 4 and kwargs.get("PRECISION") == "ieee" else 128 * 256
 
     def fits(config: triton.Config) -> bool:
         m, n, k = (config.kwargs[name] for name in ("BLOCK_M", "BLOCK_N", "BLOCK_K"))
         return (
             k * itemsize == 128
             and (m + n) * k * itemsize * (config.num_stages - 1) <= shared
-            and m * n <= largest_tile
             and m <= max(64, triton.next_power_of_2(M))
             and n <= max(64, triton.next_power_of_2(N))
         )
