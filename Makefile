@@ -1,6 +1,6 @@
 # make run       the tour: every topic at quick sizes
 # make run-full  every topic at the sizes worth timing
-# make test      the tests; on a GPU box they run on the GPU
+# make test      the tests; on a GPU box they run on the GPU (PYTEST_ARGS= adds those marked slow)
 # make lint      ruff, check and format
 PYTHON ?= python3
 VENV ?= .venv

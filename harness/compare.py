@@ -2,14 +2,14 @@
 
 On a GPU: triton.testing.do_bench, which empties L2 before each call and times with events, run for every
 variant in turn, in an order that rotates, over several rounds; a speed-up is the median over rounds of the
-ratio within a round, so that a GPU that slows down as it warms slows both sides. The host's time to launch is kept out
-of the events and recorded by itself. On a CPU:
-torch.utils.benchmark over the same rounds (its caches stay warm, for every variant alike). In Triton's
-interpreter nothing is timed: an interpreted kernel has no speed.
+ratio within a round, so that a GPU that slows down as it warms slows both sides. The host's time to launch is
+kept out of the events and recorded by itself. On a CPU: torch.utils.benchmark over the same rounds (its caches
+stay warm, for every variant alike). In Triton's interpreter nothing is timed: an interpreted kernel has no speed.
 """
 
 from __future__ import annotations
 
+import functools
 import statistics
 import time
 from collections.abc import Callable
@@ -120,18 +120,20 @@ def time_variants(
 ) -> None:
     """Fill in the times of every row, in rounds."""
     on_gpu = any(isinstance(x, torch.Tensor) and x.is_cuda for x in inputs)
-    time_one = _gpu_times if on_gpu else _cpu_times
-    hosts = {
-        row.variant: enqueue_ms(lambda fn=variants[row.variant]: fn(*inputs)) if on_gpu else 0.0 for row in table.rows
-    }
     names = [row.variant for row in table.rows]
+    calls = {name: functools.partial(variants[name], *inputs) for name in names}
+    enqueue = {name: enqueue_ms(calls[name]) if on_gpu else None for name in names}
     samples: dict[str, list[list[float]]] = {name: [] for name in names}
-    with power_watch() as held_share:
-        for turn in range(ROUNDS):
-            start = turn % len(names)
-            for name in names[start:] + names[:start]:
-                samples[name].append(time_one(variants[name], inputs, hosts[name]))
-        held = held_share()
+    held_share = power_watch()
+    for turn in range(ROUNDS):
+        start = turn % len(names)
+        for name in names[start:] + names[:start]:
+            if on_gpu:
+                times = gpu_ms(calls[name], warmup=5, rep=GPU_BUDGET_MS, enqueue=enqueue[name])
+            else:
+                times = cpu_ms(calls[name])
+            samples[name].append(times)
+    held = held_share()
 
     medians = {name: [statistics.median(times) for times in rounds] for name, rounds in samples.items()}
     floor = work.floor_ms(ceilings) if on_gpu else None
@@ -143,7 +145,7 @@ def time_variants(
         row.of_ceiling = floor / row.ms if floor else None
         pairs = zip(medians[table.baseline], medians[row.variant], strict=True)
         row.speedup = statistics.median(base / own for base, own in pairs)
-        row.enqueue_us = hosts[row.variant] * 1000 if on_gpu else None
+        row.enqueue_us = enqueue[row.variant] * 1000 if on_gpu else None
     if held and held > 0.02:
         table.notes.append(f"the power limit held the clocks down for {min(held, 1):.0%} of the time this table took")
     if slow := [row for row in table.rows if row.enqueue_us and row.enqueue_us > row.ms * 1000]:
@@ -153,14 +155,11 @@ def time_variants(
         )
 
 
-def _gpu_times(fn: Callable, inputs: tuple, enqueue: float) -> list[float]:
-    return gpu_ms(lambda: fn(*inputs), warmup=5, rep=GPU_BUDGET_MS, enqueue=enqueue)
-
-
-def _cpu_times(fn: Callable, inputs: tuple, enqueue: float) -> list[float]:
+def cpu_ms(fn: Callable) -> list[float]:
+    """Times of fn() in ms on the CPU, with all of torch's threads."""
     from torch.utils.benchmark import Timer
 
-    timer = Timer("fn(*inputs)", globals={"fn": fn, "inputs": inputs}, num_threads=torch.get_num_threads())
+    timer = Timer("fn()", globals={"fn": fn}, num_threads=torch.get_num_threads())
     return [seconds * 1000 for seconds in timer.blocked_autorange(min_run_time=CPU_BUDGET_S).times]
 
 

@@ -15,7 +15,6 @@ import statistics
 import sys
 import time
 from collections.abc import Callable
-from contextlib import contextmanager
 from dataclasses import dataclass
 from importlib.metadata import PackageNotFoundError, version
 from importlib.util import find_spec
@@ -218,27 +217,23 @@ def machine() -> Machine:
     )  # fmt: skip
 
 
-@contextmanager
-def power_watch():
-    """Yields a function that returns the share of the time since entry in which the power limit held clocks down.
+def power_watch() -> Callable[[], float | None]:
+    """Start watching; what is returned gives the share of the time since in which the power limit held clocks down.
 
     NVML counts those nanoseconds itself, so nothing runs beside the measurement. None where it does not say.
     """
 
-    def read() -> tuple[int, int] | None:
-        status = _ask_nvml("nvmlDeviceGetViolationStatus", 0)  # 0: the power policy; both in nanoseconds, or us
-        return (status.referenceTime, status.violationTime) if status else None
+    def held_ns() -> int | None:
+        status = _ask_nvml("nvmlDeviceGetViolationStatus", 0)  # 0: the power policy
+        return status.violationTime if status else None
 
-    before, started = read(), time.perf_counter()
+    before, started = held_ns(), time.perf_counter()
 
     def share() -> float | None:
-        after = read()
-        if before is None or after is None:
-            return None
-        held = (after[1] - before[1]) / 1e9
-        return held / max(time.perf_counter() - started, 1e-9)
+        after, seconds = held_ns(), time.perf_counter() - started
+        return None if before is None or after is None else (after - before) / 1e9 / seconds
 
-    yield share
+    return share
 
 
 def enqueue_ms(fn: Callable) -> float:
@@ -272,10 +267,9 @@ def _flush_ms() -> float:
 def gpu_ms(fn: Callable, warmup: int = 10, rep: int = 50, enqueue: float | None = None) -> list[float]:
     """Times of fn() in ms, cold L2, from triton's own timer (`rep` is a time budget in ms, not a count).
 
-    The timer empties L2, records an event, calls fn and records another. The GPU is busy with the first step for some
-    60 us; a wrapper whose Python takes longer lets it run dry, and then the events measure Python (seen on an
-    H200 with a slow host: 29 us of GEMM reported as 74). So L2 is emptied as often as the host needs (`enqueue`, in
-    ms, measured when not given) to stay ahead.
+    The timer empties L2, records an event, calls fn and records another. A wrapper whose Python takes longer than the
+    GPU is busy with the first step lets it run dry, and then the events measure Python. So L2 is emptied as
+    often as the host needs (`enqueue`, in ms, measured when not given) to stay ahead.
     """
     from triton.runtime import driver
     from triton.testing import do_bench

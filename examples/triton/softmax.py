@@ -17,15 +17,13 @@ Shapes     x [n_rows, n_cols], last dimension contiguous, any row stride -> y [n
 Dtypes     float32, float16, bfloat16; the arithmetic is float32 whatever the storage.
 Errors     TypeError for another dtype; ValueError for another rank, no columns, an inner stride other than 1, or a row
            longer than the chosen kernel takes; RuntimeError for a device without Triton or an input that requires grad.
-Wins when  x is larger than L2: then it runs at the speed of a copy up to the rows that fit an SM.
+Wins when  x is larger than L2; how close to a copy each row length comes is in README's table of recorded runs.
 Source     traffic count as in Triton tutorial 02; online softmax: Milakov and Gimelshein 2018; chapter section
            "Triton".
 Run        python examples/triton/softmax.py
 """
 
 from __future__ import annotations
-
-from collections.abc import Callable
 
 from harness import Harness, Work, device_limits, interpreted, require_triton_device, run
 
@@ -130,7 +128,7 @@ def softmax_split_kernel(
     tl.store(y_ptr + row * stride_ym + cols, y.to(y_ptr.dtype.element_ty), mask=inside)
 
 
-def _check_input(name: str, x: torch.Tensor, max_cols: Callable[[torch.device], int] | None = None) -> None:
+def _check_input(name: str, x: torch.Tensor) -> None:
     require_triton_device(name, x)
     if x.dtype not in DTYPES:
         raise TypeError(f"{name}: dtype {x.dtype} is not one of {DTYPES}; convert with x.float() first")
@@ -140,20 +138,24 @@ def _check_input(name: str, x: torch.Tensor, max_cols: Callable[[torch.device], 
         )
     if x.shape[1] == 0:
         raise ValueError(f"{name}: shape {tuple(x.shape)} has no columns, and a softmax over nothing is undefined")
-    if max_cols is not None and x.shape[1] > (limit := max_cols(x.device)):
-        raise ValueError(f"{name}: {x.shape[1]} columns, but a row may have {limit} here; call softmax(x)")
     if x.stride(1) != 1 and x.shape[1] > 1:
         raise ValueError(f"{name}: strides {x.stride()}, but columns must be contiguous; call x.contiguous() first")
 
 
+def _check_length(name: str, x: torch.Tensor, limit: int) -> None:
+    if x.shape[1] > limit:
+        raise ValueError(f"{name}: {x.shape[1]} columns, but a row may have {limit} here; call softmax(x)")
+
+
 def softmax_rows(x: torch.Tensor) -> torch.Tensor:
     """Softmax over rows of up to ROWS_MAX columns, each held in one program's registers."""
-    _check_input("softmax_rows", x, lambda device: ROWS_MAX)
+    _check_input("softmax_rows", x)
+    _check_length("softmax_rows", x, ROWS_MAX)
     y = torch.empty(x.shape, dtype=x.dtype, device=x.device)
     n_rows, n_cols = x.shape
     if n_rows:  # a grid of zero programs is a launch error
         block_n = triton.next_power_of_2(n_cols)
-        # 16 or 32 values a thread, and several short rows to a program: the fastest on an H200 at each width.
+        # 16 or 32 values a thread, and several short rows to a program: chosen by timing on an H200.
         rows = min(64, 4096 // block_n) if block_n <= 512 else max(1, 2048 // block_n)
         num_warps, max_registers = max(4, min(32, block_n // 512)), None
         if block_n == 16384:  # 64 values a thread in 80 registers: three rows share an SM, and one loads as one stores
@@ -167,7 +169,8 @@ def softmax_rows(x: torch.Tensor) -> torch.Tensor:
 
 def softmax_prefetch(x: torch.Tensor) -> torch.Tensor:
     """Softmax over rows of up to ROWS_MAX columns by persistent programs that load their next rows ahead."""
-    _check_input("softmax_prefetch", x, lambda device: ROWS_MAX)
+    _check_input("softmax_prefetch", x)
+    _check_length("softmax_prefetch", x, ROWS_MAX)
     y = torch.empty(x.shape, dtype=x.dtype, device=x.device)
     n_rows, n_cols = x.shape
     if n_rows:
@@ -208,7 +211,8 @@ def softmax_split(x: torch.Tensor) -> torch.Tensor:
 
     GPU only: programs wait for each other, and the interpreter runs one after the other (RuntimeError there).
     """
-    _check_input("softmax_split", x, split_max_cols)
+    _check_input("softmax_split", x)
+    _check_length("softmax_split", x, split_max_cols(x.device))
     if interpreted():
         raise RuntimeError(
             "softmax_split: its programs wait for each other and cannot be interpreted; use softmax_loop"
