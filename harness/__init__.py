@@ -16,8 +16,10 @@ _HOME = {
     "autotune_configs": "harness.hardware",
     "device_limits": "harness.hardware",
     "interpreted": "harness.hardware",
+    "require_tma_layout": "harness.hardware",
     "require_triton_device": "harness.hardware",
     "run": "harness.cli",
+    "tma_descriptor": "harness.hardware",
 }
 __all__ = sorted(_HOME)
 

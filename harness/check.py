@@ -227,7 +227,8 @@ def check(
 
 def _bits(x: torch.Tensor) -> torch.Tensor:
     """The tensor as bytes, so that equal NaNs compare equal."""
-    return x.contiguous().view(torch.uint8) if x.ndim else x.reshape(1).view(torch.uint8)
+    # Flat first: a single column counts as contiguous whatever its strides, and view() wants a last stride of 1.
+    return x.contiguous().reshape(-1).view(torch.uint8)
 
 
 def judge_all(result, wants: tuple[torch.Tensor, ...], *, what: str, **budget) -> float:

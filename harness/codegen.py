@@ -6,6 +6,7 @@ written by hand gets wrong. The worker is a process of its own for two reasons: 
 and an LLVM abort must not end the run.
 
     compile_for(wrapper, args, kwargs, sms=(80, 90, 100))   ->  list[Kernel]
+    dump(wrapper, args, kwargs, sm=90)                      ->  {"ttir": text, ..., "sass": text, "log": text}
     python -m harness.codegen                               the worker itself; not for people
 """
 
@@ -16,6 +17,7 @@ import contextlib
 import io
 import json
 import os
+import queue
 import re
 import select
 import shutil
@@ -23,12 +25,14 @@ import subprocess
 import sys
 import tempfile
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 
 from harness.catalog import load_module
 
 TIMEOUT_S = 180
+STAGES = ("ttir", "ttgir", "llir", "ptx", "sass")  # of a kernel, from Triton's own IR to machine code
 
 # The instruction that proves a technique, as it is written in PTX. A format counts only on a tensor-core
 # instruction: a conversion to it proves nothing.
@@ -44,10 +48,13 @@ INSTRUCTIONS = {
     "tcgen05.mma": r"\btcgen05\.mma\b",
     "kind::f16": r"kind::f16",
     "mma tf32": _MMA + r"(?:\.tf32|kind::tf32)",
+    "cvt tf32": r"\bcvt\.rna\S*\.tf32\.f32\b",
+    "mma s8": _MMA + r"(?:\.s8\b|kind::i8)",
     "mma f8": _MMA + r"(?:\.e4m3|\.e5m2|kind::f8f6f4)",
     "block_scale": _MMA + r"block_scale",
     "setmaxnreg": r"\bsetmaxnreg\.",
     "atom": r"\batom\.",
+    "mul.hi": r"\bmul\.hi\.[su]32\b",
     "fma.f32": r"\bfma\.rn(?:\.ftz)?\.f32(?:x2)?\b",
 }
 
@@ -93,15 +100,46 @@ def compile_for(
     kernel is compiled in one configuration: number `config` of those its own pruning keeps on that architecture.
     A kernel that does not compile, or takes the compiler down with it, comes back with its `error`.
     """
-    file = Path(wrapper.__globals__["__file__"]).resolve()
-    request = {
-        "file": str(file),
+    request = _request(wrapper, args, kwargs, config)
+    with ThreadPoolExecutor(max(1, len(sms))) as pool:  # they only wait, for as many processes as there are
+        try:
+            answers = list(pool.map(lambda sm: _ask(request | {"sm": sm}), sms))
+        except BaseException:  # Ctrl-C: nobody waits for a compilation to end
+            for worker in _workers:
+                worker.close()
+            raise
+    return [kernel for kernels in answers for kernel in kernels]
+
+
+def dump(
+    wrapper: Callable, args: tuple = (), kwargs: dict | None = None, *, sm: int, kernel: str = "", config: int = 0
+) -> dict[str, str]:
+    """The text of every stage of one kernel that wrapper(*args, **kwargs) launches, compiled for architecture `sm`.
+
+    Keys are those of STAGES, and "log": what was printed meanwhile (tl.static_print, the assembler's report). `kernel`
+    names the one that is meant when there are several; of several launches of it, this is the last. Raises CodegenError
+    when it does not compile, ValueError when it is not clear which one is meant.
+    """
+    answer = _answer(_request(wrapper, args, kwargs, config) | {"sm": sm, "dump": True})
+    if "error" in answer:
+        raise CodegenError(f"dump: {wrapper.__name__} on sm_{sm}: {answer['error']}")
+    texts = {entry["kernel"]: text for entry, text in zip(answer["kernels"], answer["dumps"], strict=True)}
+    if not kernel and len(texts) == 1:
+        kernel = next(iter(texts))
+    if kernel not in texts:
+        have = ", ".join(texts) or "none"
+        raise ValueError(f"dump: {wrapper.__name__} launches {have}; name one of them: kernel={kernel!r} does not")
+    return texts[kernel]
+
+
+def _request(wrapper: Callable, args: tuple, kwargs: dict | None, config: int) -> dict:
+    return {
+        "file": str(Path(wrapper.__globals__["__file__"]).resolve()),
         "function": wrapper.__qualname__,
         "args": [_encode(x) for x in args],
         "kwargs": {name: _encode(x) for name, x in (kwargs or {}).items()},
         "config": config,
     }
-    return [kernel for sm in sms for kernel in _ask(request | {"sm": sm})]
 
 
 def _encode(value):
@@ -134,7 +172,7 @@ def _decode(value):
 
 
 class _Worker:
-    """The compiling process, started on first use and again after it died.
+    """A compiling process, started on first use and again after it died.
 
     It gets a Triton cache of its own, which goes with it: a kernel found in the reader's cache would come without
     the assembler's report.
@@ -193,12 +231,23 @@ class _Worker:
             self.process = None
 
 
-_worker = _Worker()
-atexit.register(_worker.close)
+_workers = [_Worker() for _ in range(min(4, os.cpu_count() or 1))]
+_idle: queue.LifoQueue[_Worker] = queue.LifoQueue()  # last in, first out: one request after another meets a warm one
+for _one in reversed(_workers):
+    _idle.put(_one)
+    atexit.register(_one.close)
+
+
+def _answer(request: dict) -> dict:
+    worker = _idle.get()
+    try:
+        return worker.ask(request)
+    finally:
+        _idle.put(worker)
 
 
 def _ask(request: dict) -> list[Kernel]:
-    answer = _worker.ask(request)
+    answer = _answer(request)
     if "error" in answer:
         return [Kernel(kernel=request["function"], sm=request["sm"], error=answer["error"])]
     return [Kernel(**kernel) for kernel in answer["kernels"]]
@@ -213,7 +262,7 @@ def _serve() -> None:
     for line in sys.stdin:
         request = json.loads(line)
         try:
-            answer = {"kernels": [kernel.record() for kernel in _compile(request)]}
+            answer = _compile(request)
         except Exception as error:  # any failure is an answer: "cannot, because ..."
             answer = {"error": _reason(error)}
         out.write(json.dumps(answer) + "\n")
@@ -246,7 +295,7 @@ class _OfflineDriver:
         return 0
 
 
-def _compile(request: dict) -> list[Kernel]:
+def _compile(request: dict) -> dict:
     from harness import hardware
 
     import triton
@@ -292,22 +341,30 @@ def _compile(request: dict) -> list[Kernel]:
         with triton.knobs.nvidia.scope():
             triton.knobs.nvidia.dump_ptxas_log = True
             wrapper(*args, **kwargs)
-            return [_read(*launch, request["sm"]) for launch in launches]
+            answer = {"kernels": [_read(*launch, request["sm"]).record() for launch in launches]}
+            if request.get("dump"):
+                answer["dumps"] = [_texts(kernel) for _, kernel, _, _ in launches]
+            return answer
     finally:
         JITFunction.run, Autotuner.run = jit_run, tuner_run
 
 
-_reports: dict[str, tuple[int | None, int | None]] = {}
+_logs: dict[str, str] = {}
+
+
+def _texts(kernel) -> dict[str, str]:
+    return {stage: kernel.asm[stage] for stage in STAGES} | {"log": _logs.get(kernel.hash, "")}
 
 
 def _read(function, kernel, log: str, config: str, sm: int) -> Kernel:
     from harness.hardware import SHARED_LIMIT
 
+    if log:  # a second launch of the same kernel is found in memory and is not assembled again
+        _logs[kernel.hash] = log
+    log = _logs.get(kernel.hash, "")
     registers = re.findall(r"Used (\d+) registers", log)
     spills = re.findall(r"(\d+) bytes spill stores", log)
-    if registers:  # a second launch of the same kernel is found in memory and is not assembled again
-        _reports[kernel.hash] = (max(map(int, registers)), sum(map(int, spills)))
-    used, spilled = _reports.get(kernel.hash, (None, None))
+    used, spilled = (max(map(int, registers)), sum(map(int, spills))) if registers else (None, None)
     ptx = kernel.asm["ptx"]
     counts = {name: len(re.findall(pattern, ptx)) for name, pattern in INSTRUCTIONS.items()}
     return Kernel(

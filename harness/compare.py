@@ -86,20 +86,52 @@ class Comparison:
         return asdict(self)
 
 
-def check_variants(
-    table: Comparison, variants: dict[str, Callable], reference: Callable, inputs: tuple, progress, **budget
-) -> None:
-    """Check each variant against one float64 reference and note how long its first call took.
+def _random_state() -> Callable[[], None]:
+    """What puts torch's random numbers (of the CPU and of the current GPU) back to where they are now."""
+    cpu = torch.get_rng_state()
+    gpu = torch.cuda.get_rng_state() if torch.cuda.is_available() else None
 
-    Memory is poisoned for our own variants only: a library's outputs are the library's business, and poisoned
-    allocation would change what torch.compile traces.
+    def rewind() -> None:
+        torch.set_rng_state(cpu)
+        if gpu is not None:
+            torch.cuda.set_rng_state(gpu)
+
+    return rewind
+
+
+def _is_compiled(fn: Callable) -> bool:
+    return hasattr(fn, "_torchdynamo_orig_callable")
+
+
+def check_variants(
+    table: Comparison,
+    variants: dict[str, Callable],
+    reference: Callable,
+    inputs: tuple,
+    progress,
+    references: dict[str, Callable] | None = None,
+    **budget,
+) -> None:
+    """Check each variant against the float64 reference and note how long its first call took.
+
+    `references` holds the variants that need one of their own, because they draw random numbers of their own: each
+    call of such a variant and of its reference finds torch's random state the same. The reference comes after the
+    first call, so that it may ask the variant itself for its random numbers and yet leave compiling to that call.
+
+    Memory is poisoned for our own variants only, and not for a compiled one: a library's outputs are the library's
+    business, and poisoned allocation would change what torch.compile traces.
     """
+    references = references or {}
+    rewind = _random_state()
     want = reference(*inputs)
     for name, fn in variants.items():
-        seconds = 0.0
+        seconds = None
 
-        def first_call(*args, fn=fn):
+        def call(*args, fn=fn):
             nonlocal seconds
+            rewind()
+            if seconds is not None:
+                return fn(*args)
             if torch.cuda.is_available():
                 torch.cuda.synchronize()  # the float64 reference may still be running
             started = time.perf_counter()
@@ -109,9 +141,15 @@ def check_variants(
             seconds = time.perf_counter() - started
             return out
 
+        def own_reference(*args, call=call, name=name):
+            call(*args)
+            rewind()
+            return references[name](*args)
+
+        wanted = own_reference if name in references else lambda *_: want
         what = f"{table.title} {table.case}: {name}"
         with progress(f"first call of {name}"):
-            error = check(first_call, lambda *_: want, *inputs, what=what, poison=is_ours(name), **budget)
+            error = check(call, wanted, *inputs, what=what, poison=is_ours(name) and not _is_compiled(fn), **budget)
         table.rows.append(Row(name, is_ours(name), seconds, error))
 
 

@@ -391,3 +391,33 @@ def require_triton_device(name: str, *tensors: torch.Tensor) -> None:
             f"{name}: tensors are on {device}, but Triton launches on the current device, "
             f"cuda:{torch.cuda.current_device()}; call it within torch.cuda.device({device.index})"
         )
+
+
+def require_tma_layout(name: str, **tensors: torch.Tensor) -> None:
+    """The checks of a wrapper whose kernel loads its tensors by TMA, after require_triton_device.
+
+    Raises ValueError unless the last dimension is contiguous and the start and all other strides are multiples of 16
+    bytes (and no stride is 0). Triton 3.6 and 3.7 assert nearly the same, but name neither the argument nor a way out.
+    """
+    for label, x in tensors.items():
+        if not x.numel():
+            continue  # nothing will be loaded
+        steps = [step * x.element_size() for size, step in zip(x.shape[:-1], x.stride()[:-1], strict=True) if size > 1]
+        contiguous = x.stride(-1) == 1 or x.shape[-1] == 1
+        if not contiguous or x.data_ptr() % 16 or any(step % 16 or step == 0 for step in steps):
+            raise ValueError(
+                f"{name}: {label} has shape {tuple(x.shape)}, strides {x.stride()} and starts {x.data_ptr() % 16} "
+                f"bytes past a multiple of 16; TMA needs a contiguous last dimension and 16-byte multiples elsewhere; "
+                f"pad the last dimension to a multiple of {16 // x.element_size()} and call {label}.contiguous()"
+            )
+
+
+def tma_descriptor(x: torch.Tensor, block_shape: list[int]):
+    """TensorDescriptor.from_tensor for a tensor that passed require_tma_layout.
+
+    The stride of a dimension of one element is never used, but Triton wants a multiple of 16 bytes even there.
+    """
+    from triton.tools.tensor_descriptor import TensorDescriptor
+
+    strides = [step if size > 1 else 16 for size, step in zip(x.shape, x.stride(), strict=True)]
+    return TensorDescriptor(x, list(x.shape), [*strides[:-1], 1], block_shape)

@@ -93,7 +93,13 @@ class Harness:
         except (TypeError, ValueError) as error:
             raise TypeError(f"fact {name!r}: {value!r} cannot be recorded as JSON: {error}") from None
         self.record.facts[name] = value
-        self.say(f"{name}: {value}")
+        if isinstance(value, dict):  # one line for each, and one more level fits on it
+            self.say(f"{name}:")
+            for key, each in value.items():
+                shown = ", ".join(f"{k}: {v}" for k, v in each.items()) if isinstance(each, dict) else each
+                self.say(f"  {key}: {shown}")
+        else:
+            self.say(f"{name}: {value}")
 
     def check(self, fn: Callable, reference: Callable, *inputs, what: str | None = None, **budget) -> None:
         """Run fn on poisoned memory and hold it to the float64 reference; harness.check says how.
@@ -120,15 +126,20 @@ class Harness:
         work: Work,
         title: str | None = None,
         case: str | None = None,
+        references: dict[str, Callable] | None = None,
         **budget,
     ) -> Comparison | None:
         """Check every variant against one float64 reference, then time them all; see harness.compare.
 
+        A variant that draws its own random numbers has a reference of its own in `references`, under its name. That
+        reference is called with torch's random state as the variant found it: what it draws is what the variant drew.
         In the interpreter only the baseline and our own variants are checked and nothing is timed; with
         --check-only nothing is timed; with --profile each is warmed and then called once for the profiler.
         """
         if baseline not in variants:
             raise ValueError(f"compare: baseline {baseline!r} is not one of the variants {list(variants)}")
+        if unknown := set(references or ()) - set(variants):
+            raise ValueError(f"compare: references for {sorted(unknown)}, but the variants are {list(variants)}")
         table = Comparison(title or self.name, case or describe(inputs), baseline)
         if self.interpreted:
             variants = {name: fn for name, fn in variants.items() if is_ours(name) or name == baseline}
@@ -136,7 +147,7 @@ class Harness:
             profile_variants(table, variants, inputs, self.machine, self.progress)
             self.say(f"profiled  {table.title}  {table.case}: {', '.join(variants)}")
             return None
-        check_variants(table, variants, reference, inputs, self.progress, **budget)
+        check_variants(table, variants, reference, inputs, self.progress, references, **budget)
         if self.timing and not self.interpreted:
             with self.progress(f"timing {table.title} {table.case}"):
                 time_variants(table, variants, inputs, work, ceilings())
@@ -154,12 +165,11 @@ class Harness:
         """
         if self.profile:
             return []
-        kernels = []
+        with self.progress(f"compiling {wrapper.__name__} for {', '.join(f'sm_{sm}' for sm in find)}"):
+            kernels = compile_for(wrapper, args, kwargs, sms=tuple(find), config=config)
+        self.record.codegen += [kernel.record() for kernel in kernels]
         for sm, wanted in find.items():
-            with self.progress(f"compiling {wrapper.__name__} for sm_{sm}"):
-                compiled = compile_for(wrapper, args, kwargs, sms=(sm,), config=config)
-            kernels += compiled
-            self.record.codegen += [kernel.record() for kernel in compiled]
+            compiled = [kernel for kernel in kernels if kernel.sm == sm]
             for name in wanted:
                 if not any(kernel.found.get(name) for kernel in compiled):
                     reason = next((k.error for k in compiled if k.error), "it is not in the PTX")

@@ -110,6 +110,34 @@ def test_a_changed_input_fails(x):
         check(lambda x: x.mul_(2), lambda x: x.double() * 2, x, what="in place")
 
 
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.float16, torch.int64])
+def test_inputs_of_every_layout_are_compared_byte_by_byte(dtype):
+    """A single column is contiguous for torch whatever its strides; a scalar has no dimension to view bytes in."""
+    base = torch.randn(1, 160, generator=torch.Generator().manual_seed(0)).mul_(100).to(dtype)
+    if dtype.is_floating_point:
+        base[0, 5] = float("nan")
+    for view in (
+        base.t(),
+        base.as_strided((1, 160), (7, 1)),
+        base[:, ::3],
+        base[0, 3],
+        base[:, :0],
+        base.expand(4, 160),
+    ):
+        before = view.clone()
+        run(lambda x: x * 2, view, lambda x: x.double() * 2, dtype=dtype)
+        assert torch.equal(view.nan_to_num(), before.nan_to_num())
+
+    def changes_its_input(x):
+        out = x * 2
+        x[7 if x.ndim else ()] += 1
+        return out
+
+    for view in (base.t(), base[0, 3]):
+        with pytest.raises(CheckError, match="changed its input 0"):
+            run(changes_its_input, view, lambda x: x.double() * 2)
+
+
 def test_a_reference_in_float32_is_refused(x):
     with pytest.raises(TypeError, match="must be float64"):
         run(lambda x: x * 2, x, reference=lambda x: x * 2)

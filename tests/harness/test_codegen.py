@@ -1,11 +1,12 @@
 """Offline compilation: from a wrapper's own launch, for GPUs that are not here, in a process that may die."""
 
 import os
+import queue
 import textwrap
 
 from harness import codegen
 from harness.catalog import load_module
-from harness.codegen import CodegenError, Kernel, compile_for
+from harness.codegen import STAGES, CodegenError, Kernel, compile_for, dump
 from harness.hardware import SHARED_LIMIT
 
 import pytest
@@ -73,6 +74,67 @@ def test_keyword_arguments_and_a_second_compile_report_registers_too(probe):
     assert first.found == second.found
 
 
+@pytest.mark.parametrize("sm", [80, 90, 100, 120])
+def test_a_dump_holds_every_stage_of_the_same_kernel(probe, sm):
+    texts = dump(probe.copy, (torch.empty(4096, device="meta"),), sm=sm)
+    assert set(texts) == {*STAGES, "log"}
+    assert "tt.load" in texts["ttir"]
+    assert "sizePerThread" not in texts["ttir"]
+    assert f'ttg.target = "cuda:{sm}"' in texts["ttgir"]
+    assert "sizePerThread = [4]" in texts["ttgir"]
+    assert "@copy_kernel" in texts["llir"]
+    assert texts["ptx"].count("ld.global.v4") == 2
+    assert texts["sass"].count("LDG.E.128") == 2
+    (kernel,) = compile_for(probe.copy, (torch.empty(4096, device="meta"),), sms=(sm,))
+    assert f"Used {kernel.registers} registers" in texts["log"]
+
+
+def test_a_dump_has_what_was_printed_also_the_second_time(tmp_path):
+    body = COPY.replace("        i =", '        tl.static_print("a block of", BLOCK)\n        i =')
+    module = technique(tmp_path, body)
+    x = torch.empty(64, device="meta")
+    first, second = (dump(module.copy, (x,), {"block": 256}, sm=90) for _ in range(2))
+    assert "a block of 256\n" in first["log"]
+    assert first == second
+    assert "a block of 512\n" in dump(module.copy, (x,), {"block": 512}, sm=90)["log"]
+
+
+def test_a_dump_of_several_kernels_wants_a_name(tmp_path):
+    module = technique(
+        tmp_path,
+        """
+        @triton.jit
+        def one_kernel(x_ptr):
+            tl.store(x_ptr, 1.0)
+
+        @triton.jit
+        def two_kernel(x_ptr):
+            tl.store(x_ptr, 2.0)
+
+        def both(x):
+            one_kernel[(1,)](x)
+            two_kernel[(1,)](x)
+
+        def neither(x):
+            pass
+        """,
+    )
+    x = torch.empty(16, device="meta")
+    for name in ("one_kernel", "two_kernel"):
+        assert f"@{name}" in dump(module.both, (x,), sm=90, kernel=name)["ttir"]
+    for name in ("", "three_kernel"):
+        with pytest.raises(ValueError, match=f"both launches one_kernel, two_kernel; .* kernel='{name}' does not"):
+            dump(module.both, (x,), sm=90, kernel=name)
+    with pytest.raises(ValueError, match="neither launches none"):
+        dump(module.neither, (x,), sm=90)
+
+
+def test_a_dump_of_what_does_not_compile_says_why(tmp_path):
+    module = technique(tmp_path, COPY.replace("tl.load(", "tl.lode("))
+    with pytest.raises(CodegenError, match=r"dump: copy on sm_90: .*lode"):
+        dump(module.copy, (torch.empty(64, device="meta"),), sm=90)
+
+
 def test_a_compilation_error_is_an_answer(tmp_path):
     module = technique(
         tmp_path,
@@ -108,12 +170,16 @@ def test_a_compiler_that_dies_is_an_answer_and_the_next_request_is_served(tmp_pa
 
 
 def test_a_compiler_that_hangs_is_given_up(tmp_path, monkeypatch):
+    worker = codegen._Worker()
+    alone = queue.LifoQueue()
+    alone.put(worker)
+    monkeypatch.setattr(codegen, "_idle", alone)
     monkeypatch.setattr(codegen, "TIMEOUT_S", 6)
     module = technique(tmp_path, "import time\ndef hangs(x):\n    time.sleep(1000)\n")
     (kernel,) = compile_for(module.hangs, (torch.empty(16, device="meta"),), sms=(90,))
     assert "gave up after 6 s" in kernel.error
-    assert codegen._worker.process is None
-    assert not os.path.exists(codegen._worker.cache)  # its folder goes with it
+    assert worker.process is None
+    assert not os.path.exists(worker.cache)  # its folder goes with it
 
 
 def test_a_printing_technique_does_not_break_the_protocol(tmp_path):

@@ -56,6 +56,68 @@ def test_a_wrong_baseline_stops_the_table_too(h):
         )
 
 
+def drop_half(x):
+    return x * (torch.rand_like(x) > 0.5) * 2
+
+
+def drop_half_reference(x):
+    """Draws what drop_half drew, because it finds the same random state."""
+    return x.double() * (torch.rand_like(x) > 0.5) * 2
+
+
+def test_a_variant_with_random_numbers_of_its_own_has_a_reference_of_its_own(h):
+    x = h.randn(64, 64)
+    variants = {"torch": drop_half, "triton": lambda x: x * 2}
+    options = {"baseline": "torch", "work": Work(bytes=1)}
+    table = h.compare(variants, reference, x, references={"torch": drop_half_reference}, **options)
+    assert [row.variant for row in table.rows] == ["torch", "triton"]
+    with pytest.raises(CheckError, match="torch"):  # the common reference does not fit it
+        h.compare(variants, reference, x, **options)
+    wrong = {"torch": drop_half, "triton": lambda x: drop_half(x) * 1.5}
+    with pytest.raises(CheckError, match="triton"):
+        h.compare(wrong, reference, x, references=dict.fromkeys(wrong, drop_half_reference), **options)
+    with pytest.raises(ValueError, match=r"references for \['cuBLAS'\], but the variants are"):
+        h.compare(variants, reference, x, references={"cuBLAS": reference}, **options)
+
+
+def test_such_a_variant_is_called_once_before_its_reference_and_that_call_is_the_first(timed):
+    """A reference may ask what it checks, and what the first call compiles is then compiled already."""
+    calls = []
+
+    def slow_at_first(x):
+        calls.append("variant")
+        if len(calls) == 1:
+            time.sleep(0.2)
+        return drop_half(x)
+
+    def asks(x):
+        calls.append("reference")
+        return x.double() * slow_at_first(torch.ones_like(x))
+
+    timed.timing = False
+    x = torch.randn(64, 64, device=timed.device)
+    table = timed.compare(
+        {"torch": slow_at_first}, reference, x, references={"torch": asks}, baseline="torch", work=Work()
+    )
+    assert calls == ["variant", "reference", "variant", "variant"]
+    assert table.rows[0].first_call_s >= 0.2
+
+
+def test_memory_is_poisoned_for_ours_unless_it_is_compiled(h, monkeypatch):
+    poisoned = {}
+
+    def fake(fn, reference, *inputs, what, poison, **budget):
+        poisoned[what.rsplit(": ", 1)[1]] = poison
+        return 0.0
+
+    monkeypatch.setattr("harness.compare.check", fake)
+    compiled = torch.compile(lambda x: x * 2, backend="eager")
+    h.timing = False
+    variants = {"torch": lambda x: x * 2, "triton": lambda x: x * 2, "triton compiled": compiled}
+    h.compare(variants, reference, h.randn(8), baseline="torch", work=Work())
+    assert poisoned == {"torch": False, "triton": True, "triton compiled": False}
+
+
 def test_the_interpreter_checks_ours_and_the_baseline_and_times_nothing(h):
     if not interpreted():
         pytest.skip("kernels are compiled here")
