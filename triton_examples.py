@@ -2,7 +2,11 @@
 
 The topic starts where every kernel starts: programs, blocks and masks (vector_add). The first gain comes from
 moving fewer bytes (fused_add_relu_mul), the next from keeping a row where it is needed (softmax). Then the
-tensor cores: tiles, their order, and a search over tile sizes (matmul).
+tensor cores: tiles and their order (matmul), what each precision costs (tensor_cores), where shared memory comes
+from (shared_memory), which tile is best (autotune), and the three ways to keep the tensor cores busy: loads ahead
+(pipelined_matmul), tiles that overlap (persistent_matmul), warps with roles (warp_specialized_matmul). With these,
+the kernels of a model: layer_norm and dropout with their backward passes, flash_attention; how torch.compile sees
+a kernel (custom_op), and how to find out what is wrong with one (debugging).
 
     python triton_examples.py                  all of them, sized for this machine
     python triton_examples.py softmax matmul   only these
@@ -16,6 +20,17 @@ TECHNIQUES = [
     "examples/triton/fused_add_relu_mul.py",
     "examples/triton/softmax.py",
     "examples/triton/matmul.py",
+    "examples/triton/tensor_cores.py",
+    "examples/triton/shared_memory.py",
+    "examples/triton/autotune.py",
+    "examples/triton/pipelined_matmul.py",
+    "examples/triton/persistent_matmul.py",
+    "examples/triton/warp_specialized_matmul.py",
+    "examples/triton/layer_norm.py",
+    "examples/triton/dropout.py",
+    "examples/triton/flash_attention.py",
+    "examples/triton/custom_op.py",
+    "examples/triton/debugging.py",
 ]
 
 if __name__ == "__main__":

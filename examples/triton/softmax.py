@@ -5,8 +5,9 @@ Technique  A softmax needs the maximum and the sum of a row before it can write 
            as kernels of their own. Where a row is kept depends on how long it is, so there are four kernels:
            rows      a program holds one row, or several short ones, in registers: short rows alone are too little
                      work per program to cover memory latency;
-           prefetch  a row fills a whole SM, so nothing runs beside it; a persistent program loads its next row
-                     into shared memory while it finishes the one in registers;
+           resident  a longer row stays in the SM's first-level cache: a loop for the maximum, one for the sum, one that
+                     writes, and only the first reads memory. The length is a constant of the kernel, so the compiler
+                     unrolls the loops and has many loads on their way at once; each length is compiled for itself;
            loop      any length: one pass keeps a running maximum and rescales the running sum when it grows (the
                      online softmax), a second pass reads the row again, now mostly from L2, and writes;
            split     a row too long for one SM is held by several: each publishes its part's maximum and sum, waits
@@ -33,7 +34,10 @@ import triton.language as tl
 
 DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 ROWS_MAX = 32768  # 32 values per thread at 32 warps; a row twice as long spills on every architecture
-PREFETCH_MIN = 16384  # up to here several rows share an SM, which hides the same latency with less machinery
+RESIDENT_MIN = 4096  # up to here a row is little enough for the registers of a few warps
+RESIDENT_MAX_KIB = 128  # of the 256 that cache and shared memory of a Hopper SM have together
+# Rows up to so many KiB: 16-bit values that a program takes at a step, warps, and steps that are unrolled.
+RESIDENT = [(16, 2048, 8, 1), (32, 4096, 16, 1), (64, 4096, 32, 2), (float("inf"), 16384, 32, 2)]
 SPLIT_BLOCK = 8192  # 4 warps at 64 values per thread, 80 registers: six programs fit an SM, five load while one waits
 
 
@@ -51,18 +55,37 @@ def softmax_rows_kernel(x_ptr, y_ptr, stride_xm, stride_ym, n_rows, n_cols, ROWS
 
 
 @triton.jit
-def softmax_prefetch_kernel(
-    x_ptr, y_ptr, stride_xm, stride_ym, n_rows, n_cols, BLOCK_N: tl.constexpr, STAGES: tl.constexpr
+def _load_row(x_row, cols, N_COLS: tl.constexpr, BLOCK_N: tl.constexpr, HINT: tl.constexpr):
+    if N_COLS % BLOCK_N:
+        x = tl.load(x_row + cols, mask=cols < N_COLS, other=-float("inf"), eviction_policy=HINT)
+    else:  # a mask costs a predicate per load; most lengths need none
+        x = tl.load(x_row + cols, eviction_policy=HINT)
+    return x.to(tl.float32)
+
+
+@triton.jit
+def softmax_resident_kernel(
+    x_ptr, y_ptr, stride_xm, stride_ym, N_COLS: tl.constexpr, BLOCK_N: tl.constexpr, UNROLL: tl.constexpr
 ):
-    cols = tl.arange(0, BLOCK_N)
-    inside = cols < n_cols
-    stride_xm, stride_ym = tl.cast(stride_xm, tl.int64), tl.cast(stride_ym, tl.int64)
-    # num_stages turns the load into cp.async: STAGES - 1 rows are on their way to shared memory at any time.
-    for row in tl.range(tl.program_id(0), n_rows, tl.num_programs(0), num_stages=STAGES):
-        x = tl.load(x_ptr + row * stride_xm + cols, mask=inside, other=-float("inf")).to(tl.float32)
-        weights = tl.exp(x - tl.max(x, axis=0))
-        y = weights / tl.sum(weights, axis=0)
-        tl.store(y_ptr + row * stride_ym + cols, y.to(y_ptr.dtype.element_ty), mask=inside)
+    row = tl.program_id(0).to(tl.int64)
+    x_row, y_row = x_ptr + row * stride_xm, y_ptr + row * stride_ym
+    lane = tl.arange(0, BLOCK_N)
+    # One maximum and one sum per lane: no reduction inside a loop. An online softmax would save the second loop, which
+    # is cheap, as it reads the cache, and pay with a second exponential per element, which is not.
+    largest = tl.full((BLOCK_N,), -float("inf"), tl.float32)
+    for start in tl.range(0, N_COLS, BLOCK_N, loop_unroll_factor=UNROLL):
+        largest = tl.maximum(largest, _load_row(x_row, start + lane, N_COLS, BLOCK_N, "evict_last"))
+    row_max = tl.max(largest, axis=0)
+    total = tl.zeros((BLOCK_N,), tl.float32)
+    for start in tl.range(0, N_COLS, BLOCK_N, loop_unroll_factor=UNROLL):
+        total += tl.exp(_load_row(x_row, start + lane, N_COLS, BLOCK_N, "evict_last") - row_max)
+    scale = 1.0 / tl.sum(total, axis=0)
+    # Backwards: what was read last is the surest to be still there.
+    LAST: tl.constexpr = (N_COLS - 1) // BLOCK_N * BLOCK_N
+    for done in tl.range(0, N_COLS, BLOCK_N, loop_unroll_factor=UNROLL):
+        cols = LAST - done + lane
+        y = tl.exp(_load_row(x_row, cols, N_COLS, BLOCK_N, "evict_first") - row_max) * scale
+        tl.store(y_row + cols, y.to(y_ptr.dtype.element_ty), mask=cols < N_COLS)
 
 
 @triton.jit
@@ -167,19 +190,19 @@ def softmax_rows(x: torch.Tensor) -> torch.Tensor:
     return y
 
 
-def softmax_prefetch(x: torch.Tensor) -> torch.Tensor:
-    """Softmax over rows of up to ROWS_MAX columns by persistent programs that load their next rows ahead."""
-    _check_input("softmax_prefetch", x)
-    _check_length("softmax_prefetch", x, ROWS_MAX)
+def softmax_resident(x: torch.Tensor) -> torch.Tensor:
+    """Softmax over rows of any length that is read from memory once as long as a row fits the cache of an SM."""
+    _check_input("softmax_resident", x)
     y = torch.empty(x.shape, dtype=x.dtype, device=x.device)
     n_rows, n_cols = x.shape
     if n_rows:
-        block_n = triton.next_power_of_2(n_cols)
-        sms, shared = device_limits(x.device)
-        stages = 1 + min(3, shared // (block_n * x.element_size()))  # as many rows ahead as shared memory holds
-        softmax_prefetch_kernel[(min(sms, n_rows),)](
-            x, y, x.stride(0), y.stride(0), n_rows, n_cols,
-            BLOCK_N=block_n, STAGES=stages, num_warps=max(4, min(16, block_n // 512)),
+        # By the bytes of a row, chosen by timing on an H200: values of a step, warps, steps unrolled.
+        kib = n_cols * x.element_size() / 1024
+        step, num_warps, unroll = next(choice for limit, *choice in RESIDENT if kib <= limit)
+        softmax_resident_kernel[(n_rows,)](
+            x, y, x.stride(0), y.stride(0),
+            N_COLS=n_cols, BLOCK_N=min(2 * step // x.element_size(), triton.next_power_of_2(n_cols)),
+            UNROLL=unroll, num_warps=num_warps,
         )  # fmt: skip
     return y
 
@@ -235,9 +258,11 @@ def softmax(x: torch.Tensor) -> torch.Tensor:
     """Softmax over the last dimension of a matrix by the kernel that is fastest for its row length."""
     _check_input("softmax", x)
     n_cols = x.shape[1]
-    if n_cols > ROWS_MAX:
-        return softmax_loop(x) if interpreted() or n_cols > split_max_cols(x.device) else softmax_split(x)
-    return softmax_prefetch(x) if n_cols > PREFETCH_MIN else softmax_rows(x)
+    if n_cols <= RESIDENT_MIN:
+        return softmax_rows(x)
+    if n_cols * x.element_size() <= RESIDENT_MAX_KIB * 1024:
+        return softmax_resident(x)
+    return softmax_loop(x) if interpreted() or n_cols > split_max_cols(x.device) else softmax_split(x)
 
 
 # Nothing cancels in a softmax: each element has its own size as budget, not the row's, which its largest element
@@ -255,7 +280,7 @@ def torch_softmax(x: torch.Tensor) -> torch.Tensor:
 
 def demo(h: Harness) -> None:
     # Tails before sizes.
-    kernels = [softmax_rows, softmax_prefetch, softmax_loop] + ([] if interpreted() else [softmax_split])
+    kernels = [softmax_rows, softmax_resident, softmax_loop] + ([] if interpreted() else [softmax_split])
     for kernel in kernels:
         for shape in [(1, 1), (3, 781), (9, 4097)]:
             h.check(kernel, reference, h.randn(*shape, dtype=h.half, scale=2.0), **BUDGET)
@@ -266,7 +291,8 @@ def demo(h: Harness) -> None:
         h.say("softmax_split is compiled below but not run: its programs wait for each other, which needs a GPU")
 
     h.codegen(softmax_rows, h.meta(4096, 16384), find=dict.fromkeys((80, 90, 100, 120), ("ld.global.v4",)))
-    h.codegen(softmax_prefetch, h.meta(4096, 32768), find=dict.fromkeys((80, 90, 100), ("cp.async",)))
+    wide = dict.fromkeys((80, 90, 100, 120), ("ld.global.v4", "st.global.v4"))
+    h.codegen(softmax_resident, h.meta(4096, 16384), find=wide)
     h.codegen(softmax_split, h.meta(4096, 131072), find=dict.fromkeys((80, 90, 100, 120), ("ld.global.v4", "atom")))
 
     widths = (256, 1024, 4096, 16384, 32768, 65536, 131072)
@@ -277,9 +303,9 @@ def demo(h: Harness) -> None:
         variants = {"torch": torch_softmax, "torch.compile": h.compiled(torch_softmax)}
         if cols <= ROWS_MAX:
             variants["triton rows"] = softmax_rows
-        if PREFETCH_MIN <= cols <= ROWS_MAX:
-            variants["triton prefetch"] = softmax_prefetch
-        if cols >= PREFETCH_MIN:
+        if cols >= RESIDENT_MIN:
+            variants["triton resident"] = softmax_resident
+        if cols > ROWS_MAX:
             variants["triton loop"] = softmax_loop
         if cols > ROWS_MAX and not interpreted():
             variants["triton split"] = softmax_split
