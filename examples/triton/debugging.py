@@ -8,7 +8,7 @@ Technique  A kernel that writes past its output mostly gives the right answer; w
            The interpreter models values, not the machine: programs run one after the other, so races do not show,
            nor does a tile too large for shared memory; bfloat16 arithmetic is silently wrong, tl.device_assert is
            skipped, and a write out of bounds goes through. Nothing here is timed: each of these tools changes the code
-           or what runs it.
+           or what runs it. TRITON_DUMP_DIR=folder in front of the command keeps the text of every compiler stage.
 Question   Which tool finds an out-of-bounds write, a bad value or a narrow load, and what does it need?
 Needs      triton
 Shapes     x contiguous, any number of elements (sqrt_checked: fewer than 2**31) -> the same shape and dtype.
@@ -19,7 +19,6 @@ Wins when  something is wrong: begin with h.check (a guarded buffer, any machine
 Source     chapter section "Debugging Commands", which says of TRITON_DEBUG=1 only that it is the debug mode: what it
            compiles in is shown below. Triton's switches are listed in triton/knobs.py.
 Run        python examples/triton/debugging.py
-           TRITON_DUMP_DIR=dump python examples/triton/debugging.py    keeps the text of every compiler stage
 """
 
 from __future__ import annotations

@@ -52,10 +52,10 @@ def test_causal_shapes(h, S, D):
 
 
 @pytest.mark.parametrize("causal", [False, True])
-@pytest.mark.parametrize(("B", "H", "H_kv"), [(3, 5, 5), (1, 8, 2), (2, 9, 3), (2, 6, 1), (17, 1, 1)])
+@pytest.mark.parametrize(("B", "H", "H_kv"), [(1, 3, 1), (1, 8, 2), (2, 6, 3), (17, 1, 1)])
 def test_heads_meet_their_own_keys(h, causal, B, H, H_kv):
     """Fewer heads than a band, exactly one, a last band that is not full; two tiles of queries each."""
-    assert {B * H for B, H in ((3, 5), (1, 8))} == {2 * HEADS - 1, HEADS}
+    assert HEADS == 8
     check(h, *qkv(h, B, H, 130, 64, H_kv=H_kv), causal)
 
 
@@ -128,6 +128,8 @@ def test_large_and_tiny_values(h, causal, D):
     q, k, v = qkv(h, 1, 2, 150, D)
     check(h, q * 8, k * 8, v, causal, what="peaked rows")
     check(h, q * 0.01, k, v, causal, what="flat rows")
+    check(h, q * 2.0**-18, k * 2.0**13, v, causal, 4.0, what="queries near the smallest, large keys")
+    check(h, q * 2.0**13, k * 2.0**-18, v, causal, 4.0, what="large queries, keys near the smallest")
     check(h, q, k, v * 2**-18, causal, what="values near the smallest")
     check(h, q, k, v.clamp(-1, 1) * 60000, causal, what="values near the largest")
 
@@ -185,7 +187,8 @@ def test_a_hidden_value_that_is_not_finite_reaches_its_tile_and_no_other(h):
     clean = flash_attention(q, k, v, True)
     v[0, 0, 200, 3] = NAN
     o = flash_attention(q, k, v, True)
-    assert torch.equal(o[:, :, :128], clean[:, :, :128])
+    start = 200 // TILES[64][0] * TILES[64][0]
+    assert torch.equal(o[:, :, :start], clean[:, :, :start])
     assert torch.isnan(o[0, 0, 200:, 3]).all()
     assert torch.equal(o[..., 4:], clean[..., 4:])
     assert torch.isnan(reference(q, k, v, True)[..., 3]).all()
@@ -338,10 +341,10 @@ def test_scales_at_the_edge_of_float32(h):
 
 TMA = ("cp.async.bulk.tensor", "mbarrier")
 EVIDENCE = {90: "wgmma", 100: "tcgen05.mma", 120: "mma.sync"}
-# Bytes that a thread spills at most: (architecture, head dim, causal). sm_120 has no wgmma: its operands are registers too.
+# Bytes that a thread spills at most: (architecture, head dim, causal). On sm_120 operands are registers too.
+# Where causal is all that is asked for: it holds both loops.
 SPILLS = {(90, 128, False): 0, (90, 128, True): 80, (90, 64, False): 0, (90, 64, True): 0,
-          (100, 128, False): 0, (100, 128, True): 0, (100, 64, False): 0, (100, 64, True): 0,
-          (120, 128, False): 800, (120, 128, True): 1200, (120, 64, False): 0, (120, 64, True): 0}  # fmt: skip
+          (100, 128, True): 0, (100, 64, True): 0, (120, 128, True): 1200, (120, 64, True): 0}  # fmt: skip
 
 
 @pytest.mark.parametrize(("sm", "D", "causal"), SPILLS)
