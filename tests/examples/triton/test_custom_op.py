@@ -237,7 +237,7 @@ print("both work")
 def test_a_file_that_is_loaded_twice_registers_its_operators_again(cli):
     """As a script and as a module, say: torch puts the later registration in the place of the earlier."""
     done = cli(("-c", TWICE))
-    assert done.stdout.splitlines()[-1:] == ["both work"], done.stderr
+    assert done.stdout.splitlines()[-1:] == ["both work"], (done.returncode, done.stderr)
 
 
 def _bad(device):
