@@ -239,7 +239,7 @@ def show_summary(console: Console, record: RunRecord) -> None:
             if best := best_of_ours(table):
                 ceiling = f"{best['of_ceiling']:.1%}" if best["of_ceiling"] else ""
                 out.add_row(
-                    example.name, table["case"], best["variant"], f"{best['ms']:.4f}", ceiling,
+                    label(example.name, table["title"]), table["case"], best["variant"], f"{best['ms']:.4f}", ceiling,
                     f"{best['speedup']:.2f}", table["baseline"],
                 )  # fmt: skip
         show_table(console, out)
@@ -305,14 +305,20 @@ def results_tables(folder: Path) -> str:
         for example in record["examples"]:
             for table in example["comparisons"]:
                 if best := best_of_ours(table):
-                    rate = f"{best['tflops']:.0f} TFLOP/s" if best["tflops"] else f"{best['tbps']:.2f} TB/s"
+                    rate = f"{best['tbps']:.2f} TB/s" if best["tbps"] else ""
+                    rate = f"{best['tflops']:.0f} TFLOP/s" if best["tflops"] else rate
                     ceiling = f"{best['of_ceiling']:.1%}" if best["of_ceiling"] else ""
                     others = [row for row in table["rows"] if not row["ours"]]
                     versus = ", ".join(f"{best['speedup'] / row['speedup']:.2f}x {row['variant']}" for row in others)
-                    name, case, variant = example["name"], table["case"], best["variant"]
+                    name, case, variant = label(example["name"], table["title"]), table["case"], best["variant"]
                     lines.append(f"| {name} | {case} | {variant} | {best['ms']:.3f} | {rate} | {ceiling} | {versus} |")
         parts.append("\n".join(lines) + "\n")
     return "\n".join(parts).rstrip()
+
+
+def label(technique: str, title: str) -> str:
+    """How a table is called among those of other techniques: by its title, which may or may not name its own."""
+    return title if title.startswith(technique) else f"{technique}: {title}"
 
 
 def readme_text(text: str, root: Path = ROOT) -> str:

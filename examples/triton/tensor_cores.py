@@ -57,8 +57,8 @@ PRECISIONS = {
     "ieee": Precision(torch.float32, "ieee", 23, (128, 128, 32, 8, 3), False),
     "tf32x3": Precision(torch.float32, "tf32x3", 21, (128, 128, 32, 8, 3), False),
     "tf32": Precision(torch.float32, "tf32", 10, (128, 256, 32, 8, 3), True),
-    "bfloat16": Precision(torch.bfloat16, None, 7, (128, 256, 64, 8, 3), True),
-    "float16": Precision(torch.float16, None, 10, (128, 256, 64, 8, 3), True),
+    "bfloat16": Precision(torch.bfloat16, None, 7, (128, 256, 64, 8, 3), False),
+    "float16": Precision(torch.float16, None, 10, (128, 256, 64, 8, 3), False),
     "int8": Precision(torch.int8, None, None, (128, 256, 128, 8, 3), True),
 }
 DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.int8)

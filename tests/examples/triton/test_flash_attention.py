@@ -108,14 +108,14 @@ def test_scales(h, scale):
 
 @pytest.mark.parametrize("tile", [(128, 128, 4, 1), (128, 32, 4, 3), (64, 64, 4, 2), (32, 16, 4, 2)])
 def test_other_tiles_of_who_copies_the_kernel(h, monkeypatch, tile):
-    monkeypatch.setitem(TILES, 64, tile)
+    monkeypatch.setitem(TILES, 64, (*tile, True))
     inputs = qkv(h, 1, 2, 150, 64, H_kv=1)
     for causal in (False, True):
         check(h, *inputs, causal)
 
 
 def test_a_block_of_keys_that_would_cross_the_diagonal_is_refused(h, monkeypatch):
-    monkeypatch.setitem(TILES, 64, (64, 128, 4, 2))
+    monkeypatch.setitem(TILES, 64, (64, 128, 4, 2, False))
     inputs = qkv(h, 1, 1, 200, 64)
     check(h, *inputs)  # without a diagonal it is fine
     with pytest.raises(Exception, match="the last whole block would cross the diagonal"):
@@ -366,7 +366,7 @@ def test_generated_code_of_a_ragged_end_and_of_float16():
     (kernel,) = compile_for(flash_attention, (q, k, k), sms=(90,))
     assert kernel.error is None
     assert kernel.found["wgmma"]
-    assert kernel.spills <= 64
+    assert kernel.spills <= 96
     assert programs_per_sm(kernel) == 2
 
 

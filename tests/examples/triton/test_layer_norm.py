@@ -98,7 +98,7 @@ def test_backward_shapes(h, backward, shape):
             check_backward(backward, dy, x, weight)
             continue
         dx, dweight, dbias = backward(dy, x, weight, *statistics(x))  # one column: y is the bias, whatever x is
-        assert torch.equal(dx, torch.zeros_like(x))
+        assert dx.abs().max() < 1e-3 * dy.abs().max()  # rstd is 316 here: what is left is the rounding of 316 - 316
         assert torch.equal(dweight, torch.zeros_like(weight))
         assert torch.allclose(dbias.double(), dy.double().sum(0), rtol=1e-3, atol=1e-3)
 
