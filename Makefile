@@ -8,6 +8,8 @@ BIN := $(VENV)/bin
 READY := $(VENV)/.ready
 TOPICS := triton_examples.py
 PYTEST_ARGS ?= -m "not slow"
+# One process for each core, unless there is a GPU, which one process at a time should have.
+WORKERS ?= $(shell nvidia-smi -L >/dev/null 2>&1 && echo 0 || echo auto)
 
 .PHONY: run run-full test lint setup clean
 
@@ -18,7 +20,7 @@ run-full: $(READY)
 	@status=0; for topic in $(TOPICS); do $(BIN)/python $$topic --full || status=1; done; exit $$status
 
 test: $(READY)
-	$(BIN)/python -m pytest $(PYTEST_ARGS)
+	$(BIN)/python -m pytest -n $(WORKERS) --dist worksteal $(PYTEST_ARGS)
 
 lint: $(READY)
 	$(BIN)/ruff check .

@@ -21,7 +21,7 @@ from harness.hardware import Ceilings, Machine, enqueue_ms, gpu_ms, power_watch
 import torch
 
 ROUNDS = 7
-GPU_BUDGET_MS = 40  # per variant and round
+GPU_BUDGET_MS = 25  # per variant and round
 CPU_BUDGET_S = 0.05
 
 # What a library does, by the first words of a variant's name; every other variant is this repository's own.
