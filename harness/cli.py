@@ -93,7 +93,10 @@ def _parser(topic: Topic) -> argparse.ArgumentParser:
 
 
 def _seed(text: str) -> int:
-    value = int(text)
+    try:
+        value = int(text)
+    except ValueError:
+        raise argparse.ArgumentTypeError(f"{text!r} is not an integer") from None
     if abs(value) >= 2**62:
         raise argparse.ArgumentTypeError(f"{text} is beyond 2**62")
     return value
@@ -166,7 +169,8 @@ def _run_topic(topic: Topic, argv: list[str], demos: dict[str, Callable]) -> int
     )
     report.header(console, record, topic.title)
     if interpreted:
-        note = "Triton kernels are interpreted: ours and the baseline are checked, nothing is timed."
+        done = "called for the profiler and not" if options.profile else "ours and the baseline are"
+        note = f"Triton kernels are interpreted: {done} checked, nothing is timed."
         report.say(console, note, style="yellow")
     if this.mode != "gpu" and options.profile:
         console.print("  no GPU: each variant is warmed, then called once inside torch.profiler.record_function")

@@ -252,10 +252,12 @@ def show_summary(console: Console, record: RunRecord) -> None:
 
 
 def best_of_ours(table: dict) -> dict | None:
-    """The fastest row of a recorded table that this repository wrote, None when nothing of ours was timed."""
-    return min(
-        (row for row in table["rows"] if row["ours"] and row["ms"] is not None), key=lambda row: row["ms"], default=None
-    )
+    """The fastest row of a recorded table that this repository wrote.
+
+    None when nothing of ours was timed, or when the table counts no work: its times are those of launches.
+    """
+    rows = (row for row in table["rows"] if row["ours"] and row["ms"] is not None and (row["tbps"] or row["tflops"]))
+    return min(rows, key=lambda row: row["ms"], default=None)
 
 
 # --- README -----------------------------------------------------------------------------------------------------
@@ -305,8 +307,7 @@ def results_tables(folder: Path) -> str:
         for example in record["examples"]:
             for table in example["comparisons"]:
                 if best := best_of_ours(table):
-                    rate = f"{best['tbps']:.2f} TB/s" if best["tbps"] else ""
-                    rate = f"{best['tflops']:.0f} TFLOP/s" if best["tflops"] else rate
+                    rate = f"{best['tflops']:.0f} TFLOP/s" if best["tflops"] else f"{best['tbps']:.2f} TB/s"
                     ceiling = f"{best['of_ceiling']:.1%}" if best["of_ceiling"] else ""
                     others = [row for row in table["rows"] if not row["ours"]]
                     versus = ", ".join(f"{best['speedup'] / row['speedup']:.2f}x {row['variant']}" for row in others)

@@ -12,7 +12,9 @@ Shapes     gate, up of one shape, any strides -> silu(gate) * up, contiguous, sa
            elements. The gradient is a kernel too, and an operator of its own.
 Dtypes     float32, float16, bfloat16; the arithmetic is float32, rounded once. silu underflows below -87, as in torch.
 Errors     TypeError for another dtype or two dtypes; ValueError for two shapes; RuntimeError for a device without
-           Triton. Messages begin with the name of the operator. Double backward is refused by torch.
+           Triton and, of the plain functions, for an input that requires grad. Messages begin with the name of the
+           operator. Double backward is refused by torch; forward-mode derivatives are not defined, and torch.func.jvp
+           takes that for a tangent of 0.
 Wins when  the kernel does what Inductor cannot generate. A product of elements it can generate, fused with all that
            surrounds it: the torch.compile row is the one to beat, and shows what an operator stands in the way of.
 Source     chapter section "PyTorch Integration".

@@ -14,7 +14,8 @@ Needs      triton
 Shapes     x contiguous, any number of elements (sqrt_checked: fewer than 2**31) -> the same shape and dtype.
 Dtypes     float32, float16, bfloat16.
 Errors     TypeError for another dtype; ValueError for a layout that is not contiguous, too many elements, or a block
-           that is no power of two; RuntimeError for a device without Triton or an input that requires grad.
+           that is no power of two up to 16384 (one under 32 the compiler refuses, which is shown); RuntimeError for a
+           device without Triton or an input that requires grad.
 Wins when  something is wrong: begin with h.check (a guarded buffer, any machine), then the tool of the question.
 Source     chapter section "Debugging Commands", which says of TRITON_DEBUG=1 only that it is the debug mode: what it
            compiles in is shown below. Triton's switches are listed in triton/knobs.py.
@@ -49,6 +50,7 @@ import triton.language as tl
 
 DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 BLOCK = 1024
+MAX_BLOCK = 16384
 N = BLOCK - 61  # the overrun, 61 float32 values, stays within the 256 guard bytes, and so off the heap of a CPU
 WIDE = 1 << 20  # a multiple of 16 elements, so that Triton may load 16 bytes at a time
 CHECKED = 32  # values that sqrt_checked is shown: one per thread of one warp
@@ -120,8 +122,10 @@ def sqrt_checked(x: torch.Tensor, block: int = 32, debug: bool = False, plain: b
     y = _checked_output("sqrt_checked", x)
     if x.numel() >= 2**31:
         raise ValueError(f"sqrt_checked: {x.numel()} elements; its int32 offsets end below 2**31: split the tensor")
-    if not isinstance(block, int) or block < 1 or block & (block - 1):
-        raise ValueError(f"sqrt_checked: block is {block!r}; a power of two, such as 32")
+    if type(block) is not int or not 0 < block <= MAX_BLOCK or block & (block - 1):
+        raise ValueError(f"sqrt_checked: block is {block!r}; pass a power of two up to {MAX_BLOCK}, such as 32")
+    if not (isinstance(debug, bool) and isinstance(plain, bool)):
+        raise TypeError(f"sqrt_checked: debug is {debug!r} and plain {plain!r}; pass True or False")
     if x.numel():
         grid = (triton.cdiv(x.numel(), block),)
         sqrt_checked_kernel[grid](x, y, x.numel(), BLOCK=block, PLAIN=plain, num_warps=1, debug=debug)

@@ -35,6 +35,7 @@ import triton.language as tl
 DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 PER_CALL = (1, 4, 8)  # elements that one call of Philox serves: one number, all four, or both halves of each
 ALIGN = max(PER_CALL)
+MAX_BLOCK = 2**14  # more elements than this take the compiler minutes
 BLOCK = 2048
 NUM_WARPS = 4  # 16 elements a thread: two 128-bit loads in 16 bits
 SIGMAS = 5
@@ -123,6 +124,8 @@ def dropout(
     index of x's first element in the tensor whose mask this is. Limits and errors are in the module docstring.
     """
     name = "dropout"
+    if seed is not None and not isinstance(seed, torch.Tensor):
+        raise TypeError(f"{name}: seed is {seed!r}; pass torch.tensor([7], device=x.device), an int64")
     with torch.no_grad():  # this kernel has a backward
         require_triton_device(name, x, *(() if seed is None else (seed,)))
     if x.dtype not in DTYPES:
@@ -133,14 +136,14 @@ def dropout(
         raise ValueError(f"{name}: p is {p}; a probability lies between 0 and 1")
     if not x.is_contiguous():
         raise ValueError(f"{name}: strides {x.stride()}; call x.contiguous() first")
-    if per_call not in PER_CALL:
+    if type(per_call) is not int or per_call not in PER_CALL:
         raise ValueError(f"{name}: per_call is {per_call!r}; one call of Philox serves one of {PER_CALL} elements")
     if isinstance(start, bool) or not isinstance(start, int):
         raise TypeError(f"{name}: start is a {type(start).__name__}; pass an int")
     if not 0 <= start <= 2**62 or start % ALIGN:
         raise ValueError(f"{name}: start is {start}; pass a multiple of {ALIGN} from 0 to 2**62")
-    if not isinstance(block, int) or block < ALIGN or block & (block - 1):
-        raise ValueError(f"{name}: block is {block!r}; pass a power of two from {ALIGN} up")
+    if type(block) is not int or not ALIGN <= block <= MAX_BLOCK or block & (block - 1):
+        raise ValueError(f"{name}: block is {block!r}; pass a power of two from {ALIGN} to {MAX_BLOCK}")
     if seed is None:
         seed = torch.randint(-(2**63), 2**63 - 1, (1,), device=x.device)
     elif seed.dtype is not torch.int64:
@@ -179,9 +182,8 @@ def keep_mask(n: int, p: float, seed: torch.Tensor, start: int = 0, per_call: in
             numbers = numbers[:1]
         elif per_call == 8:
             numbers = [half for number in numbers for half in (number >> 16, number & 0xFFFF)]
-        signed = (
-            torch.stack(numbers, dim=1).reshape(-1) ^ values // 2
-        )  # the order of an int32: its sign bit counts down
+        # The order of an int32: its sign bit counts down.
+        signed = torch.stack(numbers, dim=1).reshape(-1) ^ values // 2
         keep[begin:end] = (signed >= dropped)[: end - begin]
     return keep
 
@@ -271,8 +273,11 @@ def mask_facts(h: Harness, variants: dict, n: int, p: float) -> None:
 def multiplies(h: Harness, p: float) -> dict[int, float]:
     """How many mul.hi an element costs on sm_90, by the elements that a call of Philox serves."""
     counts = {}
+    if h.profile:
+        return counts
     x, seed = h.meta(1 << 20), h.meta(1, dtype=torch.int64)
     for per_call in PER_CALL:
+        h.say(f"{per_call} to a call:")
         find = dict.fromkeys((80, 90, 100, 120) if per_call == 4 else (90,), ("ld.global.v4", "st.global.v4", "mul.hi"))
         for kernel in h.codegen(dropout, x, p, seed, find=find, per_call=per_call):
             if kernel.sm == 90:

@@ -7,7 +7,7 @@ Technique  Forward: a row's mean and variance before any of it is written. Backw
                      writes them once, and a small kernel adds up what all wrote. No atomics: the same bits each run.
            resident  forward, a longer row: one loop for mean and variance, one that writes and finds the row in the
                      SM's first-level cache. The length is a constant of the kernel, so the compiler unrolls the loops
-                     and has many loads on their way at once; each length is compiled for itself.
+                     (of a row that fits) and has many loads on their way at once; each length is compiled for itself.
            split     backward, a row too long for one program is shared by a group of them. Each owns a slice of the
                      columns for good, so weight and column sums stay in its registers; per row the group exchanges two
                      sums. They travel as one 64-bit word, which is its own signal: no counter, no fence. A row is
@@ -16,12 +16,13 @@ Technique  Forward: a row's mean and variance before any of it is written. Backw
 Question   Training needs sums along both axes; how does one make them in one pass, also when no program holds a row?
 Needs      triton
 Shapes     x, dy [n_rows, n_cols], last dimension contiguous, any row stride; weight, bias [n_cols]; mean, rstd [n_rows]
-           -> y, dx contiguous like x; gradients like weight. layer_norm() takes any x [..., n_cols].
+           -> y, dx contiguous; gradients like weight. layer_norm() takes x [..., n_cols].
 Dtypes     float32, float16, bfloat16; weight and bias both of x's dtype or both float32; mean, rstd and the arithmetic
            are float32 whatever the storage.
-Errors     TypeError for another dtype or a missing weight or bias; ValueError for another rank, no columns, sizes that
-           do not fit each other, an inner stride other than 1, or a row longer than the chosen kernel takes;
-           RuntimeError for a device without Triton, or an input that requires grad anywhere but in layer_norm().
+Errors     TypeError for another dtype, a missing weight or bias, or an eps that is no number; ValueError for another
+           rank, no columns, sizes or dtypes of matrices that do not fit each other, an inner stride other than 1, an eps that
+           is negative or not finite, or a row longer than the chosen kernel takes; RuntimeError for a device without
+           Triton, a second derivative, or an input that requires grad anywhere but in layer_norm().
 Wins when  x is larger than L2; how close to a copy each row length comes is in README's table of recorded runs.
 Source     Welford 1962 and Chan, Golub and LeVeque 1983 (merging means and squares); backward as in Triton tutorial 05,
            without its locks; chapter section "Triton".
@@ -38,7 +39,7 @@ import triton.language as tl
 
 DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 ROWS_MAX = 1024  # forward: longer rows are faster from the cache than held in registers
-BACKWARD_ROWS_MAX = 8192  # 16 values per thread at 16 warps, and as many sums of two columns: 64 of its 128 registers
+BACKWARD_ROWS_MAX = 8192  # 16 columns a thread at 16 warps: x, dy and two sums of each take 64 of its 128 registers
 # Forward rows up to so many KiB: 16-bit values that a program takes at a step, warps, and steps that are unrolled.
 RESIDENT = [(4, 1024, 4, 1), (8, 2048, 8, 1), (16, 1024, 8, 1), (32, 4096, 16, 1), (64, 8192, 32, 1),
             (128, 16384, 32, 4), (float("inf"), 16384, 32, 1)]  # fmt: skip
@@ -127,16 +128,13 @@ def layer_norm_resident_kernel(
         if not FULL:
             off = tl.where(cols < N_COLS, off, 0.0)
         lane_mean += off * (1.0 / seen)  # one division, not one per lane
-        again = x - lane_mean
-        if not FULL:
-            again = tl.where(cols < N_COLS, again, 0.0)
-        squares += off * again
+        squares += off * (x - lane_mean)
     count = ((N_COLS + BLOCK_N - 1 - lane) // BLOCK_N).to(tl.float32)  # elements this lane has seen
     # Measured from the row's first element: a mean of 10000 with a spread of 1 would cost float32 four digits.
     origin = tl.load(x_row).to(tl.float32)
-    between = tl.where(count > 0, lane_mean - origin, 0.0)
+    between = lane_mean - origin
     mean = tl.sum(between * count, axis=0) / N_COLS
-    between = tl.where(count > 0, between - mean, 0.0)
+    between = tl.where(count > 0, between - mean, 0.0)  # an empty lane's square may be infinite
     rstd = tl.rsqrt(tl.sum(squares + between * between * count, axis=0) / N_COLS + eps)
     mean += origin
     for start in tl.range(0, N_COLS, BLOCK_N, loop_unroll_factor=UNROLL):
@@ -289,7 +287,7 @@ def layer_norm_backward_split_kernel(
         peeked = _peek(due_mail)
         # Loaded again, not handed on from the last turn: Triton prefetches for no loop that only passes a value on.
         mean_due, rstd_due = tl.load(mean_ptr + due), tl.load(rstd_ptr + due)
-        # It prefetches blocks, not scalars: these are loaded a turn ahead by hand.
+        # These by hand, a turn ahead, in registers: Triton would send each number through shared memory.
         next_row = row + groups
         mean_next = tl.load(mean_ptr + next_row, mask=next_row < n_rows, other=0.0)
         rstd_next = tl.load(rstd_ptr + next_row, mask=next_row < n_rows, other=0.0)
@@ -423,6 +421,13 @@ def _check(name: str, matrices: dict, columns: dict, rows: dict) -> None:
             )
 
 
+def _check_eps(name: str, eps: float) -> None:
+    if isinstance(eps, bool) or not isinstance(eps, (int, float)):
+        raise TypeError(f"{name}: eps is {eps!r}; pass a Python number such as 1e-5")
+    if not 0 <= eps < 1e30:  # NaN is not
+        raise ValueError(f"{name}: eps is {eps}; pass a number from 0 up that float32 can hold, such as 1e-5")
+
+
 def _check_length(name: str, x: torch.Tensor, limit: int, instead: str) -> None:
     if x.shape[1] > limit:
         raise ValueError(f"{name}: {x.shape[1]} columns, but a row may have {limit} here; call {instead}")
@@ -439,7 +444,8 @@ def split_max_cols(device: torch.device) -> int:
 
     A group's programs wait for each other and an SM runs one of them, so a group may have no more than there are SMs.
     For 16-bit values this is half of what would do, a margin for two such launches side by side on two streams. Several
-    at once, or a context that is given fewer SMs, must not use it on its longest rows.
+    at once, one beside another kernel that waits and keeps its SMs (NCCL's do), or a context that is given fewer SMs,
+    must not use it on its longest rows.
     """
     return SPLIT_BLOCK[32] * device_limits(device).sms
 
@@ -472,6 +478,7 @@ def _outputs(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]
 def layer_norm_rows(x, weight, bias, eps: float = 1e-5) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """(y, mean, rstd) for rows of up to ROWS_MAX columns, each held in one program's registers."""
     _check("layer_norm_rows", {"x": x}, {"weight": weight, "bias": bias}, {})
+    _check_eps("layer_norm_rows", eps)
     _check_length("layer_norm_rows", x, ROWS_MAX, "layer_norm_forward")
     y, mean, rstd = _outputs(x)
     n_rows, n_cols = x.shape
@@ -488,6 +495,7 @@ def layer_norm_rows(x, weight, bias, eps: float = 1e-5) -> tuple[torch.Tensor, t
 def layer_norm_resident(x, weight, bias, eps: float = 1e-5) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """(y, mean, rstd) for rows of any length, read from memory once as long as a row fits the cache of an SM."""
     _check("layer_norm_resident", {"x": x}, {"weight": weight, "bias": bias}, {})
+    _check_eps("layer_norm_resident", eps)
     y, mean, rstd = _outputs(x)
     n_rows, n_cols = x.shape
     if n_rows:
@@ -505,6 +513,7 @@ def layer_norm_resident(x, weight, bias, eps: float = 1e-5) -> tuple[torch.Tenso
 def layer_norm_forward(x, weight, bias, eps: float = 1e-5) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """(y, mean, rstd) of a matrix, over its rows, by the kernel that is fastest for their length."""
     _check("layer_norm_forward", {"x": x}, {"weight": weight, "bias": bias}, {})
+    _check_eps("layer_norm_forward", eps)
     return (layer_norm_rows if x.shape[1] <= ROWS_MAX else layer_norm_resident)(x, weight, bias, eps)
 
 
@@ -607,15 +616,29 @@ class _LayerNorm(torch.autograd.Function):
     def forward(ctx, x, weight, bias, eps):
         rows = x.reshape(-1, x.shape[-1])  # a view, unless the leading dimensions cannot be merged
         y, mean, rstd = layer_norm_forward(rows, weight, bias, eps)
-        ctx.save_for_backward(rows, weight, mean, rstd)
+        ctx.save_for_backward(x, weight, mean, rstd)  # x and not rows: autograd knows where an input came from
         return y.view(x.shape)
 
     @staticmethod
-    @torch.autograd.function.once_differentiable
     def backward(ctx, dy):
-        x, weight, mean, rstd = ctx.saved_tensors
-        dx, dweight, dbias = layer_norm_backward(_rows_of(dy, x), x, weight, mean, rstd)
-        return dx.view(dy.shape), dweight, dbias, None
+        return *_LayerNormBackward.apply(dy, *ctx.saved_tensors), None
+
+
+class _LayerNormBackward(torch.autograd.Function):
+    """A node of its own, so that differentiating again is an error.
+
+    once_differentiable would not do: it refuses only where dy requires grad, and for a sum of y, say, it does not.
+    """
+
+    @staticmethod
+    def forward(ctx, dy, x, weight, mean, rstd):
+        rows = x.reshape(-1, x.shape[-1])
+        dx, dweight, dbias = layer_norm_backward(_rows_of(dy, rows), rows, weight, mean, rstd)
+        return dx.view(dy.shape), dweight, dbias
+
+    @staticmethod
+    def backward(ctx, *grads):
+        raise RuntimeError("layer_norm: its gradient has no derivative; use torch.nn.functional.layer_norm for that")
 
 
 def _rows_of(dy: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
@@ -626,7 +649,9 @@ def _rows_of(dy: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
 
 def layer_norm(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor, eps: float = 1e-5) -> torch.Tensor:
     """LayerNorm over the last dimension of x [..., n_cols], once differentiable in x, weight and bias."""
-    if isinstance(x, torch.Tensor) and (x.ndim == 0 or x.shape[-1] == 0):
+    with torch.no_grad():  # this one has a backward
+        require_triton_device("layer_norm", x)
+    if x.ndim == 0 or x.shape[-1] == 0:
         raise ValueError(f"layer_norm: shape {tuple(x.shape)} has no columns, and nothing has no mean")
     return _LayerNorm.apply(x, weight, bias, eps)
 

@@ -120,7 +120,7 @@ def matmul_persistent(a: torch.Tensor, b: torch.Tensor, variant: str = "split") 
         raise TypeError(f"{name}: dtypes {a.dtype} and {b.dtype}; both must be the same one of {DTYPES}")
     if a.ndim != 2 or b.ndim != 2 or a.shape[1] != b.shape[0]:
         raise ValueError(f"{name}: shapes {tuple(a.shape)} and {tuple(b.shape)}; need [M, K] and [K, N]")
-    if variant not in VARIANTS:
+    if not isinstance(variant, str) or variant not in VARIANTS:
         raise ValueError(f"{name}: variant {variant!r} is not one of {VARIANTS}")
     M, K = a.shape
     N = b.shape[1]

@@ -104,7 +104,7 @@ def matmul_pipelined(a: torch.Tensor, b: torch.Tensor, num_stages: int = 3, bloc
         raise ValueError(f"matmul_pipelined: shapes {tuple(a.shape)} and {tuple(b.shape)}; need [M, K] and [K, N]")
     if type(num_stages) is not int or num_stages not in STAGES:
         raise ValueError(f"matmul_pipelined: num_stages is {num_stages!r}; take one of {STAGES}")
-    if block_n not in BLOCK_NS:
+    if type(block_n) is not int or block_n not in BLOCK_NS:
         raise ValueError(f"matmul_pipelined: block_n is {block_n!r}; take one of {BLOCK_NS}")
     need, limit = shared_bytes(num_stages, block_n, _sm()), device_limits(a.device).shared_bytes
     if need > limit:

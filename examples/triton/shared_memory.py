@@ -11,8 +11,8 @@ Shapes     matmul_tile, matmul_strip: a [M, K], b [K, N], any strides, any sizes
            scale: any contiguous x. column_sum, row_sum: x [n_rows, n_cols], inner stride 1 -> [n_cols], [n_rows].
 Dtypes     float16, bfloat16 for the products; float32 too for the others. Sums are float32, the output has x's dtype.
 Errors     TypeError for another dtype or two dtypes; ValueError for rank, inner sizes that differ, an inner stride
-           other than 1, a tile that is not in TILES or a number of stages outside 1 to 4; RuntimeError for a device
-           without Triton or an input that requires grad.
+           other than 1, a tile that is not in TILES or a number of stages outside 1 to 4; RuntimeError for what
+           does not fit the GPU's shared memory, a device without Triton or an input that requires grad.
 Wins when  a value is used more than once by the same program; what is used once gains nothing from shared memory.
 Source     chapter section "Shared Memory", whose `shared_data = tl.zeros(...)` allocates none: shown below.
 Run        python examples/triton/shared_memory.py
@@ -124,7 +124,7 @@ def matmul_tile_kernel(
 
 
 def _check_stages(name: str, num_stages: int) -> None:
-    if not isinstance(num_stages, int) or not 1 <= num_stages <= 4:
+    if type(num_stages) is not int or not 1 <= num_stages <= 4:
         raise ValueError(f"{name}: num_stages is {num_stages!r}; pass an int from 1 to 4")
 
 
@@ -203,17 +203,24 @@ def matmul_tile(
 ) -> torch.Tensor:
     """a @ b in tiles of block_m x block_n, one of TILES, on the tensor cores."""
     _check_product("matmul_tile", a, b)
-    if (block_m, block_n) not in TILES:
-        raise ValueError(f"matmul_tile: no tile {block_m} x {block_n}; there are {', '.join(map(str, TILES))}")
+    if type(block_m) is not int or type(block_n) is not int or (block_m, block_n) not in TILES:
+        raise ValueError(f"matmul_tile: no tile {block_m!r} x {block_n!r}; there are {', '.join(map(str, TILES))}")
     _check_stages("matmul_tile", num_stages)
     M, K = a.shape
     N = b.shape[1]
     c = torch.empty((M, N), dtype=a.dtype, device=a.device)
     if M and N:
-        matmul_tile_kernel[(triton.cdiv(M, block_m) * triton.cdiv(N, block_n),)](
-            a, b, c, M, N, K, a.stride(0), a.stride(1), b.stride(0), b.stride(1), c.stride(0),
-            BLOCK_M=block_m, BLOCK_N=block_n, BLOCK_K=BLOCK_K, STAGES=num_stages, num_warps=TILES[block_m, block_n],
-        )  # fmt: skip
+        try:
+            matmul_tile_kernel[(triton.cdiv(M, block_m) * triton.cdiv(N, block_n),)](
+                a, b, c, M, N, K, a.stride(0), a.stride(1), b.stride(0), b.stride(1), c.stride(0),
+                BLOCK_M=block_m, BLOCK_N=block_n, BLOCK_K=BLOCK_K, STAGES=num_stages,
+                num_warps=TILES[block_m, block_n],
+            )  # fmt: skip
+        except triton.OutOfResources as error:
+            raise RuntimeError(
+                f"matmul_tile: {num_stages} stages of a {block_m} x {block_n} tile do not fit this GPU ({error}); "
+                "take fewer stages or a smaller tile"
+            ) from error
     return c
 
 

@@ -115,7 +115,7 @@ def dot(a: torch.Tensor, b: torch.Tensor, input_precision: str | None = None) ->
         raise TypeError(f"dot: dtypes {a.dtype} and {b.dtype}; both must be the same one of {DTYPES}")
     if a.ndim != 2 or b.ndim != 2 or a.shape[1] != b.shape[0]:
         raise ValueError(f"dot: shapes {tuple(a.shape)} and {tuple(b.shape)}; need [M, K] and [K, N]")
-    if input_precision is not None and input_precision not in INPUT_PRECISIONS:
+    if not (input_precision is None or (isinstance(input_precision, str) and input_precision in INPUT_PRECISIONS)):
         raise ValueError(f"dot: input_precision {input_precision!r} is not one of {INPUT_PRECISIONS}, nor None")
     if input_precision is not None and a.dtype is not torch.float32:
         raise ValueError(f"dot: input_precision {input_precision!r} is for float32, not {a.dtype}; leave it out")

@@ -14,10 +14,10 @@ Needs      triton, sm_90
 Shapes     a [M, K], b [K, N], both with contiguous rows, K and N multiples of 8, any M (0 too) -> c [M, N], contiguous.
            copy: x of any shape, contiguous -> the same.
 Dtypes     float16, bfloat16, both the same; sums are float32.
-Errors     TypeError for another dtype or two dtypes; ValueError for rank, inner sizes that differ, a layout TMA cannot
-           load, an unknown loop, block_m that is not 64 or 128, or num_warps that is not 4 or 8; RuntimeError for a
-           form that the compiler cannot specialize, a tile too large for the GPU's shared memory, a device without
-           Triton or an input that requires grad.
+Errors     TypeError for another dtype, two dtypes or a warp_specialize that is no bool; ValueError for rank, inner
+           sizes that differ, a layout TMA cannot load, an unknown loop, block_m that is not 64 or 128, or num_warps
+           that is not 4 or 8; RuntimeError for a form that the compiler cannot specialize, a tile too large for the
+           GPU's shared memory, a device without Triton or an input that requires grad.
 Wins when  not on Hopper with Triton 3.6 or 3.7: the table says what it costs, and the code why. The place to write it
            by hand is Gluon, in the topic on TMA.
 Source     chapter section "Warp specialization"; its example, an elementwise loop, is the copy below.
@@ -113,10 +113,13 @@ def matmul_specialized(
         raise TypeError(f"{name}: dtypes {a.dtype} and {b.dtype}; both must be the same one of {DTYPES}")
     if a.ndim != 2 or b.ndim != 2 or a.shape[1] != b.shape[0]:
         raise ValueError(f"{name}: shapes {tuple(a.shape)} and {tuple(b.shape)}; need [M, K] and [K, N]")
-    if loop not in LOOPS:
+    if not isinstance(loop, str) or loop not in LOOPS:
         raise ValueError(f"{name}: loop {loop!r} is not one of {LOOPS}")
-    if block_m not in (64, 128) or num_warps not in (4, 8):
-        raise ValueError(f"{name}: block_m {block_m} and num_warps {num_warps}; need 64 or 128, and 4 or 8")
+    if not isinstance(warp_specialize, bool):
+        raise TypeError(f"{name}: warp_specialize is {warp_specialize!r}; pass True or False")
+    ints = type(block_m) is int and type(num_warps) is int
+    if not ints or block_m not in (64, 128) or num_warps not in (4, 8):
+        raise ValueError(f"{name}: block_m {block_m!r} and num_warps {num_warps!r}; need 64 or 128, and 4 or 8")
     M, K = a.shape
     N = b.shape[1]
     if K % 8 or N % 8:

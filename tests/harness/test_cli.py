@@ -117,7 +117,7 @@ def test_an_unknown_technique_lists_the_near_ones(cli):
         (["--no-such-option"], "unrecognized arguments"),
         (["--quick", "--full"], "not allowed with"),
         (["--check-only", "--profile"], "not allowed with"),
-        (["--seed", "many"], "invalid _seed value"),
+        (["--seed", "many"], "'many' is not an integer"),
         (["--seed", str(2**62)], "is beyond 2**62"),
         (["--json", "x" * 300], "File name too long"),
         (["--json", "triton_examples.py"], "exists and is not a record"),

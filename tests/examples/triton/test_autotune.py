@@ -377,13 +377,20 @@ def test_bad_input(h, name):
         matmul_tuned(a, b)
 
 
+@pytest.mark.parametrize("wrong", ["64", 64.0, True, None])
+def test_a_configuration_of_other_than_ints(h, wrong):
+    a, b = h.randn(4, 8, dtype=h.half), h.randn(8, 5, dtype=h.half)
+    with pytest.raises(TypeError, match=r"matmul_config: a configuration is five ints, got \("):
+        matmul_config(a, b, wrong, 64, 64, 4, 3)
+
+
 def test_a_configuration_that_does_not_fit(h):
     a, b = h.randn(4, 8, dtype=h.half), h.randn(8, 5, dtype=h.half)
     with pytest.raises(ValueError, match=r"matmul_config: 256x256x128, 8 warps, 5 stages need \d+ bytes.*fewer stages"):
         matmul_config(a, b, 256, 256, 128, 8, 5)
 
 
-@pytest.mark.parametrize("tile", [(32, 64, 64, 4, 3), (64, 64, 64, 4, 1), (64, 64, 64, 3, 3), ("64", 64, 64, 4, 3)])
+@pytest.mark.parametrize("tile", [(32, 64, 64, 4, 3), (64, 64, 64, 4, 1), (64, 64, 64, 3, 3)])
 def test_an_unknown_configuration(h, tile):
     a, b = h.randn(4, 8, dtype=h.half), h.randn(8, 5, dtype=h.half)
     with pytest.raises(ValueError, match=r"matmul_config: no configuration \(BLOCK_M.*choose from BLOCK_M 16, 64"):

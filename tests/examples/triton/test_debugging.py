@@ -114,9 +114,11 @@ def test_bad_tensors(h, fn):
     assert torch.bfloat16 in DTYPES
 
 
-@pytest.mark.parametrize("block", [0, -32, 48, 32.0, None])
+@pytest.mark.parametrize("block", [0, -32, 48, 32.0, None, True, 2**21])
 def test_bad_blocks(h, block):
-    with pytest.raises(ValueError, match=r"sqrt_checked: block is .*; a power of two"):
+    with pytest.raises(TypeError, match=r"sqrt_checked: debug is 1 and plain False; pass True or False"):
+        sqrt_checked(h.randn(8), debug=1)
+    with pytest.raises(ValueError, match=r"sqrt_checked: block is .*; pass a power of two up to 16384"):
         sqrt_checked(h.randn(8), block=block)
 
 

@@ -261,7 +261,7 @@ def _bad(device):
         "p is NaN": ((x, float("nan"), seed), {}, ValueError, "p is nan; a probability"),
         "p is a tensor": ((x, torch.tensor(0.5), seed), {}, TypeError, "p is a Tensor; pass a Python number"),
         "p is a flag": ((x, True, seed), {}, TypeError, "p is a bool"),
-        "a number as seed": ((x, 0.5, 7), {}, TypeError, r"expected a torch\.Tensor, got int"),
+        "a number as seed": ((x, 0.5, 7), {}, TypeError, r"seed is 7; pass torch\.tensor\(\[7\]"),
         "a short seed": ((x, 0.5, seed.int()), {}, TypeError, r"seed has dtype torch\.int32; pass torch\.tensor"),
         "two seeds": ((x, 0.5, seed.repeat(2)), {}, ValueError, r"seed has shape \(2,\); pass one element"),
         "a seed elsewhere": ((x, 0.5, seed.to("meta")), {}, ValueError, "move them to one device"),

@@ -167,6 +167,14 @@ def test_a_mean_far_above_the_spread(h, forward):
 
 
 @pytest.mark.parametrize("forward", FORWARDS)
+def test_lanes_without_an_element_do_not_count(h, forward):
+    """Of a power of two, 300 columns leave some empty, which lie at 0: here that is 1e20 from the row, whose square is
+    infinite."""
+    x, weight, bias, _ = inputs(h, 4, 300)
+    check_forward(forward, (1 + 1e-3 * x) * 1e20, weight, bias, operand_eps=1e3 * torch.finfo(torch.float32).eps)
+
+
+@pytest.mark.parametrize("forward", FORWARDS)
 def test_rows_without_variance_are_the_bias(h, forward):
     for cols in (781, width(forward, 4096), width(forward, 5000)):
         weight, bias = h.randn(cols), h.randn(cols)
@@ -222,6 +230,7 @@ def test_dx_is_orthogonal_to_what_layer_norm_removes(h, backward):
     x, weight, _, dy = inputs(h, 20, 5000)
     mean, rstd = statistics(x)
     dx = backward(dy, x, weight, mean, rstd)[0].double()
+    assert dx.square().mean() > 0.01  # nothing would be orthogonal too
     assert dx.sum(1).abs().max() < 1e-3
     assert (dx * (x - mean[:, None]).double()).sum(1).abs().max() < 1e-2
 
@@ -266,12 +275,25 @@ def test_autograd_of_gradients_with_odd_strides(h):
         h.check(gradients, reference_gradients, x, weight, bias, dy, terms=cols, constant_ok=True)
 
 
-def test_a_second_derivative_is_refused(h):
+@pytest.mark.parametrize("loss", [torch.sum, lambda y: y.square().sum()])
+def test_a_second_derivative_is_refused(h, loss):
+    """Of a linear loss too, whose dy requires no grad: there a derivative of 0 would go unnoticed."""
     x = h.randn(4, 8).requires_grad_()
-    weight, bias = h.randn(8), h.randn(8)
-    (dx,) = torch.autograd.grad(layer_norm(x, weight, bias).square().sum(), x, create_graph=True)
-    with pytest.raises(RuntimeError, match="once_differentiable"):
-        dx.sum().backward()
+    weight, bias = h.randn(8).requires_grad_(), h.randn(8)
+    (dx,) = torch.autograd.grad(loss(layer_norm(x, weight, bias)), x, create_graph=True)
+    with pytest.raises(RuntimeError, match="layer_norm: its gradient has no derivative"):
+        dx.square().sum().backward()
+
+
+@pytest.mark.parametrize("forward", [*FORWARDS, layer_norm_forward, layer_norm])
+def test_bad_eps(h, forward):
+    x, weight, bias, _ = inputs(h, 2, 8)
+    for eps in (None, "x", True, torch.tensor(1e-5)):
+        with pytest.raises(TypeError, match=r"layer_norm[a-z_]*: eps is .*; pass a Python number"):
+            forward(x, weight, bias, eps)
+    for eps in (-1e-5, float("nan"), float("inf"), 1e300):
+        with pytest.raises(ValueError, match=r"layer_norm[a-z_]*: eps is .*from 0 up"):
+            forward(x, weight, bias, eps)
 
 
 def test_a_module_learns_with_it(h):
@@ -332,7 +354,7 @@ def in_two_runs(monkeypatch):
 
 
 @pytest.mark.filterwarnings("ignore:All-NaN slice")  # what the first of two runs finds in empty mailboxes
-@pytest.mark.parametrize(("rows", "cols"), [(2, 64), (5, 320), (24, 100), (2, 500)])
+@pytest.mark.parametrize(("rows", "cols"), [(2, 64), (11, 60), (5, 320), (25, 100), (2, 500)])
 def test_the_split_kernel_interpreted(h, monkeypatch, rows, cols):
     if not interpreted():
         pytest.skip("compiled kernels cannot be given another way to receive")
@@ -457,7 +479,7 @@ def _bad_backward(device):
 
 
 @pytest.mark.parametrize("name", _bad_backward("cpu"))
-@pytest.mark.parametrize("backward", [*BACKWARDS, layer_norm_backward])
+@pytest.mark.parametrize("backward", [*BACKWARDS, layer_norm_backward_split, layer_norm_backward])
 def test_bad_input_backward(h, backward, name):
     *args, error, message = _bad_backward(h.device)[name]
     with pytest.raises(error, match=f"{backward.__name__}: .*{message}"):
@@ -472,6 +494,8 @@ def test_bad_input_of_layer_norm(h):
         layer_norm(h.randn(2, 0), weight, bias)
     with pytest.raises(TypeError, match="weight is None"):
         layer_norm(h.randn(2, 8), None, bias)
+    with pytest.raises(TypeError, match=r"layer_norm: expected a torch\.Tensor, got list"):
+        layer_norm([1.0], weight, bias)
 
 
 def test_a_row_too_long_for_a_kernel_is_refused(h):

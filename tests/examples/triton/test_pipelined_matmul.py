@@ -225,6 +225,7 @@ def _bad(device):
         "six stages": ((a, b, 6), ValueError, "num_stages is 6"),
         "half a stage": ((a, b, 2.5), ValueError, r"num_stages is 2\.5"),
         "a whole number that is no int": ((a, b, 2.0), ValueError, r"num_stages is 2\.0"),
+        "a block in floats": ((a, b, 3, 128.0), ValueError, r"block_n is 128\.0; take one of"),
         "true": ((a, b, True), ValueError, "num_stages is True"),
         "stages in words": ((a, b, "3"), ValueError, "num_stages is '3'"),
         "another tile": ((a, b, 3, 64), ValueError, r"block_n is 64; take one of \(128, 256\)"),

@@ -151,7 +151,7 @@ def _bad(device):
 
 
 @pytest.mark.parametrize("name", _bad("cpu"))
-@pytest.mark.parametrize("kernel", EVERYWHERE)
+@pytest.mark.parametrize("kernel", [*EVERYWHERE, softmax_split])
 def test_bad_input(h, kernel, name):
     x, error, message = _bad(h.device)[name]
     with pytest.raises(error, match=f"softmax[a-z_]*: .*{message}"):
@@ -197,7 +197,8 @@ def test_generated_code(kernel, cols, instruction, sm):
     (compiled,) = compile_for(kernel, (x,), sms=(sm,))
     assert compiled.error is None
     assert compiled.fits
-    assert compiled.spills <= 16  # bytes of one thread, in a kernel held to 80 registers; elsewhere 0
+    held = kernel is softmax_resident and cols == 65536 and sm != 90  # to 32 registers
+    assert compiled.spills <= (64 if held else 16)  # bytes of one thread; 16 where held to 80 registers, elsewhere 0
     assert compiled.found[instruction]
 
 

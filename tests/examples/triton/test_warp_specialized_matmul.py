@@ -343,6 +343,8 @@ def _bad(device):
         "inner sizes": ((a, b.t()), ValueError, r"shapes \(4, 16\) and \(8, 16\)"),
         "no loop": ((a, b, "m"), ValueError, r"loop 'm' is not one of \('k', 'tiles', 'flattened tiles'\)"),
         "None for a loop": ((a, b, None), ValueError, "loop None is not one of"),
+        "half specialized": ((a, b, "k", None), TypeError, "warp_specialize is None; pass True or False"),
+        "rows in floats": ((a, b, "k", True, 64.0), ValueError, r"block_m 64\.0 and num_warps 4; need"),
         "32 rows": ((a, b, "k", True, 32), ValueError, "block_m 32 and num_warps 4; need 64 or 128, and 4 or 8"),
         "2 warps": ((a, b, "k", True, 64, 2), ValueError, "block_m 64 and num_warps 2"),
         "K of 12": ((a[:, :12], b[:12]), ValueError, "K is 12 and N 8; TMA needs .*pad both to multiples of 8"),
