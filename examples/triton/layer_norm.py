@@ -21,8 +21,8 @@ Dtypes     float32, float16, bfloat16; weight and bias both of x's dtype or both
            are float32 whatever the storage.
 Errors     TypeError for another dtype, a missing weight or bias, or an eps that is no number; ValueError for another
            rank, no columns, sizes or dtypes of matrices that do not fit each other, an inner stride other than 1, an
-           eps that is negative or not finite, or a row longer than the chosen kernel takes; RuntimeError for a device without
-           Triton, a second derivative, or an input that requires grad anywhere but in layer_norm().
+           eps that is negative or not finite, or a row longer than the chosen kernel takes; RuntimeError for a device
+           without Triton, a second derivative, or an input that requires grad anywhere but in layer_norm().
 Wins when  x is larger than L2; how close to a copy each row length comes is in README's table of recorded runs.
 Source     Welford 1962 and Chan, Golub and LeVeque 1983 (merging means and squares); backward as in Triton tutorial 05,
            without its locks; chapter section "Triton".
