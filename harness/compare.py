@@ -20,7 +20,7 @@ from harness.hardware import Ceilings, Machine, enqueue_ms, gpu_ms, power_watch
 
 import torch
 
-ROUNDS = 5
+ROUNDS = 7
 GPU_BUDGET_MS = 25  # per variant and round
 CPU_BUDGET_S = 0.05
 

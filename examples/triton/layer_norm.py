@@ -13,7 +13,7 @@ Technique  Forward: a row's mean and variance before any of it is written. Backw
                      sums. They travel as one 64-bit word, which is its own signal: no counter, no fence. A row is
                      finished one turn after its sums were sent, and rows to come are on their way to shared memory.
            loop      backward, any length, no waiting: the sums first, then everything again to write: 5 passes for 3.
-Question   Training needs sums along both axes; how does one make them in one pass, also when no program holds a row?
+Question   Training needs sums along both axes; how do both come from one pass, also when no program holds a row?
 Needs      triton
 Shapes     x, dy [n_rows, n_cols], last dimension contiguous, any row stride; weight, bias [n_cols]; mean, rstd [n_rows]
            -> y, dx contiguous; gradients like weight. layer_norm() takes x [..., n_cols].

@@ -84,13 +84,8 @@ def softmax_resident_kernel(
     LAST: tl.constexpr = (N_COLS - 1) // BLOCK_N * BLOCK_N
     for done in tl.range(0, N_COLS, BLOCK_N, loop_unroll_factor=UNROLL):
         cols = LAST - done + lane
-        y = (tl.exp(_load_row(x_row, cols, N_COLS, BLOCK_N, "evict_first") - row_max) * scale).to(
-            y_ptr.dtype.element_ty
-        )
-        if N_COLS % BLOCK_N:
-            tl.store(y_row + cols, y, mask=cols < N_COLS)
-        else:
-            tl.store(y_row + cols, y)
+        y = tl.exp(_load_row(x_row, cols, N_COLS, BLOCK_N, "evict_first") - row_max) * scale
+        tl.store(y_row + cols, y.to(y_ptr.dtype.element_ty), mask=cols < N_COLS)
 
 
 @triton.jit
@@ -204,12 +199,10 @@ def softmax_resident(x: torch.Tensor) -> torch.Tensor:
         # By the bytes of a row, chosen by timing on an H200: values of a step, warps, steps unrolled.
         kib = n_cols * x.element_size() / 1024
         step, num_warps, unroll = next(choice for limit, *choice in RESIDENT if kib <= limit)
-        block_n = min(2 * step // x.element_size(), triton.next_power_of_2(n_cols))
-        # At 32 registers two programs of 32 warps share an SM; with masks they would spill.
-        max_registers = 32 if num_warps == 32 and n_cols % block_n == 0 else None
         softmax_resident_kernel[(n_rows,)](
             x, y, x.stride(0), y.stride(0),
-            N_COLS=n_cols, BLOCK_N=block_n, UNROLL=unroll, num_warps=num_warps, maxnreg=max_registers,
+            N_COLS=n_cols, BLOCK_N=min(2 * step // x.element_size(), triton.next_power_of_2(n_cols)),
+            UNROLL=unroll, num_warps=num_warps,
         )  # fmt: skip
     return y
 

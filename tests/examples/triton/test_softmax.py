@@ -197,8 +197,7 @@ def test_generated_code(kernel, cols, instruction, sm):
     (compiled,) = compile_for(kernel, (x,), sms=(sm,))
     assert compiled.error is None
     assert compiled.fits
-    held = kernel is softmax_resident and cols == 65536 and sm != 90  # to 32 registers
-    assert compiled.spills <= (64 if held else 16)  # bytes of one thread; 16 where held to 80 registers, elsewhere 0
+    assert compiled.spills <= 16  # bytes of one thread, in a kernel held to 80 registers; elsewhere 0
     assert compiled.found[instruction]
 
 
