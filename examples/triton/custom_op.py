@@ -33,6 +33,9 @@ import triton
 import triton.language as tl
 from torch.library import triton_op, wrap_triton
 
+# Of the operator, in torch's registry. Defining a name again frees the first operator, and torch crashes when that is
+# called: a copy of this file that is loaded under another name, as a script for one, gets a namespace of its own.
+NAMESPACE = "companion" if __name__ == "examples.triton.custom_op" else f"companion_{__name__.replace('.', '_')}"
 DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 BLOCK = 1024  # with the 4 warps that are the default: 16 bytes a thread and tensor in 16 bits, twice that in 32
 LEAST_PASSES = 3  # over the layer's result: two halves come in, one result goes out
@@ -105,43 +108,43 @@ def silu_mul(gate: torch.Tensor, up: torch.Tensor) -> torch.Tensor:
 # Opaque: the compiler sees a node and, from register_fake, the shape and dtype of what comes out of it.
 
 
-@torch.library.custom_op("companion::silu_mul_opaque", mutates_args=())
+@torch.library.custom_op(f"{NAMESPACE}::silu_mul_opaque", mutates_args=())
 def silu_mul_opaque(gate: torch.Tensor, up: torch.Tensor) -> torch.Tensor:
-    return _forward("companion::silu_mul_opaque", silu_mul_kernel, gate, up)
+    return _forward(f"{NAMESPACE}::silu_mul_opaque", silu_mul_kernel, gate, up)
 
 
-@torch.library.custom_op("companion::silu_mul_opaque_backward", mutates_args=())
+@torch.library.custom_op(f"{NAMESPACE}::silu_mul_opaque_backward", mutates_args=())
 def silu_mul_opaque_backward(
     grad: torch.Tensor, gate: torch.Tensor, up: torch.Tensor
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    return _backward("companion::silu_mul_opaque_backward", silu_mul_backward_kernel, grad, gate, up)
+    return _backward(f"{NAMESPACE}::silu_mul_opaque_backward", silu_mul_backward_kernel, grad, gate, up)
 
 
 @silu_mul_opaque.register_fake
 def _(gate, up):
-    _check_shapes("companion::silu_mul_opaque", gate, up)
+    _check_shapes(f"{NAMESPACE}::silu_mul_opaque", gate, up)
     return torch.empty(gate.shape, dtype=gate.dtype, device=gate.device)
 
 
 @silu_mul_opaque_backward.register_fake
 def _(grad, gate, up):
-    _check_shapes("companion::silu_mul_opaque_backward", grad, gate, up)
+    _check_shapes(f"{NAMESPACE}::silu_mul_opaque_backward", grad, gate, up)
     return tuple(torch.empty(gate.shape, dtype=gate.dtype, device=gate.device) for _ in range(2))
 
 
 # Transparent: torch traces these bodies, so they hold nothing but torch and wrapped kernels, and need no fake.
 
 
-@triton_op("companion::silu_mul_traced", mutates_args=())
+@triton_op(f"{NAMESPACE}::silu_mul_traced", mutates_args=())
 def silu_mul_traced(gate: torch.Tensor, up: torch.Tensor) -> torch.Tensor:
-    return _forward("companion::silu_mul_traced", wrap_triton(silu_mul_kernel), gate, up)
+    return _forward(f"{NAMESPACE}::silu_mul_traced", wrap_triton(silu_mul_kernel), gate, up)
 
 
-@triton_op("companion::silu_mul_traced_backward", mutates_args=())
+@triton_op(f"{NAMESPACE}::silu_mul_traced_backward", mutates_args=())
 def silu_mul_traced_backward(
     grad: torch.Tensor, gate: torch.Tensor, up: torch.Tensor
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    return _backward("companion::silu_mul_traced_backward", wrap_triton(silu_mul_backward_kernel), grad, gate, up)
+    return _backward(f"{NAMESPACE}::silu_mul_traced_backward", wrap_triton(silu_mul_backward_kernel), grad, gate, up)
 
 
 def _save_inputs(ctx, inputs, output) -> None:

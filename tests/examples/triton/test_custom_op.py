@@ -234,8 +234,8 @@ print("both work")
 """
 
 
-def test_a_file_that_is_loaded_twice_registers_its_operators_again(cli):
-    """As a script and as a module, say: torch puts the later registration in the place of the earlier."""
+def test_a_file_that_is_loaded_twice_has_operators_of_its_own(cli):
+    """As a script and as a module, say: of two operators of one name torch keeps the later, and the earlier crashes."""
     done = cli(("-c", TWICE))
     assert done.stdout.splitlines()[-1:] == ["both work"], (done.returncode, done.stderr)
 
