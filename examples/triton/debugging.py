@@ -35,8 +35,9 @@ import shutil
 import signal
 import subprocess
 import sys
-from collections.abc import Callable
-from contextlib import ExitStack
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
@@ -273,6 +274,22 @@ class Child:
             os.killpg(self.process.pid, signal.SIGKILL)
         self.process.wait()
         self.process.stdout.close()
+
+
+@contextmanager
+def interrupts_held() -> Iterator[None]:
+    """Ctrl-C within waits for the end of it."""
+    if threading.current_thread() is not threading.main_thread():  # there Ctrl-C never arrives
+        yield
+        return
+    asked = []
+    before = signal.signal(signal.SIGINT, lambda *_: asked.append(True))
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGINT, before)
+    if asked:
+        raise KeyboardInterrupt
 
 
 def result_of(output: str) -> dict:
@@ -535,7 +552,8 @@ def demo(h: Harness) -> None:
         folder = Path(stack.enter_context(TemporaryDirectory(prefix="triton-debugging-", ignore_cleanup_errors=True)))
 
         def start(function: Callable, *before: str, log: Path | None = None, **switches: str) -> Child:
-            return stack.enter_context(Child(function, *before, log=log, **switches))
+            with interrupts_held():  # Ctrl-C between the two would leave a child that nobody ends
+                return stack.enter_context(Child(function, *before, log=log, **switches))
 
         def start_sanitized(log: Path, **switches: str) -> Child:
             return start(
