@@ -35,7 +35,7 @@ import triton.language as tl
 DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 ROWS_MAX = 32768  # 32 values per thread at 32 warps; a row twice as long spills on every architecture
 RESIDENT_MIN = 4096  # up to here a row is little enough for the registers of a few warps
-RESIDENT_MAX_KIB = 128  # of the 256 that cache and shared memory of a Hopper SM have together
+RESIDENT_MAX_KIB = 64  # rows of twice that leave room for one program on an SM, and there splitting is faster
 # Rows up to so many KiB: 16-bit values that a program takes at a step, warps, and steps that are unrolled.
 RESIDENT = [(16, 2048, 8, 1), (32, 4096, 16, 1), (64, 4096, 32, 2), (float("inf"), 16384, 32, 2)]
 SPLIT_BLOCK = 8192  # 4 warps at 64 values per thread, 80 registers: six programs fit an SM, five load while one waits
