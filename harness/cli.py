@@ -208,6 +208,7 @@ def _session(technique: Technique, options, full: bool, console):
 def _run_one(technique: Technique, session, demo: Callable | None) -> None:
     """Run one technique; whatever goes wrong in it becomes its status, and the next one runs."""
     from harness.catalog import load_module
+    from harness.compiler import settings_kept
     from harness.hardware import Skip
     from harness.report import say, technique_heading
 
@@ -223,7 +224,8 @@ def _run_one(technique: Technique, session, demo: Callable | None) -> None:
         if reason := _missing(technique.needs):
             raise Skip(reason)
         demo = demo or load_module(technique.path).demo
-        with np.errstate(all="ignore"):  # the interpreter computes with numpy, which warns where a GPU makes a NaN
+        # The interpreter computes with numpy, which warns where a GPU makes a NaN.
+        with np.errstate(all="ignore"), settings_kept(technique.name, session.seed):
             demo(session)
         if not session.profile and not (record.checks or record.comparisons or record.codegen or record.facts):
             raise AssertionError("its demo(h) checked, compared and recorded nothing")

@@ -3,8 +3,10 @@
 On a GPU: triton.testing.do_bench, which empties L2 before each call and times with events, run for every
 variant in turn, in an order that rotates, over several rounds; a speed-up is the median over rounds of the
 ratio within a round, so that a GPU that slows down as it warms slows both sides. The host's time to launch is
-kept out of the events and recorded by itself. On a CPU: torch.utils.benchmark over the same rounds (its caches
-stay warm, for every variant alike). In Triton's interpreter nothing is timed: an interpreted kernel has no speed.
+kept out of the events and recorded by itself. A table about whole calls (`whole_calls`) is timed the way its caller
+waits: calls back to back, launched by the host, over the wall clock. On a CPU: torch.utils.benchmark over the same
+rounds (its caches stay warm, for every variant alike). In Triton's interpreter nothing is timed: an interpreted kernel
+has no speed.
 """
 
 from __future__ import annotations
@@ -12,11 +14,12 @@ from __future__ import annotations
 import functools
 import statistics
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
+from contextlib import nullcontext
 from dataclasses import asdict, dataclass, field
 
-from harness.check import check
-from harness.hardware import Ceilings, Machine, enqueue_ms, gpu_ms, power_watch
+from harness.check import CheckError, check, tensors_of
+from harness.hardware import Ceilings, Machine, enqueue_ms, gpu_ms, power_watch, whole_call_ms
 
 import torch
 
@@ -34,18 +37,30 @@ def is_ours(variant: str) -> bool:
 
 @dataclass(frozen=True)
 class Work:
-    """The least work a call must do: bytes moved to and from memory, and floating-point operations of `dtype`."""
+    """The least work a call must do: bytes moved to and from memory, and floating-point operations of `dtype`.
+
+    `steps` are (bytes, flops) of work that must be done one after the other, as the layers of a model: their sums are
+    then `bytes` and `flops`, and the floor is the sum of the steps' floors.
+    """
 
     bytes: int = 0
     flops: int = 0
     dtype: torch.dtype | None = None
+    steps: tuple[tuple[int, int], ...] = ()
 
     def __post_init__(self) -> None:
         if self.flops and self.dtype is None:
             raise ValueError("Work: flops need a dtype, so that they can be put next to a ceiling; pass dtype=")
 
+    @classmethod
+    def in_steps(cls, steps: Iterable[tuple[int, int]], dtype: torch.dtype) -> Work:
+        steps = tuple(steps)
+        return cls(sum(moved for moved, _ in steps), sum(flops for _, flops in steps), dtype, steps)
+
     def floor_ms(self, ceilings: Ceilings) -> float | None:
         """The time the measured ceilings allow: the slower of moving the bytes and doing the arithmetic."""
+        if self.steps:
+            return sum(Work(moved, flops, self.dtype).floor_ms(ceilings) or 0.0 for moved, flops in self.steps)
         times = []
         if self.bytes:
             times.append(self.bytes / ceilings.copy_tbps() / 1e9)
@@ -99,8 +114,20 @@ def _random_state() -> Callable[[], None]:
     return rewind
 
 
-def _is_compiled(fn: Callable) -> bool:
-    return hasattr(fn, "_torchdynamo_orig_callable")
+def is_compiled(fn: Callable) -> bool:
+    """Whether torch.compile made it, of a function or of a module."""
+    return hasattr(fn, "_torchdynamo_orig_callable") or hasattr(fn, "_orig_mod")
+
+
+def _rms_errors(out, wants: tuple[torch.Tensor, ...]) -> list[float]:
+    """Root mean square of what each output is off; never below what its dtype cannot say anyway."""
+    return [
+        max(
+            (got.double() - want).square().mean().sqrt().item(),
+            torch.finfo(got.dtype).eps * want.square().mean().sqrt().item(),
+        )
+        for got, want in zip(tensors_of(out), wants, strict=True)
+    ]
 
 
 def check_variants(
@@ -110,9 +137,15 @@ def check_variants(
     inputs: tuple,
     progress,
     references: dict[str, Callable] | None = None,
+    beside: float | None = None,
+    cold: bool = False,
     **budget,
 ) -> None:
     """Check each variant against the float64 reference and note how long its first call took.
+
+    With `beside` a variant must also stay within that many times the baseline's own error (rms, per output), which is
+    what a network of many layers can be held to; the error of a row is then the fraction of that. With `cold` the
+    first call of each finds Inductor's and Triton's caches empty.
 
     `references` holds the variants that need one of their own, because they draw random numbers of their own: each
     call of such a variant and of its reference finds torch's random state the same. The reference comes after the
@@ -121,25 +154,32 @@ def check_variants(
     Memory is poisoned for our own variants only, and not for a compiled one: a library's outputs are the library's
     business, and poisoned allocation would change what torch.compile traces.
     """
+    from harness.compiler import empty_cache
+
     references = references or {}
+    if beside and next(iter(variants)) != table.baseline:
+        raise ValueError(f"compare: beside={beside} needs the baseline first, got {list(variants)}")
+    allowed = None
     rewind = _random_state()
     want = reference(*inputs)
     for name, fn in variants.items():
-        seconds = None
+        seconds = last = None
 
         def call(*args, fn=fn):
-            nonlocal seconds
+            nonlocal seconds, last
             rewind()
             if seconds is not None:
-                return fn(*args)
+                last = fn(*args)
+                return last
             if torch.cuda.is_available():
                 torch.cuda.synchronize()  # the float64 reference may still be running
-            started = time.perf_counter()
-            out = fn(*args)
-            if torch.cuda.is_available():
-                torch.cuda.synchronize()
-            seconds = time.perf_counter() - started
-            return out
+            with empty_cache() if cold else nullcontext():
+                started = time.perf_counter()
+                last = fn(*args)
+                if torch.cuda.is_available():
+                    torch.cuda.synchronize()
+                seconds = time.perf_counter() - started
+            return last
 
         def own_reference(*args, call=call, name=name):
             call(*args)
@@ -149,14 +189,27 @@ def check_variants(
         wanted = own_reference if name in references else lambda *_: want
         what = f"{table.title} {table.case}: {name}"
         with progress(f"first call of {name}"):
-            error = check(call, wanted, *inputs, what=what, poison=is_ours(name) and not _is_compiled(fn), **budget)
+            error = check(call, wanted, *inputs, what=what, poison=is_ours(name) and not is_compiled(fn), **budget)
+        if beside:
+            errors = _rms_errors(last, tensors_of(want))
+            allowed = allowed or [beside * e for e in errors]
+            error = max(e / most for e, most in zip(errors, allowed, strict=True))
+            if error > 1:
+                raise CheckError(
+                    f"{what}: off by {error * beside:.1f} times what {table.baseline} is, {beside:g} allowed"
+                )
         table.rows.append(Row(name, is_ours(name), seconds, error))
 
 
 def time_variants(
-    table: Comparison, variants: dict[str, Callable], inputs: tuple, work: Work, ceilings: Ceilings
+    table: Comparison,
+    variants: dict[str, Callable],
+    inputs: tuple,
+    work: Work,
+    ceilings: Ceilings,
+    whole_calls: bool = False,
 ) -> None:
-    """Fill in the times of every row, in rounds."""
+    """Fill in the times of every row, in rounds. `whole_calls` counts the host's time too: see the module."""
     on_gpu = any(isinstance(x, torch.Tensor) and x.is_cuda for x in inputs)
     names = [row.variant for row in table.rows]
     calls = {name: functools.partial(variants[name], *inputs) for name in names}
@@ -166,7 +219,9 @@ def time_variants(
     for turn in range(ROUNDS):
         start = turn % len(names)
         for name in names[start:] + names[:start]:
-            if on_gpu:
+            if on_gpu and whole_calls:
+                times = whole_call_ms(calls[name], budget=GPU_BUDGET_MS)
+            elif on_gpu:
                 times = gpu_ms(calls[name], warmup=5, rep=GPU_BUDGET_MS, enqueue=enqueue[name])
             else:
                 times = cpu_ms(calls[name])
@@ -186,6 +241,13 @@ def time_variants(
         row.enqueue_us = enqueue[row.variant] * 1000 if on_gpu else None
     if held and held > 0.02:
         table.notes.append(f"the power limit held the clocks down for {min(held, 1):.0%} of the time this table took")
+    if whole_calls and on_gpu:
+        busy = {row.variant: row.enqueue_us / row.ms / 1000 for row in table.rows}
+        if bound := [f"{name} {min(share, 1):.0%}" for name, share in busy.items() if share > 0.8]:
+            table.notes.append(
+                f"launch-bound: the host spends this share of the call on launching ({', '.join(bound)})"
+            )
+        return
     if slow := [row for row in table.rows if row.enqueue_us and row.enqueue_us > row.ms * 1000]:
         hosts_say = ", ".join(f"{row.variant} {row.enqueue_us:.0f} us" for row in slow)
         table.notes.append(

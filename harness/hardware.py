@@ -290,6 +290,25 @@ def gpu_ms(fn: Callable, warmup: int = 10, rep: int = 50, enqueue: float | None 
         del active.clear_cache
 
 
+def whole_call_ms(fn: Callable, budget: float) -> list[float]:
+    """Times of fn() in ms as a caller in a loop sees them, the host's launching included; `budget` is in ms.
+
+    Three batches of calls back to back, each batch between two synchronizations. Whatever the calls leave in L2 is
+    there for the next: meant for models whose weights are larger.
+    """
+
+    def batch(calls: int) -> float:
+        torch.cuda.synchronize()
+        started = time.perf_counter()
+        for _ in range(calls):
+            fn()
+        torch.cuda.synchronize()
+        return (time.perf_counter() - started) * 1000 / calls
+
+    calls = max(1, math.ceil(budget / 3 / max(batch(1), 1e-3)))
+    return [batch(calls) for _ in range(3)]
+
+
 class Ceilings:
     """What this GPU really reaches, measured once per process and only when a table asks."""
 

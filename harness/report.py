@@ -222,7 +222,7 @@ def progress(console: Console, what: str):
 
 
 def show_summary(console: Console, record: RunRecord) -> None:
-    """The closing lines: a table of the best of ours per case, then one line per technique."""
+    """The closing lines: a table of the best row per case, then one line per technique."""
     timed = [
         (example, table)
         for example in record.examples
@@ -230,13 +230,13 @@ def show_summary(console: Console, record: RunRecord) -> None:
         if any(row["ms"] is not None for row in table["rows"])
     ]
     if timed:
-        out = Table(title="best of ours, by case", title_justify="left", title_style="bold", box=box.SIMPLE_HEAD)
+        out = Table(title="the best of each case", title_justify="left", title_style="bold", box=box.SIMPLE_HEAD)
         for head in ("technique", "case", "variant"):
             out.add_column(head, no_wrap=True)
         for head in ("ms", "% of ceiling", "x baseline", "baseline"):
             out.add_column(head, justify="right", no_wrap=True)
         for example, table in timed:
-            if best := best_of_ours(table):
+            if best := best_row(table):
                 ceiling = f"{best['of_ceiling']:.1%}" if best["of_ceiling"] else ""
                 out.add_row(
                     label(example.name, table["title"]), table["case"], best["variant"], f"{best['ms']:.4f}", ceiling,
@@ -251,13 +251,23 @@ def show_summary(console: Console, record: RunRecord) -> None:
         console.print(line, soft_wrap=True)
 
 
-def best_of_ours(table: dict) -> dict | None:
-    """The fastest row of a recorded table that this repository wrote.
+def best_row(table: dict) -> dict | None:
+    """The fastest row of a recorded table that this repository wrote; in a table of library calls, of those that are
+    put next to the baseline.
 
-    None when nothing of ours was timed, or when the table counts no work: its times are those of launches.
+    None when no such row was timed, or when the table counts no work: its times are those of launches.
     """
-    rows = (row for row in table["rows"] if row["ours"] and row["ms"] is not None and (row["tbps"] or row["tflops"]))
+    ours = any(row["ours"] for row in table["rows"])
+    rows = (row for row in table["rows"] if row["ours"] or (not ours and row["variant"] != table["baseline"]))
+    rows = (row for row in rows if row["ms"] is not None and (row["tbps"] or row["tflops"]))
     return min(rows, key=lambda row: row["ms"], default=None)
+
+
+def _beside(table: dict, best: dict) -> list[dict]:
+    """The rows a best row is put next to: the library's, or in a table of library calls the baseline."""
+    if best["ours"]:
+        return [row for row in table["rows"] if not row["ours"]]
+    return [row for row in table["rows"] if row["variant"] == table["baseline"]]
 
 
 # --- README -----------------------------------------------------------------------------------------------------
@@ -306,11 +316,11 @@ def results_tables(folder: Path) -> str:
         ]
         for example in record["examples"]:
             for table in example["comparisons"]:
-                if best := best_of_ours(table):
+                if best := best_row(table):
                     rate = f"{best['tflops']:.0f} TFLOP/s" if best["tflops"] else f"{best['tbps']:.2f} TB/s"
                     ceiling = f"{best['of_ceiling']:.1%}" if best["of_ceiling"] else ""
-                    others = [row for row in table["rows"] if not row["ours"]]
-                    versus = ", ".join(f"{best['speedup'] / row['speedup']:.2f}x {row['variant']}" for row in others)
+                    others = [(row, best["speedup"] / row["speedup"]) for row in _beside(table, best)]
+                    versus = ", ".join(f"{ratio:.2f}x {row['variant']}" for row, ratio in others)
                     name, case, variant = label(example["name"], table["title"]), table["case"], best["variant"]
                     lines.append(f"| {name} | {case} | {variant} | {best['ms']:.3f} | {rate} | {ceiling} | {versus} |")
         parts.append("\n".join(lines) + "\n")

@@ -10,7 +10,16 @@ from harness import report
 from harness.catalog import Needs
 from harness.check import check as check_once
 from harness.codegen import CodegenError, Kernel, compile_for
-from harness.compare import Comparison, Work, check_variants, describe, is_ours, profile_variants, time_variants
+from harness.compare import (
+    Comparison,
+    Work,
+    check_variants,
+    describe,
+    is_compiled,
+    is_ours,
+    profile_variants,
+    time_variants,
+)
 from harness.hardware import Machine, Skip, ceilings, machine
 
 import torch
@@ -45,7 +54,8 @@ class Harness:
         self.console = console or report.make_console()
         self.record = report.ExampleRecord(name)
         # From the name, so that running one technique alone gives it the data it has in the whole topic.
-        self._generator = torch.Generator(self.device).manual_seed((seed + zlib.crc32(name.encode())) % 2**63)
+        self.seed = (seed + zlib.crc32(name.encode())) % 2**63
+        self._generator = torch.Generator(self.device).manual_seed(self.seed)
 
     # --- sizes and inputs
 
@@ -67,6 +77,10 @@ class Harness:
         """Normal numbers of standard deviation `scale` in `dtype` on this run's device, from its seed."""
         values = torch.randn(*shape, generator=self._generator, device=self.device)
         return values.mul_(scale).to(dtype)
+
+    def randint(self, high: int, *shape: int) -> torch.Tensor:
+        """int64 numbers from 0 to high - 1 on this run's device, from its seed."""
+        return torch.randint(high, shape, generator=self._generator, device=self.device)
 
     def meta(self, *shape: int, dtype: torch.dtype | None = None) -> torch.Tensor:
         """A tensor without data, for codegen(): a shape and a dtype (bfloat16 unless given)."""
@@ -109,9 +123,11 @@ class Harness:
         """
         if self.profile:
             return
-        what = what or f"{fn.__name__} {describe(inputs)}"
+        what = what or f"{getattr(fn, '__name__', type(fn).__name__)} {describe(inputs)}"
         entry = {"what": what, "error": None, "passed": False}
         self.record.checks.append(entry)
+        if is_compiled(fn):
+            budget.setdefault("poison", False)  # it allocates for itself, and would trace the poisoning
         with self.progress(what):
             entry["error"] = check_once(fn, reference, *inputs, what=what, **budget)
         entry["passed"] = True
@@ -127,12 +143,17 @@ class Harness:
         title: str | None = None,
         case: str | None = None,
         references: dict[str, Callable] | None = None,
+        whole_calls: bool = False,
+        beside: float | None = None,
+        cold: bool = False,
         **budget,
     ) -> Comparison | None:
         """Check every variant against one float64 reference, then time them all; see harness.compare.
 
         A variant that draws its own random numbers has a reference of its own in `references`, under its name. That
         reference is called with torch's random state as the variant found it: what it draws is what the variant drew.
+        `whole_calls` times calls as a caller in a loop sees them, the host's launching included. `beside` holds every
+        variant to that many times the baseline's own error. `cold` empties the compiler's caches for first calls.
         In the interpreter only the baseline and our own variants are checked and nothing is timed; with
         --check-only nothing is timed; with --profile each is warmed and then called once for the profiler.
         """
@@ -147,10 +168,12 @@ class Harness:
             profile_variants(table, variants, inputs, self.machine, self.progress)
             self.say(f"profiled  {table.title}  {table.case}: {', '.join(variants)}")
             return None
-        check_variants(table, variants, reference, inputs, self.progress, references, **budget)
+        check_variants(
+            table, variants, reference, inputs, self.progress, references, beside=beside, cold=cold, **budget
+        )
         if self.timing and not self.interpreted:
             with self.progress(f"timing {table.title} {table.case}"):
-                time_variants(table, variants, inputs, work, ceilings())
+                time_variants(table, variants, inputs, work, ceilings(), whole_calls)
         self.record.comparisons.append(table.record())
         report.show_comparison(self.console, table)
         return table
