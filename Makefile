@@ -2,16 +2,19 @@
 # make run-full  every topic at the sizes worth timing
 # make test      the tests; on a GPU box they run on the GPU (PYTEST_ARGS= adds those marked slow)
 # make lint      ruff, check and format
+# make backends  torch.compile's backends that are not torch's own, really run; test-backends tests them
 PYTHON ?= python3
 VENV ?= .venv
 BIN := $(VENV)/bin
 READY := $(VENV)/.ready
-TOPICS := triton_examples.py
+BACKENDS_VENV ?= .venv-backends
+BACKENDS_READY := $(BACKENDS_VENV)/.ready
+TOPICS := torch_compiler_examples.py triton_examples.py
 PYTEST_ARGS ?= -m "not slow"
 # One process for each core, unless there is a GPU, which one process at a time should have.
 WORKERS ?= $(shell nvidia-smi -L >/dev/null 2>&1 && echo 0 || echo auto)
 
-.PHONY: run run-full test lint setup clean
+.PHONY: run run-full test lint setup backends test-backends clean
 
 run: $(READY)
 	@status=0; for topic in $(TOPICS); do $(BIN)/python $$topic --quick || status=1; done; exit $$status
@@ -34,5 +37,17 @@ $(READY): requirements.txt pyproject.toml
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check -r requirements.txt
 	@touch $(READY)
 
+# Runtimes that pin a protobuf, a numpy and a torch of their own: an environment of their own.
+backends: $(BACKENDS_READY)
+	$(BACKENDS_VENV)/bin/python examples/compiler/backends.py
+
+test-backends: $(BACKENDS_READY)
+	TEST_EVERY_BACKEND=1 $(BACKENDS_VENV)/bin/python -m pytest tests/examples/compiler/test_backends.py
+
+$(BACKENDS_READY): requirements-backends.txt pyproject.toml
+	test -x $(BACKENDS_VENV)/bin/python || $(PYTHON) -m venv $(BACKENDS_VENV)
+	$(BACKENDS_VENV)/bin/python -m pip install --quiet --disable-pip-version-check -r requirements-backends.txt
+	@touch $(BACKENDS_READY)
+
 clean:
-	rm -rf $(VENV) .pytest_cache .ruff_cache .hypothesis *.egg-info
+	rm -rf $(VENV) $(BACKENDS_VENV) .pytest_cache .ruff_cache .hypothesis *.egg-info

@@ -225,6 +225,30 @@ def check(
     return judge_all(result, wants, what=what, dtype=expected, **budget)
 
 
+def rms_errors(result, wants: tuple[torch.Tensor, ...], *, what: str, dtype: torch.dtype) -> list[float]:
+    """Root mean square of the error of each output; at least what one rounding to its dtype leaves.
+
+    Raises CheckError for a wrong dtype or shape, an infinity or NaN, or an error so large that the output says nothing;
+    VacuousCheck for a reference that is zero everywhere.
+    """
+    results = tensors_of(result)
+    if len(results) != len(wants):
+        raise CheckError(f"{what}: returned {len(results)} tensors, expected {len(wants)}")
+    errors = []
+    for i, (got, want) in enumerate(zip(results, wants, strict=True)):
+        where = what if len(wants) == 1 else f"{what} output {i}"
+        if got.dtype is not dtype or got.shape != want.shape:
+            raise CheckError(f"{where}: {got.dtype} {tuple(got.shape)}, expected {dtype} {tuple(want.shape)}")
+        error = (got.double() - want).square().mean().sqrt().item()
+        size = want.square().mean().sqrt().item()
+        if size == 0:
+            raise VacuousCheck(f"{where}: the reference is zero everywhere; use other inputs")
+        if not error <= size / 4:
+            raise CheckError(f"{where}: off by {error:.3g} (rms) where the reference is {size:.3g}")
+        errors.append(max(error, torch.finfo(dtype).eps * size))
+    return errors
+
+
 def _bits(x: torch.Tensor) -> torch.Tensor:
     """The tensor as bytes, so that equal NaNs compare equal."""
     # Flat first: a single column counts as contiguous whatever its strides, and view() wants a last stride of 1.

@@ -7,12 +7,14 @@ from __future__ import annotations
 
 import argparse
 import difflib
+import gc
 import os
 import shlex
 import sys
 import time
 import traceback
 from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
 
 from harness.catalog import ROOT, CatalogError, Needs, Technique, Topic, read_technique, read_topic
@@ -209,6 +211,7 @@ def _run_one(technique: Technique, session, demo: Callable | None) -> None:
     """Run one technique; whatever goes wrong in it becomes its status, and the next one runs."""
     from harness.catalog import load_module
     from harness.compiler import settings_kept
+    from harness.faults import explain, where
     from harness.hardware import Skip
     from harness.report import say, technique_heading
 
@@ -235,16 +238,21 @@ def _run_one(technique: Technique, session, demo: Callable | None) -> None:
         say(console, f"SKIPPED: {skip}")
     except KeyboardInterrupt:
         raise
-    except torch.OutOfMemoryError as error:
-        record.status = "failed"
-        record.reason = f"out of GPU memory: {str(error).splitlines()[0]}; try --quick, or free the GPU"
     except BaseException as error:  # a technique must not end the run, not even by sys.exit
-        record.status, record.reason = "failed", f"{type(error).__name__}: {error}"
-        say(console, "".join(traceback.format_exception(error)), style="red")
+        known = explain(error)
+        record.status, record.reason = "failed", known or f"{type(error).__name__}: {error}"
+        if known:
+            say(console, f"FAILED: {known}", style="red")
+            for line in where(error):
+                say(console, f"  {line}", style="dim")
+        else:
+            say(console, "".join(traceback.format_exception(error)), style="red")
     finally:
         record.seconds = round(time.perf_counter() - started, 3)
         if session.device.type == "cuda":
-            torch.cuda.empty_cache()
+            gc.collect()  # a model in a cycle of references
+            with suppress(RuntimeError):  # a GPU that the technique has broken
+                torch.cuda.empty_cache()
 
 
 def doctor() -> int:

@@ -18,7 +18,7 @@ from collections.abc import Callable, Iterable
 from contextlib import nullcontext
 from dataclasses import asdict, dataclass, field
 
-from harness.check import CheckError, check, tensors_of
+from harness.check import CheckError, check, rms_errors, tensors_of
 from harness.hardware import Ceilings, Machine, enqueue_ms, gpu_ms, power_watch, whole_call_ms
 
 import torch
@@ -119,17 +119,6 @@ def is_compiled(fn: Callable) -> bool:
     return hasattr(fn, "_torchdynamo_orig_callable") or hasattr(fn, "_orig_mod")
 
 
-def _rms_errors(out, wants: tuple[torch.Tensor, ...]) -> list[float]:
-    """Root mean square of what each output is off; never below what its dtype cannot say anyway."""
-    return [
-        max(
-            (got.double() - want).square().mean().sqrt().item(),
-            torch.finfo(got.dtype).eps * want.square().mean().sqrt().item(),
-        )
-        for got, want in zip(tensors_of(out), wants, strict=True)
-    ]
-
-
 def check_variants(
     table: Comparison,
     variants: dict[str, Callable],
@@ -139,13 +128,15 @@ def check_variants(
     references: dict[str, Callable] | None = None,
     beside: float | None = None,
     cold: bool = False,
+    first_calls: dict[str, float] | None = None,
     **budget,
 ) -> None:
     """Check each variant against the float64 reference and note how long its first call took.
 
-    With `beside` a variant must also stay within that many times the baseline's own error (rms, per output), which is
-    what a network of many layers can be held to; the error of a row is then the fraction of that. With `cold` the
-    first call of each finds Inductor's and Triton's caches empty.
+    With `beside` there is no budget for each element, which does not fit a network of many layers: a variant must stay
+    within that many times the baseline's own error (rms, per output), and its row's error is the fraction of that.
+    With `cold` the first call of each finds Inductor's and Triton's caches empty. `first_calls` are seconds for the
+    variants whose first call the technique has timed itself, before.
 
     `references` holds the variants that need one of their own, because they draw random numbers of their own: each
     call of such a variant and of its reference finds torch's random state the same. The reference comes after the
@@ -159,27 +150,30 @@ def check_variants(
     references = references or {}
     if beside and next(iter(variants)) != table.baseline:
         raise ValueError(f"compare: beside={beside} needs the baseline first, got {list(variants)}")
+    if beside and set(budget) - {"dtype"}:
+        raise ValueError(
+            f"compare: beside={beside} takes the place of a budget; leave out {sorted(set(budget) - {'dtype'})}"
+        )
     allowed = None
     rewind = _random_state()
     want = reference(*inputs)
     for name, fn in variants.items():
-        seconds = last = None
+        seconds = None
 
         def call(*args, fn=fn):
-            nonlocal seconds, last
+            nonlocal seconds
             rewind()
             if seconds is not None:
-                last = fn(*args)
-                return last
+                return fn(*args)
             if torch.cuda.is_available():
                 torch.cuda.synchronize()  # the float64 reference may still be running
             with empty_cache() if cold else nullcontext():
                 started = time.perf_counter()
-                last = fn(*args)
+                out = fn(*args)
                 if torch.cuda.is_available():
                     torch.cuda.synchronize()
                 seconds = time.perf_counter() - started
-            return last
+            return out
 
         def own_reference(*args, call=call, name=name):
             call(*args)
@@ -189,16 +183,17 @@ def check_variants(
         wanted = own_reference if name in references else lambda *_: want
         what = f"{table.title} {table.case}: {name}"
         with progress(f"first call of {name}"):
-            error = check(call, wanted, *inputs, what=what, poison=is_ours(name) and not is_compiled(fn), **budget)
-        if beside:
-            errors = _rms_errors(last, tensors_of(want))
-            allowed = allowed or [beside * e for e in errors]
-            error = max(e / most for e, most in zip(errors, allowed, strict=True))
-            if error > 1:
-                raise CheckError(
-                    f"{what}: off by {error * beside:.1f} times what {table.baseline} is, {beside:g} allowed"
+            if beside:
+                errors = rms_errors(
+                    call(*inputs), tensors_of(wanted(*inputs)), what=what, dtype=budget.get("dtype", inputs[0].dtype)
                 )
-        table.rows.append(Row(name, is_ours(name), seconds, error))
+                allowed = allowed or [beside * e for e in errors]
+                error = max(e / most for e, most in zip(errors, allowed, strict=True))
+            else:
+                error = check(call, wanted, *inputs, what=what, poison=is_ours(name) and not is_compiled(fn), **budget)
+        if error > 1:  # check() raises by itself
+            raise CheckError(f"{what}: off by {error * beside:.1f} times what {table.baseline} is, {beside:g} allowed")
+        table.rows.append(Row(name, is_ours(name), (first_calls or {}).get(name, seconds), error))
 
 
 def time_variants(

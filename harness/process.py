@@ -4,7 +4,8 @@
         result = child.result()      # what child_cold handed to report()
         text = child.output()        # all that the process printed, its log messages too
 
-Only what the process is given steers it: torch's and Triton's own switches in the environment are not inherited.
+Only what the process is given steers it: torch's and Triton's own switches in the environment are not inherited. Where
+their caches are is inherited, like every other folder: a user chose it because the default cannot be written.
 """
 
 from __future__ import annotations
@@ -17,17 +18,19 @@ import subprocess
 import sys
 import threading
 import time
+import weakref
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 from harness.catalog import ROOT
 
 TIMEOUT_S = 120
-# Switches that change what a child shows. Where a toolkit or a library lies is no such switch.
+# Switches that change what a child shows. Where a toolkit, a library or a cache lies is no such switch.
 STEERING = re.compile(
-    r"TORCH_(LOGS|TRACE|COMPILE|SHOW|STANCE)|TORCHINDUCTOR_|TORCHDYNAMO_|TORCH_DYNAMO_|TORCH_FUNCTORCH|FORCE_DISABLE"
-    r"|TRITON_(?!.*_PATH$)|MLIR_|PYTORCH_(NO_CUDA_MEMORY_CACHING|CUDA_ALLOC_CONF|ALLOC_CONF)$"
+    r"TORCH_(LOGS|TRACE|COMPILE|SHOW|STANCE)|TORCHINDUCTOR_(?!CACHE_DIR$)|TORCHDYNAMO_|TORCH_DYNAMO_|TORCH_FUNCTORCH"
+    r"|FORCE_DISABLE|TRITON_(?!.*_PATH$|CACHE_DIR$|HOME$)|MLIR_"
+    r"|PYTORCH_(NO_CUDA_MEMORY_CACHING|CUDA_ALLOC_CONF|ALLOC_CONF)$"
 )
 
 
@@ -43,8 +46,9 @@ def report(**result) -> None:
 class Child:
     """function(*args) in a new process; the arguments as JSON. Leaving the `with` kills it and all that it started.
 
-    `before` is a tool that runs it, and `log` the file into which that tool writes: in one pipe, the lines of two
-    processes can cut each other in two. `env` are its switches.
+    `function` stands at the top level of its file, which the process loads. `before` is a tool that runs it, and `log`
+    the file into which that tool writes: in one pipe, the lines of two processes can cut each other in two. `env` are
+    its switches (None: without it), `timeout` the seconds that output() waits.
     """
 
     def __init__(
@@ -53,22 +57,27 @@ class Child:
         *args,
         before: tuple[str, ...] = (),
         log: Path | None = None,
-        env: dict[str, str] | None = None,
+        env: dict[str, str | None] | None = None,
         timeout: float = TIMEOUT_S,
     ) -> None:
         self.name, self.log, self.timeout, self.text = function.__name__, log, timeout, None
         file = str(Path(function.__code__.co_filename).resolve())
         path = os.pathsep.join(filter(None, (str(ROOT), os.environ.get("PYTHONPATH"))))
         inherited = {name: value for name, value in os.environ.items() if not STEERING.match(name)}
+        environment = {
+            name: value for name, value in {**inherited, "PYTHONPATH": path, **(env or {})}.items() if value is not None
+        }
         code = f"from harness.process import _child; _child({file!r}, {self.name!r}, {json.dumps(args)!r})"
         self.started = time.perf_counter()
-        with interrupts_held():  # Ctrl-C between starting and holding it would leave a child that nobody ends
+        with interrupts_held():  # Ctrl-C between starting it and knowing how to end it would leave it behind
             self.process = subprocess.Popen(
                 [*before, sys.executable, "-c", code],
                 stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True,
-                errors="replace", env=inherited | {"PYTHONPATH": path} | (env or {}),
+                errors="replace", env=environment,
                 start_new_session=True,  # a group of its own: a tool and the process it watches end together
             )  # fmt: skip
+            # Also when Ctrl-C comes in before the `with` has begun, and at the end of this process.
+            self._end = weakref.finalize(self, _end, self.process)
 
     def output(self) -> str:
         """All that it printed, once it has ended, and what is in its log."""
@@ -88,13 +97,19 @@ class Child:
         return self
 
     def __exit__(self, *exception) -> None:
-        if self.process.poll() is None:
-            os.killpg(self.process.pid, signal.SIGKILL)
-        self.process.wait()
-        self.process.stdout.close()
+        self._end()
+
+
+def _end(process: subprocess.Popen) -> None:
+    # The group outlives its first process as long as another one runs; macOS has no permission to kill the dead.
+    with suppress(ProcessLookupError, PermissionError):
+        os.killpg(process.pid, signal.SIGKILL)
+    process.wait()
+    process.stdout.close()
 
 
 def result_of(output: str) -> dict:
+    """What the process that printed this reported. Raises ChildFailed, with its last words, when it did not."""
     reported = re.findall(r"^result: (\{.*\})$", output, re.MULTILINE)
     if len(reported) != 1:
         raise ChildFailed(f"the process ended early; its last words:\n{output[-2000:]}")

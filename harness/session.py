@@ -146,6 +146,7 @@ class Harness:
         whole_calls: bool = False,
         beside: float | None = None,
         cold: bool = False,
+        first_calls: dict[str, float] | None = None,
         **budget,
     ) -> Comparison | None:
         """Check every variant against one float64 reference, then time them all; see harness.compare.
@@ -153,7 +154,8 @@ class Harness:
         A variant that draws its own random numbers has a reference of its own in `references`, under its name. That
         reference is called with torch's random state as the variant found it: what it draws is what the variant drew.
         `whole_calls` times calls as a caller in a loop sees them, the host's launching included. `beside` holds every
-        variant to that many times the baseline's own error. `cold` empties the compiler's caches for first calls.
+        variant to that many times the baseline's own error. `cold` empties the compiler's caches for first calls, and
+        `first_calls` (seconds) replaces those that the technique has timed itself.
         In the interpreter only the baseline and our own variants are checked and nothing is timed; with
         --check-only nothing is timed; with --profile each is warmed and then called once for the profiler.
         """
@@ -169,8 +171,9 @@ class Harness:
             self.say(f"profiled  {table.title}  {table.case}: {', '.join(variants)}")
             return None
         check_variants(
-            table, variants, reference, inputs, self.progress, references, beside=beside, cold=cold, **budget
-        )
+            table, variants, reference, inputs, self.progress, references,
+            beside=beside, cold=cold, first_calls=first_calls, **budget,
+        )  # fmt: skip
         if self.timing and not self.interpreted:
             with self.progress(f"timing {table.title} {table.case}"):
                 time_variants(table, variants, inputs, work, ceilings(), whole_calls)

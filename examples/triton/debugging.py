@@ -27,23 +27,19 @@ from __future__ import annotations
 import ctypes
 import inspect
 import io
-import json
 import os
 import pdb
 import re
 import shutil
-import signal
-import subprocess
-import sys
-import threading
-from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager
+from collections.abc import Callable
+from contextlib import ExitStack
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
-from harness import Harness, require_triton_device, run
+from harness import Harness, process, require_triton_device, run
 from harness.check import CheckError, check
 from harness.codegen import STAGES, compile_for, dump
+from harness.process import Child, ChildFailed, report
 
 import torch
 import triton
@@ -55,7 +51,6 @@ MAX_BLOCK = 16384
 N = BLOCK - 61  # the overrun, 61 float32 values, stays within the 256 guard bytes, and so off the heap of a CPU
 WIDE = 1 << 20  # a multiple of 16 elements, so that Triton may load 16 bytes at a time
 CHECKED = 32  # values that sqrt_checked is shown: one per thread of one warp
-TIMEOUT_S = 60
 
 
 class NothingFound(AssertionError):
@@ -160,10 +155,6 @@ def neighbour_overwritten(device: torch.device | str) -> int:
 # Processes: each runs one of these functions, with the switches of its tool, and ends with one line "result: {...}".
 
 
-def report(**result) -> None:
-    print(f"result: {json.dumps(result)}", flush=True)
-
-
 def child_checked() -> None:
     """On the GPU: what device_print prints, and what device_assert does under this process's TRITON_DEBUG."""
     y = sqrt_checked(squares().cuda())
@@ -231,72 +222,12 @@ def child_sanitized() -> None:
         report(twin_right=right, overrun_error=str(error).splitlines()[0])
 
 
-SWITCHES = (
-    "TRITON_INTERPRET", "TRITON_DEBUG", "TRITON_KERNEL_DUMP", "TRITON_DUMP_DIR", "TRITON_ALWAYS_COMPILE",
-    "TRITON_DISABLE_LINE_INFO", "MLIR_ENABLE_DUMP", "MLIR_DUMP_PATH", "PYTORCH_NO_CUDA_MEMORY_CACHING",
-    "PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_ALLOC_CONF",
-)  # fmt: skip
-
-
-class Child:
-    """One of the functions above in a process of its own. Leaving the `with` kills it and all that it started.
-
-    `before` is the tool that runs it, and `log` the file into which that tool writes: in one pipe, the lines of two
-    processes can cut each other in two.
-    """
-
-    def __init__(self, function: Callable, *before: str, log: Path | None = None, **switches: str) -> None:
-        self.name, self.log = function.__name__, log
-        root = str(Path(__file__).resolve().parents[2])
-        path = os.pathsep.join(filter(None, (root, os.environ.get("PYTHONPATH"))))
-        inherited = {name: value for name, value in os.environ.items() if name not in SWITCHES}
-        code = f"from examples.triton.debugging import {self.name}; {self.name}()"
-        self.process = subprocess.Popen(
-            [*before, sys.executable, "-c", code],
-            stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, errors="replace",
-            env=inherited | {"PYTHONPATH": path} | switches,
-            start_new_session=True,  # a group of its own: compute-sanitizer and the process it watches end together
-        )  # fmt: skip
-
-    def output(self) -> str:
-        """All that it printed, once it has ended, and what is in its log."""
-        try:
-            printed = self.process.communicate(timeout=TIMEOUT_S)[0]
-        except subprocess.TimeoutExpired:
-            raise TimeoutError(f"debugging: {self.name} has not ended after {TIMEOUT_S} s") from None
-        return printed + (self.log.read_text(errors="replace") if self.log and self.log.exists() else "")
-
-    def __enter__(self) -> Child:
-        return self
-
-    def __exit__(self, *exception) -> None:
-        if self.process.poll() is None:
-            os.killpg(self.process.pid, signal.SIGKILL)
-        self.process.wait()
-        self.process.stdout.close()
-
-
-@contextmanager
-def interrupts_held() -> Iterator[None]:
-    """Ctrl-C within waits for the end of it."""
-    if threading.current_thread() is not threading.main_thread():  # there Ctrl-C never arrives
-        yield
-        return
-    asked = []
-    before = signal.signal(signal.SIGINT, lambda *_: asked.append(True))
-    try:
-        yield
-    finally:
-        signal.signal(signal.SIGINT, before)
-    if asked:
-        raise KeyboardInterrupt
-
-
 def result_of(output: str) -> dict:
     """What the process reported. Raises NothingFound, with the end of its output, when it never came to that."""
-    reported = re.findall(r"^result: (\{.*\})$", output, re.MULTILINE)
-    require(len(reported) == 1, f"the process ended early; its last words:\n{output[-2000:]}")
-    return json.loads(reported[0])
+    try:
+        return process.result_of(output)
+    except ChildFailed as error:
+        raise NothingFound(str(error)) from None
 
 
 def require(found: bool, otherwise: str) -> None:
@@ -551,17 +482,17 @@ def demo(h: Harness) -> None:
     with ExitStack() as stack:
         folder = Path(stack.enter_context(TemporaryDirectory(prefix="triton-debugging-", ignore_cleanup_errors=True)))
 
-        def start(function: Callable, *before: str, log: Path | None = None, **switches: str) -> Child:
-            with interrupts_held():  # Ctrl-C between the two would leave a child that nobody ends
-                return stack.enter_context(Child(function, *before, log=log, **switches))
+        def start(function: Callable, before: tuple[str, ...] = (), log: Path | None = None, **switches: str) -> Child:
+            return stack.enter_context(Child(function, before=before, log=log, env=switches))
 
         def start_sanitized(log: Path, **switches: str) -> Child:
-            return start(
-                child_sanitized, sanitizer, "--tool", "memcheck", "--log-file", str(log), "--show-backtrace", "no",
+            tool = (
+                sanitizer, "--tool", "memcheck", "--log-file", str(log), "--show-backtrace", "no",
                 "--print-limit", "4096",  # all of them: who is to blame for each is asked
                 "--report-api-errors", "no",  # torch asks the driver things that may fail; these are no accesses
-                "--target-processes", "application-only", "--launch-timeout", "0", log=log, **switches,
+                "--target-processes", "application-only", "--launch-timeout", "0",
             )  # fmt: skip
+            return start(child_sanitized, tool, log, **switches)
 
         # All at once, and read in turn: most of the time of each is the import of torch.
         stepping = start(child_interpreted, TRITON_INTERPRET="1", TRITON_DEBUG="1")

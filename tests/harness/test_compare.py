@@ -1,8 +1,10 @@
 """Tables: every variant checked before any is timed, honest ratios, and nothing timed that has no speed."""
 
+import os
 import time
+from pathlib import Path
 
-from harness.check import CheckError
+from harness.check import CheckError, VacuousCheck
 from harness.compare import Comparison, Row, Work, _quantile, is_ours, time_variants
 from harness.hardware import Ceilings, interpreted
 from harness.session import Harness
@@ -170,6 +172,222 @@ def test_quantiles():
 def test_library_names(name):
     assert not is_ours(name)
     assert is_ours(f"triton like {name}")
+
+
+# --- tables of whole models
+
+
+def rounded(digits):
+    """x * 2, off by about as much as that many bits of it."""
+    return lambda x: (x.double() * 2 * (1 + torch.linspace(-1, 1, x.numel()).reshape(x.shape) * 2**-digits)).float()
+
+
+def test_beside_holds_each_to_the_baselines_own_error(timed):
+    timed.timing = False
+    x = torch.randn(64, 64)
+    variants = {"torch eager": rounded(12), "torch.compile": rounded(11.5), "better": rounded(14), "exact": rounded(60)}
+    table = timed.compare(variants, reference, x, baseline="torch eager", work=Work(), beside=2.0)
+    errors = {row.variant: row.error for row in table.rows}
+    assert errors["torch eager"] == pytest.approx(0.5)  # of what is allowed
+    assert errors["torch.compile"] == pytest.approx(0.5 * 2**0.5, rel=1e-3)
+    assert errors["better"] == pytest.approx(0.125, rel=1e-3)
+    assert 0 < errors["exact"] < 0.01  # one rounding to its dtype at least
+
+
+def test_beside_stops_what_is_further_off_and_names_it(timed):
+    x = torch.randn(64, 64)
+    variants = {"torch eager": rounded(12), "torch.compile": rounded(10)}
+    message = r"torch.compile: off by 4\.0 times what torch eager is, 2 allowed"
+    with pytest.raises(CheckError, match=message):
+        timed.compare(variants, reference, x, baseline="torch eager", work=Work(), beside=2.0)
+    assert not timed.record.comparisons
+
+
+@pytest.mark.parametrize(
+    ("wrong", "message"),
+    [
+        (torch.zeros_like, "off by"),
+        (lambda x: (x * 2).double(), "torch.float64"),
+        (lambda x: (x * 2)[:1], r"expected torch.float32 \(64, 64\)"),
+        (lambda x: torch.where(x > 2, torch.nan, x * 2), "off by nan"),
+        (lambda x: torch.where(x > 2, torch.inf, x * 2), "off by inf"),
+        (lambda x: (x * 2, x), "returned 2 tensors, expected 1"),
+    ],
+)
+@pytest.mark.parametrize("where", ["torch eager", "torch.compile"])
+def test_beside_refuses_what_no_error_describes(timed, wrong, message, where):
+    """In the baseline too, whose error would otherwise allow everything."""
+    x = torch.randn(64, 64)
+    variants = {"torch eager": rounded(12), "torch.compile": rounded(12)} | {where: wrong}
+    with pytest.raises(CheckError, match=rf"{where}.*{message}"):
+        timed.compare(variants, reference, x, baseline="torch eager", work=Work(), beside=2.0)
+
+
+def test_beside_is_told_what_it_needs(timed):
+    x = torch.randn(8, 8)
+    variants = {"torch.compile": rounded(12), "torch eager": rounded(12)}
+    with pytest.raises(ValueError, match=r"beside=2.0 needs the baseline first, got \['torch.compile', 'torch eager'"):
+        timed.compare(variants, reference, x, baseline="torch eager", work=Work(), beside=2.0)
+    with pytest.raises(ValueError, match=r"takes the place of a budget; leave out \['terms'\]"):
+        timed.compare(variants, reference, x, baseline="torch.compile", work=Work(), beside=2.0, terms=4)
+    with pytest.raises(VacuousCheck, match="zero everywhere"):
+        timed.compare(variants, reference, torch.zeros(8), baseline="torch.compile", work=Work(), beside=2.0)
+
+
+def test_beside_with_a_reference_of_its_own(timed):
+    timed.timing = False
+    x = torch.randn(64, 64)
+    variants = {"torch eager": lambda x: x * 2, "torch dropout": drop_half}
+    references = {"torch dropout": drop_half_reference}
+    table = timed.compare(
+        variants, reference, x, references=references, baseline="torch eager", work=Work(), beside=2.0
+    )
+    assert [row.error for row in table.rows] == [0.5, pytest.approx(0.5, rel=0.5)]
+
+
+def test_a_cold_first_call_finds_an_empty_cache_and_only_that(timed):
+    folders = []
+
+    def look(x):
+        folder = Path(os.environ.get("TORCHINDUCTOR_CACHE_DIR", "/nowhere"))
+        folders.append((folder, folder.is_dir() and not list(folder.iterdir())))
+        return x * 2
+
+    timed.timing = False
+    before = os.environ.get("TORCHINDUCTOR_CACHE_DIR")
+    variants = {"torch": look, "torch again": lambda x: look(x)}
+    options = {"baseline": "torch", "work": Work(), "beside": 2.0}
+    timed.compare(variants, reference, torch.randn(8, 8), cold=True, **options)
+    (one, empty), (other, also_empty) = folders
+    assert empty
+    assert also_empty
+    assert one != other  # each has one of its own
+    assert not one.exists()
+    assert os.environ.get("TORCHINDUCTOR_CACHE_DIR") == before
+    folders.clear()
+    timed.compare(variants, reference, torch.randn(8, 8), **options)
+    assert not any(empty for _, empty in folders)
+
+
+def test_first_calls_that_the_technique_timed_itself(timed):
+    timed.timing = False
+    variants = {"torch": lambda x: x * 2, "torch.compile": lambda x: x + x}
+    table = timed.compare(
+        variants, reference, torch.randn(8, 8), baseline="torch", work=Work(), first_calls={"torch.compile": 12.5}
+    )
+    assert table.rows[0].first_call_s < 5
+    assert table.rows[1].first_call_s == 12.5
+
+
+class _Limits:
+    """Ceilings without a GPU: 1 TB/s and 1 TFLOP/s."""
+
+    def copy_tbps(self):
+        return 1.0
+
+    def gemm_tflops(self, dtype):
+        return 1.0
+
+
+def test_work_in_steps_adds_up_and_so_do_the_floors():
+    steps = [(10**9, 0), (10**9, 3 * 10**9), (0, 10**9)]  # 1 ms; 3 ms, of which the bytes take 1; 1 ms
+    work = Work.in_steps(iter(steps), torch.bfloat16)
+    assert (work.bytes, work.flops, work.dtype) == (2 * 10**9, 4 * 10**9, torch.bfloat16)
+    assert work.floor_ms(_Limits()) == pytest.approx(5.0)
+    assert Work(work.bytes, work.flops, work.dtype).floor_ms(_Limits()) == pytest.approx(4.0)  # if they overlapped
+    assert Work.in_steps([], torch.float32).floor_ms(_Limits()) is None
+
+
+class OnGpu(torch.Tensor):
+    """What a table takes for a tensor on a GPU."""
+
+    is_cuda = True
+
+
+@pytest.fixture
+def fake_gpu(monkeypatch):
+    """A GPU of paper: fake_gpu({variant's result: (ms on the GPU, ms of a whole call, ms to launch)})."""
+    calls = []
+
+    def install(costs):
+        def timer(which, name):
+            def time(fn, *args, **kwargs):
+                calls.append(name)
+                ms = costs[fn()][which]
+                return ms if name == "launch" else [ms] * 3
+
+            return time
+
+        monkeypatch.setattr("harness.compare.gpu_ms", timer(0, "gpu"))
+        monkeypatch.setattr("harness.compare.whole_call_ms", timer(1, "whole"))
+        monkeypatch.setattr("harness.compare.enqueue_ms", timer(2, "launch"))
+        monkeypatch.setattr("harness.compare.power_watch", lambda: lambda: 0.0)
+        return calls
+
+    return install
+
+
+def paper_table(whole_calls):
+    table = Comparison("t", "c", "torch eager", [Row("torch eager", False, 0, 0), Row("torch.compile", False, 0, 0)])
+    variants = {"torch eager": lambda x: "eager", "torch.compile": lambda x: "compiled"}
+    x = torch.ones(2).as_subclass(OnGpu)
+    time_variants(table, variants, (x,), Work(bytes=10**9), _Limits(), whole_calls)
+    return table
+
+
+def test_whole_calls_are_timed_as_their_caller_waits(fake_gpu):
+    calls = fake_gpu({"eager": (2.0, 10.0, 9.5), "compiled": (2.0, 2.5, 0.5)})
+    whole = paper_table(True)
+    assert "gpu" not in calls
+    assert [row.ms for row in whole.rows] == [10.0, 2.5]
+    assert whole.rows[1].speedup == pytest.approx(4.0)
+    assert whole.rows[1].of_ceiling == pytest.approx(0.4)
+    assert [row.enqueue_us for row in whole.rows] == [9500, 500]
+    assert whole.notes == ["launch-bound: the host spends this share of the call on launching (torch eager 95%)"]
+    calls.clear()
+    gpu_alone = paper_table(False)
+    assert "whole" not in calls
+    assert gpu_alone.rows[1].speedup == pytest.approx(1.0)  # launching does not show, and is noted
+    assert gpu_alone.notes == [
+        "launch-bound, where nothing is queued before: the host takes longer than the GPU (torch eager 9500 us)"
+    ]
+
+
+def test_a_model_that_keeps_the_gpu_busy_gets_no_note(fake_gpu):
+    fake_gpu({"eager": (9.0, 10.0, 2.0), "compiled": (7.0, 8.0, 1.0)})
+    assert paper_table(True).notes == []
+
+
+def test_a_whole_call_is_a_batch_between_two_synchronizations(monkeypatch):
+    from harness.hardware import whole_call_ms
+
+    happened = []
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda: happened.append("wait"))
+
+    def fn():
+        happened.append("call")
+        time.sleep(0.002)
+
+    times = whole_call_ms(fn, budget=30)
+    assert len(times) == 3
+    assert all(ms >= 2 for ms in times)
+    batches = "".join(name[0] for name in happened).strip("w").split("ww")
+    assert batches[0] == "c"  # one to see how long it takes
+    assert len({len(batch) for batch in batches[1:]}) == 1
+    assert 1 <= len(batches[1]) <= 5
+    happened.clear()
+    whole_call_ms(lambda: time.sleep(0.02), budget=3)  # one call is longer than its share
+    assert happened == ["wait"] * 8
+
+
+def test_whole_calls_on_a_cpu_are_what_is_timed_anyway(timed):
+    x = torch.randn(64, 64)
+    table = timed.compare(
+        {"torch": lambda x: x * 2, "torch add": lambda x: x + x}, reference, x,
+        baseline="torch", work=Work(bytes=2 * x.nbytes), whole_calls=True,
+    )  # fmt: skip
+    assert all(row.ms > 0 and row.enqueue_us is None for row in table.rows)
+    assert table.notes == []
 
 
 @pytest.mark.gpu

@@ -1,11 +1,16 @@
 """The record: written whole, to whatever --json names, and never in place of something that is no file."""
 
+import io
 import os
+import re
 import subprocess
 import threading
 
 from harness.hardware import ceilings, machine
-from harness.report import RunRecord, git_state, load_record
+from harness.report import ExampleRecord, RunRecord, best_row, git_state, load_record, results_tables, show_summary
+
+import pytest
+from rich.console import Console
 
 
 def record():
@@ -57,3 +62,61 @@ def test_the_commit_of_a_copy_without_history_comes_from_the_environment(tmp_pat
     assert dirty is False
     (tmp_path / "file").write_text("2")
     assert git_state() == (commit, True)
+
+
+def row(variant, ms, ours=False, tbps=1.0, tflops=None):
+    return {
+        "variant": variant, "ours": ours, "ms": ms, "tbps": tbps, "tflops": tflops, "of_ceiling": 0.5,
+        "speedup": None if ms is None else 10 / ms,
+    }  # fmt: skip
+
+
+def table(*rows, baseline="torch eager"):
+    return {"title": "made", "case": "8x8", "baseline": baseline, "rows": list(rows)}
+
+
+EAGER = row("torch eager", 10)
+LIBRARY = table(EAGER, row("torch.compile", 5), row("CUDA graph", 4))
+
+
+@pytest.mark.parametrize(
+    ("rows", "best"),
+    [
+        (LIBRARY["rows"], "CUDA graph"),  # nothing of ours: the best of what is put next to the baseline
+        ([EAGER, row("torch.compile", 12)], "torch.compile"),  # even when it is slower
+        ([row("torch eager", 1), row("torch.compile", 5), row("triton", 9, ours=True)], "triton"),  # ours, if there is
+        ([EAGER, row("triton", 3, ours=True), row("triton two", 2, ours=True)], "triton two"),
+        ([EAGER], None),
+        ([], None),
+        ([EAGER, row("torch.compile", None)], None),  # not timed
+        ([EAGER, row("torch.compile", 5, tbps=None)], None),  # no work is counted: its times are those of launches
+        ([EAGER, row("torch.compile", 5, tbps=None, tflops=3.0)], "torch.compile"),
+        ([EAGER, row("torch.compile", 5), row("triton", None, ours=True)], None),
+    ],
+)
+def test_the_best_row_of_a_case(rows, best):
+    found = best_row(table(*rows))
+    assert (found and found["variant"]) == best
+
+
+def test_a_table_of_library_calls_is_put_next_to_its_baseline_alone(tmp_path, monkeypatch):
+    monkeypatch.setattr("harness.report.ROOT", tmp_path)
+    made = record()
+    ours = table(row("cuBLAS", 10), row("torch", 8), row("triton", 5, ours=True), baseline="cuBLAS")
+    example = ExampleRecord("modes", "passed", comparisons=[LIBRARY, ours])
+    made.examples.append(example)
+    made.save(tmp_path / "r.json")
+    lines = [line for line in results_tables(tmp_path).splitlines() if line.startswith("| modes")]
+    assert lines[0].endswith("| CUDA graph | 4.000 | 1.00 TB/s | 50.0% | 2.50x torch eager |")
+    assert lines[1].endswith("| triton | 5.000 | 1.00 TB/s | 50.0% | 2.00x cuBLAS, 1.60x torch |")
+
+
+def test_the_summary_shows_the_best_of_each_case():
+    made = record()
+    made.examples.append(ExampleRecord("modes", "passed", comparisons=[LIBRARY, table(EAGER)]))
+    console = Console(file=(said := io.StringIO()), width=200)
+    show_summary(console, made)
+    text = said.getvalue()
+    assert "the best of each case" in text
+    assert re.search(r"modes: made +8x8 +CUDA graph +4\.0000 +50\.0% +2\.50 +torch eager", text)
+    assert "PASSED  modes" in text

@@ -1,0 +1,114 @@
+"""Stances: what each does at each kind of call, the errors, and that the process is left under the one it had."""
+
+from harness.catalog import Needs
+from harness.compiler import settings, settings_kept
+from harness.session import Harness
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from rich.console import Console
+
+from examples.compiler import stances
+from examples.compiler.stances import STANCES, checked_stance, outcomes, serve
+
+
+def quiet(**options) -> Harness:
+    return Harness("test", Needs.parse("torch"), console=Console(quiet=True), timing=False, **options)
+
+
+@pytest.fixture
+def h():
+    yield quiet()
+    torch.compiler.reset()
+
+
+def test_demo(h):
+    with settings_kept("stances", seed=0):
+        stances.demo(h)
+    facts = h.record.facts
+    calls = facts["calls of a function warmed up"]
+    assert list(calls) == list(STANCES)
+    assert {name: row["new shape"] for name, row in calls.items()} == {
+        "default": "compiles", "force_eager": "eager", "eager_on_recompile": "eager", "fail_on_recompile": "error",
+        "eager_then_compile": "eager", "aot_eager_then_compile": "compiles (aot_eager)",
+    }  # fmt: skip
+    assert all(row["same shape"] == ("eager" if name == "force_eager" else "graph") for name, row in calls.items())
+    fresh = facts["calls of a function not compiled yet"]
+    assert fresh["eager_then_compile"] == dict(
+        zip(("first", "same shape", "new shape", "another"), ("eager", "compiles", "compiles", "graph"), strict=True)
+    )
+    assert facts["calls with 4, 5 and 6 rows"]["default"] == "compiles, compiles, graph"
+    assert facts["calls with 4, 5 and 6 rows"]["eager_then_compile"] == "eager, compiles, graph"
+    forced = facts["graphs under force_backend"]
+    assert forced["within"] == {"own": 0, "forced": 1}
+    assert forced["after"] == {"own": 1, "forced": 1}
+    assert "cannot have force_backend" in forced["with force_eager"]
+    assert "invalid torch.compile stance" in facts["a stance misspelt"]["first call"]
+    assert facts["a call while another thread is within force_eager"] == "runs in eager"
+    assert facts["graphs compiled by the warm-up"] == len(stances.BUCKETS)
+    assert facts["graphs compiled while serving"] == {"fail_on_recompile": 0, "eager_on_recompile": 0, "default": 1}
+    met = facts["requests that the warm-up did not foresee"]
+    assert all(told == "served" for what, told in met.items() if what.startswith("eager_on_recompile"))
+    assert "expected 32, actual 33" in met["fail_on_recompile, not padded"]
+    assert "stride mismatch" in met["fail_on_recompile, a transposed view"]
+    assert "grad_mode" in met["fail_on_recompile, no_grad forgotten"]
+    assert all(check["passed"] for check in h.record.checks)
+    assert len(h.record.checks) == 2 * 7 + 3
+    assert not any(what.startswith("ms ") for what in facts)  # nothing is timed here
+
+
+def test_a_second_run_says_the_same():
+    """torch's own memory of who was called once, kept by file and line, must not show."""
+    first, second = (outcomes("eager_then_compile", (4, 5, 6)) for _ in range(2))
+    assert first == second == ["eager", "compiles", "graph"]
+
+
+def test_torch_knows_these_stances_and_no_other(h):
+    compiled = torch.compile(lambda x: x + 1, backend="eager")
+    for stance in STANCES:
+        with torch.compiler.set_stance(stance):
+            if stance != "fail_on_recompile":
+                compiled(torch.ones(3))
+    with torch.compiler.set_stance("eager"), pytest.raises(RuntimeError, match=r"invalid torch\.compile stance"):
+        compiled(torch.ones(3))
+    with pytest.raises(ValueError, match=r"checked_stance: 'eager' is not one of default, force_eager, .*_compile"):
+        checked_stance("eager")
+
+
+@pytest.mark.parametrize("stance", STANCES)
+def test_the_stance_before_comes_back(stance):
+    before = settings()["stance"]
+    with checked_stance(stance):
+        assert settings()["stance"]["stance"] == stance
+    assert settings()["stance"] == before
+    with pytest.raises(KeyError), checked_stance(stance):
+        raise KeyError
+    assert settings()["stance"] == before
+
+
+@given(rows=st.integers(1, 32), width=st.integers(1, 5))
+def test_serve_any_batch(rows, width):
+    seen = []
+
+    def model(x):
+        seen.append(len(x))
+        return x * 2
+
+    x = torch.randn(rows, width)
+    torch.testing.assert_close(serve(model, x), x * 2, rtol=0, atol=0)
+    assert seen == [8 if rows <= 8 else 32]
+
+
+@pytest.mark.parametrize("buckets", [(), (8,), (4, 2)])
+def test_serve_says_what_does_not_fit(buckets):
+    with pytest.raises(ValueError, match=r"serve: 9 rows, but the buckets are .*; split the batch or add a larger one"):
+        serve(lambda x: x, torch.ones(9, 2), buckets)
+
+
+def test_profile_runs_nothing():
+    h = quiet(profile=True)
+    stances.demo(h)
+    assert not h.record.facts
+    assert not h.record.checks
