@@ -13,6 +13,7 @@ import shlex
 import sys
 import time
 import traceback
+import warnings
 from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
@@ -228,7 +229,10 @@ def _run_one(technique: Technique, session, demo: Callable | None) -> None:
             raise Skip(reason)
         demo = demo or load_module(technique.path).demo
         # The interpreter computes with numpy, which warns where a GPU makes a NaN.
-        with np.errstate(all="ignore"), settings_kept(technique.name, session.seed):
+        with np.errstate(all="ignore"), warnings.catch_warnings(), settings_kept(technique.name, session.seed):
+            # Inductor's advice at each compilation; TF32 is a technique of its own (numerics).
+            warnings.filterwarnings("ignore", message="TensorFloat32 tensor cores for float32 matrix multiplication")
+            warnings.filterwarnings("ignore", message=r"\s*Online softmax is disabled on the fly")
             demo(session)
         if not session.profile and not (record.checks or record.comparisons or record.codegen or record.facts):
             raise AssertionError("its demo(h) checked, compared and recorded nothing")

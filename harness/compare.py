@@ -238,10 +238,12 @@ def time_variants(
         table.notes.append(f"the power limit held the clocks down for {min(held, 1):.0%} of the time this table took")
     if whole_calls and on_gpu:
         busy = {row.variant: row.enqueue_us / row.ms / 1000 for row in table.rows}
-        if bound := [f"{name} {min(share, 1):.0%}" for name, share in busy.items() if share > 0.8]:
-            table.notes.append(
-                f"launch-bound: the host spends this share of the call on launching ({', '.join(bound)})"
-            )
+        bound = {name: min(share, 1) for name, share in busy.items() if share > 0.8}
+        told = ", ".join(f"{name} {share:.0%}" for name, share in bound.items())
+        if len(bound) > 4:  # one line that can be read
+            told = f"{len(bound)} of {len(busy)} variants: {min(bound.values()):.0%} to {max(bound.values()):.0%}"
+        if bound:
+            table.notes.append(f"launch-bound: the host spends this share of the call on launching ({told})")
         return
     if slow := [row for row in table.rows if row.enqueue_us and row.enqueue_us > row.ms * 1000]:
         hosts_say = ", ".join(f"{row.variant} {row.enqueue_us:.0f} us" for row in slow)

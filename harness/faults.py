@@ -31,8 +31,8 @@ def explain(error: BaseException) -> str | None:
     The texts are asked, not only the types: the error of a process of its own comes as that one's last words. What a
     technique says itself, by an AssertionError, needs no other words.
     """
-    if "already registered in mega-cache artifact factory" in str(error):  # torch 2.11, after its import has failed
-        return "torch.compile could not be loaded, for what the first technique that failed says"
+    if "already registered in mega-cache artifact factory" in str(error):
+        return _half_imported()
     if isinstance(error, AssertionError):
         return None
     for each in _chain(error):
@@ -40,6 +40,15 @@ def explain(error: BaseException) -> str | None:
             if said := look(each, str(each)):
                 return " ".join(said.split())
     return None
+
+
+def _half_imported() -> str:
+    """The compiler makes its cache while it is imported; when that fails, a second import fails in another way."""
+    try:
+        os.makedirs(os.environ.get("TORCHINDUCTOR_CACHE_DIR", tempfile.gettempdir()), exist_ok=True)
+    except OSError as error:
+        return _cache(error, str(error)) or str(error)
+    return "torch.compile could not be loaded, for what the first technique that failed says"
 
 
 def where(error: BaseException) -> list[str]:

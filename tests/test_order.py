@@ -4,6 +4,8 @@ A technique that leaves a setting changed fails by itself (harness.compiler.sett
 know, such as what the compiler remembers of a function, would show here: as another count, or another setting.
 """
 
+import re
+
 from harness.catalog import ROOT, load_module, topics
 from harness.process import Child, report
 
@@ -59,4 +61,4 @@ def test_the_order_of_techniques_changes_nothing():
         assert list(one["facts"]) == list(other["facts"])
         assert counts(one["facts"]) == counts(other["facts"]), name
         assert one["checks"] == other["checks"]
-    assert any(counts(list(each["facts"].values())) for each in forward["found"].values())
+        assert re.search(r"\d", str(counts(one["facts"]))), f"{name} counts nothing"

@@ -19,11 +19,12 @@ Run        python examples/compiler/large_models.py
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable
 from dataclasses import replace
 
 from harness import Harness, Work, run
-from harness.compiler import empty_compiler, wake_compiler, watch
+from harness.compiler import empty_cache, empty_compiler, wake_compiler, watch
 from harness.transformer import FORTY_BILLION, ONE_BILLION, SMALL, Block, Config, Transformer, pieces
 
 import torch
@@ -136,7 +137,8 @@ def one_size(h: Harness, name: str, model: Transformer, tokens: int, whole: bool
             if variant == EAGER:
                 fn(ids)
                 continue
-            with h.progress(f"{variant}, {case}"), watch() as seen:
+            # A folder each: the block's kernels are among those of the whole model.
+            with h.progress(f"{variant}, {case}"), empty_cache(), watch() as seen:
                 fn(ids)
                 if ids.is_cuda:
                     torch.cuda.synchronize()
@@ -146,7 +148,10 @@ def one_size(h: Harness, name: str, model: Transformer, tokens: int, whole: bool
                 "operations traced": sum(frame.graph_ops for frame in seen.frames),
             }  # fmt: skip
         if ids.is_cuda:
+            started = time.perf_counter()
             variants[CAPTURED] = Captured(variants[BLOCKS], ids)
+            torch.cuda.synchronize()
+            seconds[CAPTURED] = seconds[BLOCKS] + time.perf_counter() - started
         h.fact(f"{case}: compiling", facts)
         work = Work.in_steps(
             ((p.bytes, p.flops) for p in pieces(config, 1, tokens, dtype.itemsize) for _ in range(p.count)), dtype
@@ -171,17 +176,18 @@ def conclude(h: Harness, models: dict[str, dict]) -> None:
             )
         if name in CHAPTER and sizes:
             (low, high), (fast, slow) = CHAPTER[name]
-            measured = {case: round(max(row.speedup for row in one["rows"].values()), 2) for case, one in sizes.items()}
-            compiling = {
-                variant: round(one["rows"][variant].first_call_s, 1)
-                for one in sizes.values() for variant in (WHOLE, BLOCKS) if variant in one["rows"]
-            }  # fmt: skip
+            measured = {
+                f"measured, {case}": {
+                    variant: round(row.speedup, 2) for variant, row in one["rows"].items() if variant != EAGER
+                }
+                for case, one in sizes.items()
+            }
+            first = next(iter(sizes.values()))["rows"]  # the whole model is compiled for this size only
+            compiling = {variant: round(first[variant].first_call_s, 1) for variant in (WHOLE, BLOCKS)}
             h.fact(
                 f"{name}: the chapter's claims",
-                {
-                    "speed-up claimed": [low, high], "best measured": measured,
-                    "seconds of compiling claimed": [fast, slow], "measured": compiling,
-                },
+                {"speed-up claimed": [low, high]} | measured
+                | {"seconds of compiling claimed": [fast, slow], "seconds measured": compiling},
             )  # fmt: skip
 
 

@@ -189,17 +189,19 @@ def quiet() -> Iterator[list[str]]:
 def break_even(row, eager) -> str:
     if row.ms >= eager.ms:
         return f"never pays: {row.speedup:.2f}x"
-    return f"has paid after {row.first_call_s / (eager.ms - row.ms) * 1000:.0f} calls"
+    # A first call that found another mode's tuning in the folder would have been longer alone.
+    folder = next(together for together in FOLDERS if row.variant in together)
+    reused = folder[: folder.index(row.variant)]
+    note = f", on the tuning of {reused[0].removeprefix('torch.compile ')}" if reused else ""
+    return f"has paid after {row.first_call_s / (eager.ms - row.ms) * 1000:.0f} calls{note}"
 
 
 def explain(h: Harness, table, facts: dict) -> None:
     eager, rows = table.rows[0], table.rows[1:]
     graphs = [row.variant for row in rows if facts[row.variant].get("CUDA graphs")]
     if len(graphs) > 1 and facts[graphs[-1]]["extra MiB"] < facts[graphs[0]]["extra MiB"]:
-        first, last = facts[graphs[0]]["extra MiB"], facts[graphs[-1]]["extra MiB"]
-        h.say(
-            f"{graphs[-1]} took {last} MiB after {graphs[0]} took {first}: the graphs of one process share their memory"
-        )
+        first, last = facts[graphs[0]]["extra MiB"], max(0, facts[graphs[-1]]["extra MiB"])
+        h.say(f"{graphs[-1]} added {last} MiB to {graphs[0]}'s {first}: CUDA graphs of one process share their memory")
     if eager.enqueue_us:
         share = min(1.0, eager.enqueue_us / eager.ms / 1000)
         each = eager.enqueue_us / max(1, facts[EAGER]["kernels"])

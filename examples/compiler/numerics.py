@@ -251,20 +251,14 @@ def show_rounding(h: Harness) -> None:
         if "emulated error" in mine["sum"]:
             nearer = [n for n, e in mine.items() if e["emulated differs"] < e["compiled differs"]]
             h.say(f"{dtype}: emulate_precision_casts brings nearer to eager: {', '.join(nearer) or 'nothing here'}")
-
-
-def show_contraction(h: Harness) -> None:
-    """x * y + z with one rounding, by one instruction: on a GPU compiled code does so already, unless it emulates."""
-
-    def multiply_add(x: torch.Tensor, y: torch.Tensor, z: torch.Tensor) -> torch.Tensor:
-        return x * y + z
-
-    inputs = [h.randn(64, 1000) for _ in range(3)]
-    want, eager = multiply_add(*(t.double() for t in inputs)), multiply_add(*inputs)
-    got = h.compiled(multiply_add, options={"cpp.enable_floating_point_contract_flag": "fast"})(*inputs)
-    h.check(lambda *_: got, lambda *_: want, *inputs, what="contracted", poison=False)
-    facts = {"eager error": digits(off_by(eager, want)), "contracted error": digits(off_by(got, want))}
-    h.fact("x * y + z in float32", facts | {"contracted differs": digits(share_differing(got, eager))})
+    # A GPU has one instruction for it, which Triton uses unless it emulates; g++ is told to contract nothing.
+    entry = facts["float32 multiply-add"]
+    once = entry["compiled error"] < 0.9 * entry["eager error"]
+    emulated = f", and {entry['emulated differs']:.1%} when emulated" if "emulated differs" in entry else ""
+    h.say(
+        f"float32 x * y + z: {entry['compiled differs']:.1%} of the elements differ from eager's{emulated}; "
+        f"the error is that of {'one rounding, not two' if once else 'two roundings, as in eager'}"
+    )
 
 
 def show_batches(h: Harness) -> None:
@@ -344,8 +338,6 @@ def demo(h: Harness) -> None:
     show_precision(h)
     if not h.profile:
         show_rounding(h)
-        if h.device.type == "cpu":
-            show_contraction(h)
         show_batches(h)
     show_determinism(h)
     if not h.profile:

@@ -19,6 +19,7 @@ Run        python examples/compiler/recompilation.py
 
 from __future__ import annotations
 
+import itertools
 import re
 import types
 import warnings
@@ -27,7 +28,7 @@ from contextlib import nullcontext
 from dataclasses import dataclass, field
 
 from harness import Harness, Work, run
-from harness.compiler import guards, logs, watch
+from harness.compiler import guards, logs, wake_compiler, watch
 
 import torch
 import torch.nn.functional as F
@@ -355,7 +356,8 @@ def explore(h: Harness, x: torch.Tensor) -> dict[str, dict]:
             "forms after": {fix: found.graphs for fix, found in forms.items()},
             "eager calls after": {fix: found.eager_calls for fix, found in forms.items()},
         }
-        h.fact(name, table[name] | {"guards that failed": "; ".join(broken.reasons)})
+        more = [f"and {len(broken.reasons) - 3} more"] if len(broken.reasons) > 3 else []
+        h.fact(name, table[name] | {"guards that failed": "; ".join(broken.reasons[:3] + more)})
     return table
 
 
@@ -435,12 +437,13 @@ def chain_reference(x):
 
 
 EARLIER, VALUE = 0.5, 0.75  # exact in every dtype
+COPIES = itertools.count()
 
 
 def called_with(value, earlier: tuple = (), config: dict | None = None, **options) -> Callable:
     """chain(x, value), compiled for the `earlier` values first, within the first call. A limit is per code object,
-    whoever compiles it, so each gets a copy of its own."""
-    own = types.FunctionType(chain.__code__.replace(), chain.__globals__)
+    whoever compiles it, and which values have changed is remembered by name: so each gets a copy with its own."""
+    own = types.FunctionType(chain.__code__.replace(co_name=f"chain_{next(COPIES)}"), chain.__globals__)
     fn, ready = torch.compile(own, **options), False
 
     def call(x: torch.Tensor) -> torch.Tensor:
@@ -458,6 +461,7 @@ def called_with(value, earlier: tuple = (), config: dict | None = None, **option
 
 def cost(h: Harness, x: torch.Tensor) -> None:
     """A call once all forms exist: of a form per value, of the dynamic form, with a tensor, and past the limit."""
+    wake_compiler(h.device)
     torch.compiler.reset()
     past = "torch.compile, past the limit"
     variants = {
@@ -470,7 +474,7 @@ def cost(h: Harness, x: torch.Tensor) -> None:
     with logs():  # that the limit was hit is what is shown
         table = h.compare(
             variants, chain_reference, x, baseline="torch eager", work=Work(bytes=2 * x.nbytes),
-            title="one function", whole_calls=True, **BUDGET,
+            title="one function", whole_calls=True, cold=True, **BUDGET,
         )  # fmt: skip
     torch.compiler.reset()
     if table is None:

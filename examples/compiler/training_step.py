@@ -1,10 +1,10 @@
 """A training step: what AOTAutograd traces and saves, what a memory budget costs, and what a compiled optimizer adds.
 
 Technique  torch.compile of a model that trains traces forward and backward into one joint graph, and cuts it in two.
-           Where it cuts decides which activations wait in memory for backward: the default partitioner keeps what
-           autograd would, the min-cut partitioner (Inductor's) keeps less and recomputes what is cheap, and an
-           activation memory budget below 1 recomputes matrix products too. The optimizer is compiled apart: its loop
-           over all parameters becomes a few kernels, once its learning rate is a tensor.
+           Where it cuts decides which activations wait in memory for backward: the default partitioner keeps all that
+           the traced backward uses, the min-cut partitioner (Inductor's) keeps less and recomputes what is cheap, and
+           an activation memory budget below 1 recomputes matrix products too. The optimizer is compiled apart: its loop
+           over all parameters becomes a few kernels, for every step of a scheduler if its learning rate is a tensor.
 Question   Which part of a training step does the compiler speed up, and what does it do to its memory?
 Needs      torch
 Shapes     tokens [batch, n + 1] int64 -> the loss of each next token, [batch, n] float32. n is at most max_tokens.
@@ -27,6 +27,7 @@ from collections.abc import Callable, Iterable
 from dataclasses import asdict, replace
 
 from harness import Harness, Work, run
+from harness.check import CheckError, VacuousCheck
 from harness.compiler import kernels_run, logs, splits, watch
 from harness.transformer import TINY, Config, Transformer
 
@@ -39,6 +40,7 @@ from torch import nn
 LARGE = Config(width=2048, layers=2, heads=16, kv_heads=4, hidden=5632, vocab=8192)  # 107 million
 BUDGETS = (1.0, 0.5, 0.2, 0.0)
 LR, STEPS = 5e-5, 4
+NEAR = 4  # times eager's own error, after some steps
 EAGER = "torch eager, fused AdamW"
 ADAMW_BYTES = (
     28  # for each float32 parameter: it, its gradient and two moments are read, and all but the gradient written
@@ -232,6 +234,10 @@ def show_gradients(h: Harness, model: LanguageModel, tokens: torch.Tensor) -> No
     for row in table.rows[1:] if h.timing else []:
         memory = f", {peaks[row.variant] / peaks['torch eager']:.2f}x its memory at the peak" if tokens.is_cuda else ""
         h.say(f"{row.variant}: {against(row.speedup)} eager{memory}")
+    if tokens.is_cuda:
+        lowest, last = min(peaks, key=peaks.get), next(reversed(peaks))
+        if lowest != last:
+            h.say(f"to save less is not always to need less: the lowest peak is that of {lowest}, not of {last}")
 
 
 def show_steps(h: Harness, trainers: dict[str, Trainer], exact: Trainer, sizes: list[torch.Tensor]) -> None:
@@ -252,17 +258,20 @@ def show_steps(h: Harness, trainers: dict[str, Trainer], exact: Trainer, sizes: 
         return
     tokens = sizes[-1]
     exact_first, want = exact.after(0, tokens), exact.after(STEPS, tokens)
+    moved = (want - exact_first).square().mean().sqrt().item()
     losses = {"float64": {"first": exact_first.mean().item(), "last": want.mean().item(), "rms off": 0.0}}
     for name, trainer in trainers.items():
         first, got = trainer.after(0, tokens), trainer.after(STEPS, tokens)
         off = (got - want).square().mean().sqrt().item()
         losses[name] = {"first": first.mean().item(), "last": got.mean().item(), "rms off": off}
-        # Errors grow from step to step, so what a compiled step may be off follows from eager's own: 16 times its rms.
-        acc = max(losses[EAGER]["rms off"] / want.square().mean().sqrt().item(), 2**-19)
-        h.check(
-            lambda *_, got=got: got, lambda *_: want, tokens, what=f"losses after {STEPS} steps: {name}", poison=False,
-            dtype=torch.float32, acc=acc,
-        )  # fmt: skip
+        # Errors grow from step to step, so what a compiled step may be off follows from eager's own.
+        allowed = NEAR * max(losses[EAGER]["rms off"], 2**-22 * want.square().mean().sqrt().item())
+        if not allowed < moved:
+            raise VacuousCheck(
+                f"losses after {STEPS} steps: {allowed:.3g} (rms) allowed, but no step at all is only {moved:.3g} off"
+            )
+        if not off <= allowed:
+            raise CheckError(f"losses after {STEPS} steps: {name} is off by {off:.3g} (rms), {allowed:.3g} allowed")
     told = {name: {key: float(f"{value:.6g}") for key, value in each.items()} for name, each in losses.items()}
     h.fact(f"mean loss, and after {STEPS} steps", told)
 
@@ -304,7 +313,7 @@ def show_scheduler(h: Harness) -> None:
 
 
 def against(speedup: float) -> str:
-    return f"{speedup:.2f}x the speed of" if speedup >= 1 else f"slower, {speedup:.2f}x the speed of"
+    return f"{'slower, ' if round(speedup, 2) < 1 else ''}{speedup:.2f}x the speed of"
 
 
 def case_of(tokens: torch.Tensor) -> str:

@@ -3,9 +3,10 @@
 Technique  A call takes as long as the slower of two: the host, which launches kernels, and the GPU, which runs them.
            The GPU's part is a sum over kernels of the slower of moving their bytes and doing their arithmetic, and of
            a fixed cost each. So three things are enough to predict what a compiler can change: what the host and each
-           kernel cost at no work (measured on a twin: the same model, so narrow that it does nothing else), the
-           bytes and FLOPs of each step (counted: what eager's operations read and write, and what is left when all
-           between the matrix products is fused), and the rates of this machine (measured: copy and matrix product).
+           kernel cost at no work (measured on a twin: the same model, so narrow that it does nothing else; on a GPU
+           its host's speed again beside each size), the bytes and FLOPs of each step (counted: what eager's operations
+           read and write, and what is left when all between the matrix products is fused), and the rates of this
+           machine (measured: copy and matrix product).
            Where the prediction says 1.0x, compile time is lost: at the compute-bound end the library's matrix products
            take nearly all of the time, compiled or not. And one operation by itself is slower compiled.
 Question   What will torch.compile give this model at this size, and can that be known before trying?
@@ -54,6 +55,7 @@ class Rates:
     flops: float
     host: dict[bool, dict[str, float]]  # by whether there are several tokens
     fixed: dict[bool, dict[str, float]]
+    eager_twin: Callable[[bool], float] | None = None  # ms of the eager twin, measured again
 
 
 class EagerWork(TorchDispatchMode):
@@ -65,7 +67,7 @@ class EagerWork(TorchDispatchMode):
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         out = func(*args, **(kwargs or {}))
-        if func.is_view or func is torch.ops.aten._unsafe_view.default:
+        if func.is_view or func in (torch.ops.aten._unsafe_view.default, torch.ops.aten.empty_like.default):
             return out
         tensors = [x for x in tree_leaves((args, kwargs or {}, out)) if isinstance(x, torch.Tensor)]
         flops = 0
@@ -77,14 +79,18 @@ class EagerWork(TorchDispatchMode):
         return out
 
 
-class _AttentionIsOneStep(TorchFunctionMode):
-    """On the meta device attention would fall apart into the matrix products that no device runs."""
+class _OneStep(TorchFunctionMode):
+    """What the meta device takes apart and eager does not: attention anywhere, and RMSNorm on a GPU (one kernel)."""
 
-    def __init__(self, work: EagerWork) -> None:
+    def __init__(self, work: EagerWork, on_gpu: bool) -> None:
         super().__init__()
-        self.work = work
+        self.work, self.on_gpu = work, on_gpu
 
     def __torch_function__(self, func, types, args=(), kwargs=None):
+        if func is F.rms_norm and self.on_gpu:
+            x, weight = args[0], kwargs["weight"]
+            self.work.steps.append(((2 * x.numel() + weight.numel()) * x.element_size(), 0))
+            return torch.empty_like(x)
         if func is not F.scaled_dot_product_attention:
             return func(*args, **(kwargs or {}))
         q, k, v = args[:3]
@@ -94,12 +100,14 @@ class _AttentionIsOneStep(TorchFunctionMode):
         return torch.empty_like(q)
 
 
-def eager_steps(config: Config, batch: int, tokens: int, dtype: torch.dtype) -> list[tuple[int, int]]:
+def eager_steps(
+    config: Config, batch: int, tokens: int, dtype: torch.dtype, on_gpu: bool = False
+) -> list[tuple[int, int]]:
     """(bytes, FLOPs) of each operation of an eager forward pass, from running it without data."""
     with torch.device("meta"):
         model = Transformer(config).to(dtype)
         ids = torch.zeros(batch, tokens, dtype=torch.int64)
-    with EagerWork() as work, _AttentionIsOneStep(work), torch.no_grad():
+    with EagerWork() as work, _OneStep(work, on_gpu), torch.no_grad():
         model(ids)
     return work.steps
 
@@ -109,12 +117,15 @@ def fused_steps(config: Config, batch: int, tokens: int, dtype: torch.dtype) -> 
     return [(p.bytes, p.flops) for p in pieces(config, batch, tokens, dtype.itemsize) for _ in range(p.count)]
 
 
-def predict(variant: str, steps: list[tuple[int, int]], rates: Rates, several: bool) -> float:
-    """Milliseconds of a call: the slower of host and GPU. Raises ValueError for rates that are not positive."""
+def predict(variant: str, steps: list[tuple[int, int]], rates: Rates, several: bool, host_slower: float = 1.0) -> float:
+    """Milliseconds of a call: the slower of host and GPU. Raises ValueError for rates that are not positive.
+
+    `host_slower` is how many times as long the host takes now as when the twin was measured.
+    """
     if rates.bytes <= 0 or rates.flops <= 0:
         raise ValueError(f"predict: {rates.bytes} bytes and {rates.flops} FLOPs a ms; pass measured, positive rates")
     work = sum(max(moved / rates.bytes, flops / rates.flops) for moved, flops in steps)
-    return max(rates.host[several][variant], rates.fixed[several][variant] + work)
+    return max(host_slower * rates.host[several][variant], rates.fixed[several][variant] + work)
 
 
 def twin(config: Config) -> Config:
@@ -158,15 +169,15 @@ def measure_rates(h: Harness, config: Config, dtype: torch.dtype) -> Rates:
         moved = 2 * source.nbytes / call_ms(lambda: target.copy_(source), on_gpu)
     small = Transformer.random(twin(config), h.device, dtype, h.seed)
     h.fact("measured", {"TB/s": round(moved / 1e9, 3), "TFLOP/s": round(flops / 1e9, 3)})
-    rates = Rates(moved, flops, {}, {})
-    for several in (False, True):
-        ids = h.randint(small.config.vocab, 1, 16 if several else 1)
+    tokens = {several: h.randint(small.config.vocab, 1, 16 if several else 1) for several in (False, True)}
+    rates = Rates(moved, flops, {}, {}, lambda several: call_ms(lambda: small(tokens[several]), on_gpu))
+    for several, ids in tokens.items():
         took = {name: call_ms(settled(fn, ids), on_gpu) for name, fn in variants_of(small).items()}
         rates.host[several], rates.fixed[several] = took, dict(took)
         if on_gpu:  # without a graph the twin's time is the host's; its kernels, one for one, take what a graph's do
             per_kernel = took[REDUCE] / len(fused_steps(small.config, *ids.shape, dtype))
             rates.fixed[several][DEFAULT] = took[REDUCE]
-            rates.fixed[several][EAGER] = per_kernel * len(eager_steps(small.config, *ids.shape, dtype))
+            rates.fixed[several][EAGER] = per_kernel * len(eager_steps(small.config, *ids.shape, dtype, on_gpu))
         else:  # who launches is who computes
             rates.host[several] = dict.fromkeys(took, 0.0)
         costs = {
@@ -194,9 +205,13 @@ def demo(h: Harness) -> None:
         model = Transformer.random(config, h.device, dtype, h.seed)
         seen = []
         for batch, tokens in cases:
+            # A host that others use too changes its speed within minutes: the eager twin tells, before and after.
+            several, again = batch * tokens > 1, on_gpu and h.timing and not h.profile
+            before = rates.eager_twin(several) if again else 0.0
             table = one_size(h, model, batch, tokens)
             if table and table.rows[0].ms:
-                seen.append(compare_with_prediction(h, table, config, batch, tokens, dtype, rates))
+                slower = (before + rates.eager_twin(several)) / 2 / rates.host[several][EAGER] if again else 1.0
+                seen.append(compare_with_prediction(h, table, config, batch, tokens, dtype, rates, slower))
         if seen:
             conclude(h, seen)
     one_operation(h)
@@ -212,14 +227,15 @@ def one_size(h: Harness, model: Transformer, batch: int, tokens: int):
     )  # fmt: skip
 
 
-def compare_with_prediction(h: Harness, table, config, batch, tokens, dtype, rates: Rates) -> dict:
-    eager, fused = eager_steps(config, batch, tokens, dtype), fused_steps(config, batch, tokens, dtype)
+def compare_with_prediction(h: Harness, table, config, batch, tokens, dtype, rates: Rates, slower: float) -> dict:
+    eager = eager_steps(config, batch, tokens, dtype, h.device.type == "cuda")
+    fused = fused_steps(config, batch, tokens, dtype)
     row = {row.variant: row for row in table.rows}
     several = batch * tokens > 1
-    predicted = {name: predict(name, eager if name == EAGER else fused, rates, several) for name in row}
+    predicted = {name: predict(name, eager if name == EAGER else fused, rates, several, slower) for name in row}
     moving, computing = (sum(step[i] for step in fused) / rate for i, rate in ((0, rates.bytes), (1, rates.flops)))
     bound = "compute-bound" if computing > moving else "bandwidth-bound"
-    if rates.host[several][EAGER] > max(computing, moving):
+    if slower * rates.host[several][EAGER] > max(computing, moving):
         bound = f"launch-bound, {bound} once launches are gone"
     shown = {
         name: {

@@ -128,6 +128,16 @@ def test_what_is_not_known_is_not_explained(error):
     assert explain(cause(error)) is None or isinstance(error, CheckError)
 
 
+def test_a_compiler_that_is_imported_again_after_its_import_has_failed(monkeypatch, tmp_path):
+    error = AssertionError("Artifact of type=precompile already registered in mega-cache artifact factory")
+    monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path / "cache"))
+    assert "the first technique that failed says" in explain(error)
+    (tmp_path / "file").write_text("")
+    monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path / "file" / "cache"))
+    assert "Not a directory" in explain(error)
+    assert "set TORCHINDUCTOR_CACHE_DIR to a folder" in explain(error)
+
+
 def test_a_circle_of_causes_ends():
     one, two = ValueError("one"), ValueError("two")
     one.__cause__, two.__cause__ = two, one

@@ -152,7 +152,7 @@ def test_a_machine_without_a_compiler_is_told_so(h, tmp_path, monkeypatch):
 
 def canned(tmp_path):
     """A run's processes as they end on a CPU, and the files that they leave."""
-    row = {"imports s": 1.5, "first call s": 0.5, "process s": 4.0}
+    row = {"imports s": 1.5, "first call s": 0.5, "process s": 4.0, "files": {"cache": 3, "cache-triton": 0}}
     rows = {
         "cold": row | {"network": MISS, "product": MISS, "built": 2, "saved": {"inductor": 2}},
         "warm folder": row | {"network": HIT, "product": HIT, "built": 0},
@@ -255,6 +255,6 @@ def test_a_gpu_builds_nothing_again(h):
     with settings_kept("caching", 0):
         caching.demo(h)
     rows = h.record.facts["processes"]
-    assert rows["cold"]["Triton kernels built"] > 0
-    assert rows["warm folder"]["Triton kernels built"] == rows["mega-cache"]["Triton kernels built"] == 0
-    assert h.record.facts["mega-cache"]["images of machine code"] >= rows["cold"]["Triton kernels built"]
+    assert rows["cold"]["cubins built"] > 0
+    assert rows["warm folder"]["cubins built"] == rows["mega-cache"]["cubins built"] == 0
+    assert h.record.facts["mega-cache"]["images of machine code"] >= rows["cold"]["cubins built"]

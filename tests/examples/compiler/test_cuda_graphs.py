@@ -137,7 +137,7 @@ def test_small_helpers():
 
 class Row:
     def __init__(self, ms: float, speedup: float) -> None:
-        self.ms, self.speedup = ms, speedup
+        self.ms, self.speedup, self.enqueue_us = ms, speedup, 900 * ms
 
 
 @pytest.mark.parametrize(("replayed_us", "verdict"), [(100, "confirmed"), (600, "not here")])
@@ -150,7 +150,9 @@ def test_the_verdict_follows_the_numbers(h, monkeypatch, replayed_us, verdict):
     explain(h, rows, work)
     assert f"launch gaps: {verdict}." in said[0]
     assert f"500 us launched one by one, {replayed_us} us replayed ({500 / replayed_us:.1f}x)" in said[0]
+    assert f"the graph is {300 / replayed_us:.1f}x" in said[1]
     assert "reduce-overhead loses" in said[-1]
+    assert "it runs 1 more" in said[-1]
 
 
 @pytest.mark.gpu
