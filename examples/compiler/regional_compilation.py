@@ -337,7 +337,7 @@ def demo(h: Harness) -> None:
     gpu = h.machine.mode == "gpu"
     config = h.pick(quick=TINY, full=ONE_BILLION if gpu else SMALL)
     dtype = torch.bfloat16 if gpu else torch.float32
-    few, many = h.pick(quick=(2, 6), full=(4, 16) if gpu else (2, 12))
+    few, many = h.pick(quick=(2, 4), full=(4, 16) if gpu else (2, 12))
     many = max(few + 1, h.fit(many, bytes_each=2 * config.block_parameters * dtype.itemsize))
     tokens = h.randint(config.vocab, 1, h.pick(quick=64, full=128))
 
