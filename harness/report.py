@@ -317,7 +317,7 @@ def results_tables(folder: Path) -> str:
         for example in record["examples"]:
             for table in example["comparisons"]:
                 if best := best_row(table):
-                    rate = f"{best['tflops']:.0f} TFLOP/s" if best["tflops"] else f"{best['tbps']:.2f} TB/s"
+                    rate = _nearer_rate(best, m["ceilings"])
                     ceiling = f"{best['of_ceiling']:.1%}" if best["of_ceiling"] else ""
                     others = [(row, best["speedup"] / row["speedup"]) for row in _beside(table, best)]
                     versus = ", ".join(f"{ratio:.2f}x {row['variant']}" for row, ratio in others)
@@ -325,6 +325,16 @@ def results_tables(folder: Path) -> str:
                     lines.append(f"| {name} | {case} | {variant} | {best['ms']:.3f} | {rate} | {ceiling} | {versus} |")
         parts.append("\n".join(lines) + "\n")
     return "\n".join(parts).rstrip()
+
+
+def _nearer_rate(row: dict, ceilings: dict) -> str:
+    """The rate of a row that is nearer to its ceiling: of matrices of one column that is the memory's."""
+    moving, computing = row["tbps"] or 0.0, row["tflops"] or 0.0
+    fastest = max(ceilings["gemm_tflops"].values(), default=0.0)
+    memory = moving / ceilings["copy_tbps"] if ceilings["copy_tbps"] else 1.0
+    if computing and (not fastest or computing / fastest >= memory):
+        return f"{computing:.0f} TFLOP/s"
+    return f"{moving:.2f} TB/s" if moving else f"{computing:.0f} TFLOP/s"
 
 
 def label(technique: str, title: str) -> str:

@@ -5,7 +5,7 @@ Technique  A compiled function rounds elsewhere than eager: fused operations kee
            That is often nearer to float64, and seldom equal to eager bit for bit; a switch reproduces eager's
            roundings. What torch is told about TF32, deterministic algorithms and random numbers holds for compiled code
            as well, which is compiled again where it depends on that setting.
-Question   Are compiled results worse than eager's, why do they differ, and which settings make them repeat?
+Question   Are compiled results worse than eager's, why do they differ, and which settings give the same bits again?
 Needs      torch
 Shapes     x, residual [rows, cols], vector [cols], weight [cols, cols]; tokens [batch, tokens] int64 for the model;
            values [rows, cols] added to the rows of a smaller matrix that an index [rows] names.
