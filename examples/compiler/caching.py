@@ -137,9 +137,10 @@ def child_compile(inputs: str, out: str | None, save: str | None = None, load: s
 
     result = {"imports s": round(time.perf_counter() - started, 2)}
     x, *weights = torch.load(inputs, map_location="cuda" if torch.cuda.is_available() else "cpu")
+    saved = Path(load).read_bytes() if load else b""
     if load:
         started = time.perf_counter()
-        info = torch.compiler.load_cache_artifacts(Path(load).read_bytes())
+        info = torch.compiler.load_cache_artifacts(saved)
         result |= {"load s": round(time.perf_counter() - started, 2), "loaded": counts_of(info)}
     before = machine_code()
     try:
@@ -151,10 +152,8 @@ def child_compile(inputs: str, out: str | None, save: str | None = None, load: s
         report(**said_by(error))
         return
     result |= {"first call s": round(seen.seconds, 2), "network": found(seen), "product": found(second)}
-    # Files, not torch's counts of kernels: a cache that hits adds to those what it counted when it was filled. What it
-    # wrote for Triton itself, where Triton had nothing, was not built.
-    unpacked = seen.counters.get("inductor", {}).get("triton_bundler_read_and_emit_kernel", 0)
-    result["built"] = machine_code() - before - unpacked
+    # What came out of the saved bytes was written to the folder, too, and not built.
+    result["built"] = sum(path.read_bytes() not in saved for path in machine_code() - before)
     if out:
         torch.save(y, out)
     if save:
@@ -176,11 +175,11 @@ def counts_of(info) -> dict[str, int]:
     return {kind: len(keys) for kind, keys in info.artifacts.items()}
 
 
-def machine_code() -> int:
+def machine_code() -> set[Path]:
     """Shared libraries of CPU kernels and cubins of Triton's (one for each form tried) in this process's caches."""
     folders = [os.environ.get(name) for name in ("TORCHINDUCTOR_CACHE_DIR", "TRITON_CACHE_DIR")]
     kinds = ("*.main.so", "*.cubin")
-    return len({path for folder in folders if folder for kind in kinds for path in Path(folder).rglob(kind)})
+    return {path for folder in folders if folder for kind in kinds for path in Path(folder).rglob(kind)}
 
 
 def child_folder(good: str) -> None:
