@@ -291,7 +291,7 @@ def logs(**artifacts) -> Iterator[list[tuple[str, str]]]:
     """Switch torch's log artifacts on and collect them as (artifact, text): logs(recompiles=True) as lines.
 
     Only these, whatever TORCH_LOGS says, and torch's warnings with them; afterwards all is logged as before. Raises
-    ValueError, by torch, for a name that is no artifact.
+    TypeError, by torch, for a name that is no artifact.
     """
     from torch._logging import _internal, set_logs
 

@@ -45,7 +45,7 @@ def explain(error: BaseException) -> str | None:
 def _half_imported() -> str:
     """The compiler makes its cache while it is imported; when that fails, a second import fails in another way."""
     try:
-        os.makedirs(os.environ.get("TORCHINDUCTOR_CACHE_DIR", tempfile.gettempdir()), exist_ok=True)
+        os.makedirs(os.environ.get("TORCHINDUCTOR_CACHE_DIR") or tempfile.gettempdir(), exist_ok=True)
     except OSError as error:
         return _cache(error, str(error)) or str(error)
     return "torch.compile could not be loaded, for what the first technique that failed says"
