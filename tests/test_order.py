@@ -1,6 +1,6 @@
 """The techniques of the torch.compile topic, in two orders in one process each: neither finds the other's traces.
 
-A technique that leaves a setting changed fails by itself (harness.compiler.settings_kept). What settings_kept does not
+A technique that leaves a setting changed fails by itself (harness.settings.settings_kept). What settings_kept does not
 know, such as what the compiler remembers of a function, would show here: as another count, or another setting.
 """
 
@@ -28,8 +28,8 @@ def counts(value):
 
 def child_in_order(names):
     """Runs in a process of its own: these techniques, one after the other, and the settings around each."""
-    from harness.compiler import settings, settings_kept
     from harness.session import Harness
+    from harness.settings import settings, settings_kept
 
     from rich.console import Console
 

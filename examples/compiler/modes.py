@@ -114,7 +114,7 @@ def start(fn: Callable, tokens: torch.Tensor) -> dict:
     metrics.reset()
     with watch() as seen:
         times = first_calls(fn, tokens)
-    facts = {"first call s": round(times[0] / 1000, 2), "calls until stable": calls_until_stable(times)}
+    facts = {"first call s": float(f"{times[0] / 1000:.3g}"), "calls until stable": calls_until_stable(times)}
     facts["calls ms"] = [round(ms, 2) for ms in times[1:]]
     inductor = seen.counters.get("inductor", {})
     if tokens.is_cuda:

@@ -26,6 +26,7 @@ Run        python examples/triton/custom_op.py
 from collections.abc import Callable
 
 from harness import Harness, Work, require_triton_device, run
+from harness.compiler import kernels_run
 
 import torch
 import torch.nn.functional as F
@@ -257,22 +258,6 @@ def graphs_for(h: Harness, name: str, fn, backend: str, cases: list) -> int:
     return counter.frame_count
 
 
-def kernels_of(fn, *inputs) -> list[str]:
-    """Names of the kernels that one call of fn runs on the GPU, in their order."""
-    from torch.profiler import ProfilerActivity, profile
-
-    fn(*inputs)  # compiled by now
-    torch.cuda.synchronize()
-    with profile(activities=[ProfilerActivity.CPU, ProfilerActivity.CUDA], acc_events=True) as seen:
-        fn(*inputs)
-        torch.cuda.synchronize()
-    ran = [
-        event for event in seen.events()
-        if event.device_type == torch.autograd.DeviceType.CUDA and not getattr(event, "is_user_annotation", False)
-    ]  # fmt: skip
-    return [event.name.removeprefix("void ")[:60] for event in sorted(ran, key=lambda event: event.time_range.start)]
-
-
 def compiler_facts(h: Harness, operators: dict) -> None:
     """What torch says of each operator: opcheck, its graph, and how many graphs three batch sizes need."""
     if h.profile:
@@ -322,7 +307,9 @@ def demo(h: Harness) -> None:
         title="bias, silu_mul, weight", **layer_budget(h.half),
     )  # fmt: skip
     if table and table.rows[-1].ms and inputs[0].is_cuda:
-        explain(h, table, {name: kernels_of(fn, *inputs) for name, fn in variants.items()})
+        explain(
+            h, table, {name: [kernel[:60] for kernel in kernels_run(fn, *inputs)[0]] for name, fn in variants.items()}
+        )
 
     tiny = h.randn(16, dtype=h.half), h.randn(16, dtype=h.half)
     calls = {"torch": silu_mul_torch, "triton function": silu_mul}
@@ -339,7 +326,7 @@ def explain(h: Harness, table, kernels: dict[str, list[str]]) -> None:
     if not all(kernels.values()):
         h.say("torch.profiler shows no kernels here, so they are not counted")
         return
-    h.fact("kernels", kernels)
+    h.fact("kernels", {variant: [name[:60] for name in names] for variant, names in kernels.items()})
     for row in table.rows:
         h.say(
             f"{row.variant}: {len(kernels[row.variant])} kernels in the time that a copy needs for "

@@ -9,9 +9,9 @@ import re
 from importlib.util import find_spec
 
 from harness.catalog import ROOT, Needs
-from harness.compiler import settings, settings_kept
 from harness.process import Child, report
 from harness.session import Harness
+from harness.settings import settings, settings_kept
 
 import pytest
 import torch

@@ -3,9 +3,10 @@
 import os
 
 from harness.catalog import Needs
-from harness.compiler import settings_kept, watch
+from harness.compiler import watch
 from harness.process import Child
 from harness.session import Harness
+from harness.settings import settings_kept
 
 import pytest
 import torch

@@ -2,7 +2,7 @@ import re
 
 from harness import Harness
 from harness.catalog import Needs
-from harness.compiler import settings_kept
+from harness.settings import settings_kept
 
 import pytest
 import torch

@@ -3,8 +3,8 @@
 import re
 
 from harness.catalog import Needs
-from harness.compiler import settings, settings_kept
 from harness.session import Harness
+from harness.settings import settings, settings_kept
 
 import pytest
 import torch

@@ -1,8 +1,9 @@
 """Dynamic shapes: graphs of each policy in any order of sizes, right results, the limit, CUDA graphs (gpu)."""
 
 from harness.catalog import Needs
-from harness.compiler import cuda_graphs, settings_kept
+from harness.compiler import cuda_graphs
 from harness.session import Harness
+from harness.settings import settings_kept
 
 import pytest
 import torch

@@ -6,8 +6,8 @@ from contextlib import redirect_stdout
 from pathlib import Path
 
 from harness.catalog import Needs
-from harness.compiler import settings_kept
 from harness.session import Harness
+from harness.settings import settings_kept
 
 import pytest
 import torch

@@ -1,8 +1,9 @@
 """large_models: one graph for all layers, memory asked for before it is taken, a captured graph's rules."""
 
 from harness.catalog import Needs
-from harness.compiler import settings_kept, watch
+from harness.compiler import watch
 from harness.session import Harness
+from harness.settings import settings_kept
 from harness.transformer import FORTY_BILLION, ONE_BILLION, TINY, Transformer
 
 import pytest

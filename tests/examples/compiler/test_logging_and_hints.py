@@ -5,9 +5,9 @@ import re
 from pathlib import Path
 
 from harness.catalog import Needs
-from harness.compiler import settings_kept
 from harness.process import Child
 from harness.session import Harness
+from harness.settings import settings_kept
 
 import pytest
 import torch

@@ -1,8 +1,8 @@
 """modes: the facts of each mode, what counts as settled, an unknown mode, and on a GPU what CUDA graphs are worth."""
 
 from harness.catalog import Needs
-from harness.compiler import settings_kept
 from harness.session import Harness
+from harness.settings import settings_kept
 from harness.transformer import TINY, Transformer
 
 import pytest

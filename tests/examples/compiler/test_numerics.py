@@ -1,8 +1,8 @@
 """Numerics: settings put back, errors against float64, results that repeat and that do not."""
 
 from harness.catalog import Needs
-from harness.compiler import settings_kept
 from harness.session import Harness
+from harness.settings import settings_kept
 
 import pytest
 import torch

@@ -1,8 +1,8 @@
 """recompilation: what recompiles and what the fixes leave, all outputs right, the limit, bad input."""
 
 from harness.catalog import Needs
-from harness.compiler import settings_kept
 from harness.session import Harness
+from harness.settings import settings_kept
 
 import pytest
 import torch

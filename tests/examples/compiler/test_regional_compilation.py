@@ -3,7 +3,8 @@ from dataclasses import replace
 
 from harness import Harness
 from harness.catalog import Needs
-from harness.compiler import empty_compiler, guards, settings_kept, watch
+from harness.compiler import empty_compiler, guards, watch
+from harness.settings import settings_kept
 from harness.transformer import TINY, Transformer
 
 import pytest

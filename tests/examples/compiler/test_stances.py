@@ -1,8 +1,8 @@
 """Stances: what each does at each kind of call, the errors, and that the process is left under the one it had."""
 
 from harness.catalog import Needs
-from harness.compiler import settings, settings_kept
 from harness.session import Harness
+from harness.settings import settings, settings_kept
 
 import pytest
 import torch

@@ -3,8 +3,9 @@
 from dataclasses import replace
 
 from harness.catalog import Needs
-from harness.compiler import settings_kept, splits
+from harness.compiler import splits
 from harness.session import Harness
+from harness.settings import settings_kept
 from harness.transformer import TINY
 
 import pytest

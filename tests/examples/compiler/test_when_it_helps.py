@@ -3,8 +3,8 @@
 from dataclasses import replace
 
 from harness.catalog import Needs
-from harness.compiler import settings_kept
 from harness.session import Harness
+from harness.settings import settings_kept
 from harness.transformer import ONE_BILLION, TINY, WIDE
 
 import pytest
