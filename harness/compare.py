@@ -28,7 +28,7 @@ GPU_BUDGET_MS = 25  # per variant and round
 CPU_BUDGET_S = 0.05
 
 # What a library does, by the first words of a variant's name; every other variant is this repository's own.
-LIBRARIES = ("torch", "cuBLAS", "_scaled_mm", "cuDNN", "FlexAttention", "CUDA graph")
+LIBRARIES = ("torch", "cuBLAS", "_scaled_mm", "cuDNN", "FlexAttention", "CUDA graph", "JAX")
 
 
 def is_ours(variant: str) -> bool:
@@ -75,7 +75,7 @@ class Row:
 
     variant: str
     ours: bool
-    first_call_s: float
+    first_call_s: float | None
     error: float
     ms: float | None = None
     p20: float | None = None
@@ -128,7 +128,7 @@ def check_variants(
     references: dict[str, Callable] | None = None,
     beside: float | None = None,
     cold: bool = False,
-    first_calls: dict[str, float] | None = None,
+    first_calls: dict[str, float | None] | None = None,
     **budget,
 ) -> None:
     """Check each variant against the float64 reference and note how long its first call took.
@@ -136,7 +136,7 @@ def check_variants(
     With `beside` there is no budget for each element, which does not fit a network of many layers: a variant must stay
     within that many times the baseline's own error (rms, per output), and its row's error is the fraction of that.
     With `cold` the first call of each finds Inductor's and Triton's caches empty. `first_calls` are seconds for the
-    variants whose first call the technique has timed itself, before.
+    variants whose first call the technique has timed itself, before; None for those that something else has compiled.
 
     `references` holds the variants that need one of their own, because they draw random numbers of their own: each
     call of such a variant and of its reference finds torch's random state the same. The reference comes after the

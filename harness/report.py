@@ -138,7 +138,9 @@ def header(console: Console, record: RunRecord, title: str) -> None:
         parts += [f"driver {m.driver}"] if m.driver else []
     else:
         parts = [m.cpu, f"{m.cores} cores", "no GPU"]
-    parts += [f"torch {m.torch}", f"triton {m.triton}" if m.triton else "no triton", f"python {m.python}"]
+    parts += [f"torch {m.torch}", f"triton {m.triton}" if m.triton else "no triton"]
+    parts += [f"torch_xla {m.torch_xla}"] if m.torch_xla else []
+    parts += [f"python {m.python}"]
     commit = (record.commit or "unknown")[:12] + (" (modified)" if record.dirty else "")
     say(console, "  ".join([*parts, f"commit {commit}"]), style="dim")
 
@@ -167,7 +169,8 @@ def show_comparison(console: Console, table: Comparison) -> None:
         cells = [f"{row.ms:.4f}", f"{row.p20:.4f} - {row.p80:.4f}"]
         cells += [_rate(getattr(row, r)) for r in rates]
         cells += [f"{row.of_ceiling:.1%}" if row.of_ceiling else ""] if ceiling else []
-        cells += [f"{row.speedup:.2f}", f"{row.error:.2f}", f"{row.first_call_s:.2f}"]
+        cells += [f"{row.speedup:.2f}", f"{row.error:.2f}"]
+        cells += ["" if row.first_call_s is None else f"{row.first_call_s:.2f}"]
         out.add_row(row.variant, *cells, style="bold" if row.ours else None)
     show_table(console, out)
     for note in table.notes:

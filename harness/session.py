@@ -47,7 +47,8 @@ class Harness:
         self.name, self.needs = name, needs or Needs()
         self.full, self.timing, self.profile = full, timing, profile
         self.machine: Machine = machine()
-        self.device = torch.device(self.machine.device)
+        # XLA's programs run on the device of PJRT, and are put next to this process's CPU.
+        self.device = torch.device("cpu" if self.needs.xla else self.machine.device)
         # Only Triton kernels are interpreted: a technique of torch alone runs for real, and is timed, on any CPU.
         self.interpreted = self.machine.mode == "interpreted" and self.needs.triton
         self.half = torch.float16 if self.interpreted else torch.bfloat16
@@ -146,7 +147,7 @@ class Harness:
         whole_calls: bool = False,
         beside: float | None = None,
         cold: bool = False,
-        first_calls: dict[str, float] | None = None,
+        first_calls: dict[str, float | None] | None = None,
         **budget,
     ) -> Comparison | None:
         """Check every variant against one float64 reference, then time them all; see harness.compare.
@@ -155,7 +156,7 @@ class Harness:
         reference is called with torch's random state as the variant found it: what it draws is what the variant drew.
         `whole_calls` times calls as a caller in a loop sees them, the host's launching included. `beside` holds every
         variant to that many times the baseline's own error. `cold` empties the compiler's caches for first calls, and
-        `first_calls` (seconds) replaces those that the technique has timed itself.
+        `first_calls` (seconds) replaces those that the technique has timed itself; None: compiled before this table.
         In the interpreter only the baseline and our own variants are checked and nothing is timed; with
         --check-only nothing is timed; with --profile each is warmed and then called once for the profiler.
         """

@@ -33,7 +33,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 from harness import Harness, Work, run
-from harness.compiler import generated_code, logs, watch
+from harness.compiler import generated_code, logs, wake_compiler, watch
 
 import torch
 import torch.nn.functional as F
@@ -451,6 +451,7 @@ def cost(h: Harness, *inputs, fixes: bool) -> None:
         forms["torch.compile, if as torch.cond"] = Form(branches_in_the_graph)
         forms["torch.compile, .item() captured"] = Form(reads_an_item)
         options["torch.compile, .item() captured"] = {"fullgraph": True}
+    wake_compiler(inputs[0].device)
     torch.compiler.reset()
     printing = "torch eager, print"  # formatting a tensor takes its time, compiled or not
 
@@ -464,7 +465,7 @@ def cost(h: Harness, *inputs, fixes: bool) -> None:
         warnings.simplefilter("ignore")
         table = h.compare(
             variants, reference, *inputs, baseline="torch eager", work=Work(bytes=2 * inputs[0].nbytes),
-            title="one layer", whole_calls=True, **budget(inputs[0].dtype),
+            title="one layer", whole_calls=True, cold=h.full, **budget(inputs[0].dtype),
         )  # fmt: skip
     if table is None:
         return

@@ -249,6 +249,7 @@ def show_steps(h: Harness, trainers: dict[str, Trainer], exact: Trainer, sizes: 
             table = h.compare(
                 trainers, torch.no_grad()(exact.model.forward), tokens, baseline=EAGER, work=Work(),
                 title="training step", case=case_of(tokens), whole_calls=True, beside=2.0, dtype=torch.float32,
+                first_calls=dict.fromkeys(trainers),  # they share what is compiled
             )  # fmt: skip
         for row in table.rows if table and h.timing else []:
             launching = f", {min(1.0, row.enqueue_us / row.ms / 1000):.0%} of it launching" if row.enqueue_us else ""
@@ -295,7 +296,7 @@ def show_optimizer(h: Harness, trainers: dict[str, Trainer], grads: tuple[torch.
     with logs():
         table = h.compare(
             variants, update(exact), *grads, baseline=fused, work=Work(bytes=ADAMW_BYTES * number), title="AdamW",
-            case=f"{number} parameters float32",
+            case=f"{number} parameters float32", first_calls=dict.fromkeys(variants),  # in the whole steps, before
         )  # fmt: skip
     if grads[0].is_cuda:
         h.fact("kernels of AdamW", {name: len(kernels_run(fn)[0]) for name, fn in variants.items()})

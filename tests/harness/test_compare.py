@@ -8,6 +8,7 @@ from harness.check import CheckError, VacuousCheck
 from harness.compare import Comparison, Row, Work, _quantile, is_ours, time_variants
 from harness.hardware import Ceilings, interpreted
 from harness.session import Harness
+from harness.settings import get_caches
 
 import pytest
 import torch
@@ -254,7 +255,7 @@ def test_a_cold_first_call_finds_an_empty_cache_and_only_that(timed):
         return x * 2
 
     timed.timing = False
-    before = os.environ.get("TORCHINDUCTOR_CACHE_DIR")
+    before = get_caches()
     variants = {"torch": look, "torch again": lambda x: look(x)}
     options = {"baseline": "torch", "work": Work(), "beside": 2.0}
     timed.compare(variants, reference, torch.randn(8, 8), cold=True, **options)
@@ -263,7 +264,7 @@ def test_a_cold_first_call_finds_an_empty_cache_and_only_that(timed):
     assert also_empty
     assert one != other  # each has one of its own
     assert not one.exists()
-    assert os.environ.get("TORCHINDUCTOR_CACHE_DIR") == before
+    assert get_caches() == before
     folders.clear()
     timed.compare(variants, reference, torch.randn(8, 8), **options)
     assert not any(empty for _, empty in folders)
@@ -277,6 +278,17 @@ def test_first_calls_that_the_technique_timed_itself(timed):
     )
     assert table.rows[0].first_call_s < 5
     assert table.rows[1].first_call_s == 12.5
+
+
+def test_a_variant_that_was_compiled_before_has_no_first_call(capsys):
+    h = Harness("test")
+    variants = {"torch": lambda x: x * 2, "torch.compile": lambda x: x + x}
+    table = h.compare(
+        variants, reference, torch.randn(8, 8), baseline="torch", work=Work(), first_calls={"torch.compile": None}
+    )
+    assert table.rows[1].first_call_s is None
+    shown = next(line for line in capsys.readouterr().out.splitlines() if "torch.compile" in line)
+    assert shown.split()[-1] == f"{table.rows[1].error:.2f}"
 
 
 class _Limits:
