@@ -18,6 +18,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from tempfile import TemporaryDirectory
 
+from harness.hardware import interpreted
 from harness.settings import Caches, get_caches, get_logging, set_caches, set_logging, without
 
 import torch
@@ -199,6 +200,11 @@ def cuda_graphs() -> int:
         count += 1
         nodes += [child for children in node.children.values() for child in children]
     return count
+
+
+def wrap_triton(kernel):
+    """torch.library.wrap_triton(kernel); a kernel that is interpreted, which torch 2.11 refuses, as it is."""
+    return kernel if interpreted() else torch.library.wrap_triton(kernel)
 
 
 @dataclass(frozen=True)

@@ -26,13 +26,13 @@ Run        python examples/triton/custom_op.py
 from collections.abc import Callable
 
 from harness import Harness, Work, require_triton_device, run
-from harness.compiler import kernels_run
+from harness.compiler import kernels_run, wrap_triton
 
 import torch
 import torch.nn.functional as F
 import triton
 import triton.language as tl
-from torch.library import triton_op, wrap_triton
+from torch.library import triton_op
 
 # Of the operator, in torch's registry. Defining a name again frees the first operator, and torch crashes when that is
 # called: a copy of this file that is loaded under another name, as a script for one, gets a namespace of its own.
