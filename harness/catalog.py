@@ -38,6 +38,10 @@ class Needs:
     def triton(self) -> bool:
         return any(name == "triton" for name, _ in self.packages)
 
+    @property
+    def xla(self) -> bool:
+        return any(name == "torch_xla" for name, _ in self.packages)
+
     @classmethod
     def parse(cls, text: str, where: str = "Needs") -> Needs:
         packages: list[tuple[str, str | None]] = []

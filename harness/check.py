@@ -194,7 +194,9 @@ def judge(
 
 
 def tensors_of(result: torch.Tensor | tuple | list) -> tuple[torch.Tensor, ...]:
-    return tuple(result) if isinstance(result, (tuple, list)) else (result,)
+    """The tensors that a call returned. XLA's come to the CPU, where their reference is."""
+    results = tuple(result) if isinstance(result, (tuple, list)) else (result,)
+    return tuple(x.cpu() if isinstance(x, torch.Tensor) and x.device.type == "xla" else x for x in results)
 
 
 def check(

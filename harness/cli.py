@@ -16,6 +16,7 @@ import traceback
 import warnings
 from collections.abc import Callable
 from contextlib import suppress
+from importlib import import_module
 from pathlib import Path
 
 from harness.catalog import ROOT, CatalogError, Needs, Technique, Topic, read_technique, read_topic
@@ -41,7 +42,8 @@ def run(demo: Callable, argv: list[str] | None = None) -> None:
 def skip_without_packages() -> None:
     """End the process as skipped when the script is a technique file whose packages are missing.
 
-    Called while that file is still importing harness, since its own import of the package would end in a traceback.
+    And as failed when torch_xla is there and does not load. Called while that file is still importing harness, since
+    its own import of the package would end in a traceback.
     """
     script = getattr(sys.modules["__main__"], "__file__", None)
     if script is None:
@@ -50,8 +52,21 @@ def skip_without_packages() -> None:
         topic = _topic_of_one(Path(script))
     except (CatalogError, OSError, ValueError):  # a topic script, a test runner, a reader's own program
         return
-    if _missing(topic.techniques[0].needs):
+    (technique,) = topic.techniques
+    if _missing(technique.needs):
         sys.exit(_status(topic))
+    if technique.needs.xla:
+        try:
+            import_module("harness.xla")
+        except ImportError as error:
+            sys.exit(_status(topic, demos={technique.name: _raising(error)}))
+
+
+def _raising(error: Exception) -> Callable:
+    def demo(h) -> None:
+        raise error
+
+    return demo
 
 
 def _topic_of_one(path: Path) -> Topic:
@@ -65,6 +80,15 @@ def _missing(needs: Needs) -> str | None:
     from harness.hardware import machine
 
     return machine().lacks(Needs(packages=needs.packages, gpu=needs.gpu))
+
+
+def _xla():
+    """harness.xla, where a technique has made its device: what is pending there outlives the technique."""
+    if "torch_xla" not in sys.modules:
+        return None
+    from harness import xla
+
+    return xla if xla.in_use() else None
 
 
 def _status(topic: Topic, argv: list[str] | None = None, demos: dict[str, Callable] | None = None) -> int:
@@ -163,6 +187,9 @@ def _run_topic(topic: Topic, argv: list[str], demos: dict[str, Callable]) -> int
     from harness.hardware import ceilings, machine
 
     this = machine()
+    reasons = {technique.error or _missing(technique.needs) for technique in chosen}
+    if len(reasons) == 1 and (reason := reasons.pop()) and not any(technique.error for technique in chosen):
+        return _skip_all(topic, argv, chosen, options, path, reason)
     full = options.full or (this.mode == "gpu" and not options.quick)
     interpreted = this.mode == "interpreted" and any(technique.needs.triton for technique in chosen)
     sizes = "interpreted" if interpreted else "full" if full else "quick"
@@ -199,6 +226,20 @@ def _run_topic(topic: Topic, argv: list[str], demos: dict[str, Callable]) -> int
     return int(any(example.status == "failed" for example in record.examples))
 
 
+def _skip_all(topic: Topic, argv, chosen, options, path: Path | None, reason: str) -> int:
+    """Nothing that was asked for can start, for one and the same reason: said once, and recorded."""
+    from harness import report
+    from harness.hardware import ceilings, machine
+
+    record = report.RunRecord(
+        topic.name, shlex.join(["python", topic.file, *argv]), machine(), ceilings(), options.seed, "none"
+    )
+    record.examples = [report.ExampleRecord(technique.name, "skipped", reason) for technique in chosen]
+    record.save(path)
+    report.say(report.make_console(), f"SKIPPED: {reason}", style="yellow")
+    return 0
+
+
 def _session(technique: Technique, options, full: bool, console):
     from harness.session import Harness
 
@@ -211,16 +252,18 @@ def _session(technique: Technique, options, full: bool, console):
 def _run_one(technique: Technique, session, demo: Callable | None) -> None:
     """Run one technique; whatever goes wrong in it becomes its status, and the next one runs."""
     from harness.catalog import load_module
-    from harness.compiler import settings_kept
     from harness.faults import explain, where
     from harness.hardware import Skip
     from harness.report import say, technique_heading
+    from harness.settings import settings_kept
 
     import numpy as np
     import torch
 
     console, record = session.console, session.record
     technique_heading(console, technique)
+    if xla := _xla():
+        xla.start_clean()
     started = time.perf_counter()
     try:
         if technique.error:
@@ -234,6 +277,8 @@ def _run_one(technique: Technique, session, demo: Callable | None) -> None:
             warnings.filterwarnings("ignore", message="TensorFloat32 tensor cores for float32 matrix multiplication")
             warnings.filterwarnings("ignore", message=r"\s*Online softmax is disabled on the fly")
             demo(session)
+            if xla := _xla():
+                xla.settle()  # what cannot be run is this technique's failure
         if not session.profile and not (record.checks or record.comparisons or record.codegen or record.facts):
             raise AssertionError("its demo(h) checked, compared and recorded nothing")
         record.status = "passed"

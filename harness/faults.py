@@ -12,8 +12,10 @@ import re
 import sysconfig
 import tempfile
 import traceback
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
+
+from harness.hardware import package_version
 
 import torch
 
@@ -21,6 +23,14 @@ CANNOT_WRITE = (errno.EACCES, errno.EPERM, errno.EROFS, errno.ENOTDIR, errno.ENO
 NO_MEMORY = re.compile(
     r"DefaultCPUAllocator: .*memory.*|std::bad_alloc|CUDA error: out of memory|CUDA_ERROR_OUT_OF_MEMORY"
     r"|(CUBLAS|CUDNN)_STATUS_ALLOC_FAILED"
+)
+# What torch_xla raises for a tensor that is not on its device, and torch for tensors on two devices of which one is.
+NOT_ON_XLA = re.compile(
+    r"Expected XLA tensor\. Got: .*|Element at index \d+ is not an XLA tensor\. Got: .*"
+    r"|Input tensor is not an XLA tensor: .*|the indexed tensor must be an XLA tensor"
+    r"|found two different devices (?:xla:\d+, cpu|cpu, xla:\d+)|expected device xla:\d+ but got cpu"
+    r"|to have the same device type, but got (?=.*xla:\d)(?=.*cpu).*"
+    r"|not at the same device, (?=.*xla:\d)(?=.*cpu).*"
 )
 INSTALL_CXX = "install one (apt install g++), or set CXX to one"
 
@@ -53,11 +63,31 @@ def _half_imported() -> str:
 
 def where(error: BaseException) -> list[str]:
     """The first line of the error as it was raised, and the lines of code that it came through, no library's."""
+    return [f"{type(error).__name__}: {_first_line(str(error))}", *_places(error)]
+
+
+Frame = tuple[str, "int | str | None", str, "str | None"]  # file, line, function, code
+
+
+def _places(error: BaseException) -> list[str]:
+    """The lines of code that the error came through, no library's; the last is where it was raised."""
+    return _readers((f.filename, f.lineno, f.name, f.line) for f in traceback.extract_tb(error.__traceback__))
+
+
+def _frames_told(text: str) -> list[Frame]:
+    """The frames of a traceback that is text within an error: of another process, or of the code a compiler read."""
+    return re.findall(r'File "([^"]+)", line (\d+), in (\S+)\n +(.+)', text)
+
+
+def _readers(frames: Iterable[Frame]) -> list[str]:
     folders = [sysconfig.get_path(kind) for kind in ("stdlib", "platstdlib", "purelib", "platlib")]
     libraries = ("<", str(Path(__file__).parent), str(Path(torch.__file__).parent), *folders)
-    frames = [f for f in traceback.extract_tb(error.__traceback__) if not f.filename.startswith(libraries)]
-    at = [f"{Path(frame.filename).name}:{frame.lineno} in {frame.name}: {frame.line}" for frame in frames]
-    return [f"{type(error).__name__}: {_first_line(str(error))}", *at]
+    return [_place(frame) for frame in frames if not frame[0].startswith(libraries)]
+
+
+def _place(frame: Frame) -> str:
+    file, line, function, code = frame
+    return f"{Path(file).name}:{line} in {function}: {code}"
 
 
 def _chain(error: BaseException) -> Iterator[BaseException]:
@@ -155,15 +185,62 @@ def _graph_break(error: BaseException, text: str) -> str | None:
     """What fullgraph=True does not allow, and where."""
     if type(error).__name__ != "Unsupported":
         return None
-    frames = re.findall(r'File "([^"]+)", line (\d+), in (\S+)\n +(.+)', text.rpartition("from user code:")[2])
-    at = ""
-    if frames:
-        file, line, function, code = frames[-1]
-        at = f"{Path(file).name}:{line} in {function}: {code.rstrip(':')}: "
+    frames = _frames_told(text.rpartition("from user code:")[2])
+    at = f"{_place(frames[-1]).rstrip(':')}: " if frames else ""
     return (
         f"cannot be compiled as one graph (fullgraph=True): {at}{_first_line(text)}; "
         "python torch_compiler_examples.py graph_breaks shows each cause and its fix"
     )
 
 
-FAULTS: tuple[Callable[[BaseException, str], str | None], ...] = (_memory, _compiler, _cache, _choice, _graph_break)
+def _xla_pair(_: BaseException, text: str) -> str | None:
+    """torch_xla's library is compiled against one version of torch, and pip does not know which."""
+    if not re.search(r"_XLAC\S*: undefined symbol", text):
+        return None
+    return (
+        f"torch_xla {package_version('torch_xla') or ''} cannot be loaded with torch {torch.__version__}: it was built "
+        "for another torch; `make xla` installs a pair that fits into .venv-xla and runs the topic there"
+    )
+
+
+def _xla_device(_: BaseException, text: str) -> str | None:
+    """PJRT_DEVICE, which is read when the first tensor goes to the device."""
+    unset = "unset PJRT_DEVICE, or set it to CPU"
+    if found := re.search(r"No PjRtPlugin registered for: (.*?)\. Make sure", text):
+        if found[1].upper() in ("CUDA", "GPU"):
+            return (
+                f"PJRT_DEVICE={found[1]}: torch_xla has no CUDA plugin any more, it was removed upstream after 2.8; "
+                f"{unset}; on a GPU use torch.compile with Inductor, or XLA through JAX"
+            )
+        return f"PJRT_DEVICE={found[1]}: there is no such device here; {unset}"
+    if "$PJRT_DEVICE is not set" in text:
+        return f"PJRT_DEVICE is empty; {unset}"
+    if "libtpu not found" in text:
+        return f"PJRT_DEVICE=TPU: there is no libtpu here; on a TPU pip install 'torch_xla[tpu]'; elsewhere {unset}"
+    if "No module named 'libneuronxla'" in text:
+        return f"PJRT_DEVICE=NEURON: there is no libneuronxla here; install it on a Trainium; elsewhere {unset}"
+    return None
+
+
+def _xla_memory(_: BaseException, text: str) -> str | None:
+    found = re.search(r"Out of memory allocating (\d+) bytes|RESOURCE_EXHAUSTED: .*", text)
+    if not found:
+        return None
+    size = f" ({int(found[1]) / 2**30:,.1f} GiB)" if found[1] else ""
+    return f"out of memory on XLA's device: {_first_line(found[0])}{size}; try --quick, or a smaller batch"
+
+
+def _xla_tensors(error: BaseException, text: str) -> str | None:
+    found = NOT_ON_XLA.search(text)
+    if not found:
+        return None
+    places = _readers(_frames_told(text)) or _places(error)
+    return (
+        f"tensors on the CPU among those on the XLA device{f', {places[-1]}' if places else ''}: {found[0]}; "
+        "move them, or the model, with .to(xla.device())"
+    )
+
+
+FAULTS: tuple[Callable[[BaseException, str], str | None], ...] = (
+    _memory, _compiler, _cache, _choice, _graph_break, _xla_pair, _xla_device, _xla_memory, _xla_tensors,
+)  # fmt: skip

@@ -32,6 +32,9 @@ SHARED_LIMIT = {
     **dict.fromkeys((90, 100, 103, 110), 227 * 1024),
 }
 
+# What pins a torch of its own and so cannot stand beside the others: how to have it.
+OWN_ENVIRONMENT = {"torch_xla": "`make xla` sets it up in .venv-xla and runs the topic there"}
+
 # Set by the offline compiler's worker, where wrappers run on meta tensors and nothing is launched: the
 # architecture that is being compiled for.
 OFFLINE_SM: int | None = None
@@ -104,6 +107,7 @@ class Machine:
     python: str
     cpu: str
     cores: int
+    torch_xla: str | None = None
 
     @property
     def mode(self) -> str:
@@ -127,7 +131,7 @@ class Machine:
             if have is None:
                 wanted = f"{name}>={least}" if least else name
                 linux_only = ", which exists on Linux only" if name == "triton" and sys.platform != "linux" else ""
-                return f"needs {wanted} (not installed: pip install {name}{linux_only})"
+                return f"needs {wanted} (not installed: {OWN_ENVIRONMENT.get(name, f'pip install {name}')}{linux_only})"
             if least and _numbers(have) < _numbers(least):
                 return f"needs {name}>={least} (this is {have})"
         if self.mode != "gpu":
@@ -214,6 +218,7 @@ def machine() -> Machine:
         gpu=gpu, capability=capability, sms=sms, memory_gib=memory, shared_bytes=shared, power_limit_w=power,
         max_clock_mhz=clock, driver=_driver_version(), torch=torch.__version__, triton=package_version("triton"),
         python=platform.python_version(), cpu=_cpu_name(), cores=os.cpu_count() or 1,
+        torch_xla=package_version("torch_xla"),
     )  # fmt: skip
 
 

@@ -152,6 +152,20 @@ def test_opcheck_finds_a_wrong_rule_for_shapes(h):
 
     @wrong.register_fake
     def _(x):
+        return x.new_empty(x.shape[::-1])
+
+    with pytest.raises(Exception, match=r"[Ss]hape|[Ss]ize"):
+        torch.library.opcheck(wrong, (h.randn(5, 7),))
+
+
+@pytest.mark.skipif(torch.__version__ < "2.13", reason="opcheck of this torch does not compare strides")
+def test_opcheck_finds_a_wrong_rule_for_strides(h):
+    @torch.library.custom_op("companion_test::wrong_strides", mutates_args=())
+    def wrong(x: torch.Tensor) -> torch.Tensor:
+        return silu_mul(x, x)
+
+    @wrong.register_fake
+    def _(x):
         return torch.empty_strided(x.shape, x.stride(), dtype=x.dtype, device=x.device)  # but ours is contiguous
 
     with pytest.raises(Exception, match=r"[Ss]tride"):
