@@ -3,18 +3,21 @@
 # make test      the tests; on a GPU box they run on the GPU (PYTEST_ARGS= adds those marked slow)
 # make lint      ruff, check and format
 # make backends  torch.compile's backends that are not torch's own, really run; test-backends tests them
+# make xla       the XLA topic in its own environment, which pins an older torch; test-xla tests it
 PYTHON ?= python3
 VENV ?= .venv
 BIN := $(VENV)/bin
 READY := $(VENV)/.ready
 BACKENDS_VENV ?= .venv-backends
 BACKENDS_READY := $(BACKENDS_VENV)/.ready
-TOPICS := torch_compiler_examples.py triton_examples.py
+XLA_VENV ?= .venv-xla
+XLA_READY := $(XLA_VENV)/.ready
+TOPICS := torch_compiler_examples.py triton_examples.py torch_xla_examples.py
 PYTEST_ARGS ?= -m "not slow"
 # One process for each core, unless there is a GPU, which one process at a time should have.
 WORKERS ?= $(shell nvidia-smi -L >/dev/null 2>&1 && echo 0 || echo auto)
 
-.PHONY: run run-full test lint setup backends test-backends clean
+.PHONY: run run-full test lint setup backends test-backends xla test-xla clean
 
 run: $(READY)
 	@status=0; for topic in $(TOPICS); do $(BIN)/python $$topic --quick || status=1; done; exit $$status
@@ -49,5 +52,21 @@ $(BACKENDS_READY): requirements-backends.txt pyproject.toml
 	$(BACKENDS_VENV)/bin/python -m pip install --quiet --disable-pip-version-check -r requirements-backends.txt
 	@touch $(BACKENDS_READY)
 
+xla: $(XLA_READY)
+	$(XLA_VENV)/bin/python torch_xla_examples.py
+
+test-xla: $(XLA_READY)
+	$(XLA_VENV)/bin/python -m pytest -n $(WORKERS) --dist worksteal $(PYTEST_ARGS) tests/examples/xla $(XLA_HARNESS)
+
+# What of the harness this topic rests on, on the torch that it runs on.
+XLA_HARNESS := $(patsubst %,tests/harness/test_%.py,xla faults process check compare settings transformer cli)
+
+# This project asks for a newer torch than torch_xla works with: it is made importable and nothing more.
+$(XLA_READY): requirements-xla.txt pyproject.toml
+	test -x $(XLA_VENV)/bin/python || $(PYTHON) -m venv $(XLA_VENV)
+	$(XLA_VENV)/bin/python -m pip install --quiet --disable-pip-version-check -r requirements-xla.txt
+	$(XLA_VENV)/bin/python -m pip install --quiet --disable-pip-version-check --no-deps -e .
+	@touch $(XLA_READY)
+
 clean:
-	rm -rf $(VENV) $(BACKENDS_VENV) .pytest_cache .ruff_cache .hypothesis *.egg-info
+	rm -rf $(VENV) $(BACKENDS_VENV) $(XLA_VENV) .pytest_cache .ruff_cache .hypothesis *.egg-info

@@ -27,7 +27,7 @@ NO_MEMORY = re.compile(
 # What torch_xla raises for a tensor that is not on its device, and torch for tensors on two devices of which one is.
 NOT_ON_XLA = re.compile(
     r"Expected XLA tensor\. Got: .*|Element at index \d+ is not an XLA tensor\. Got: .*"
-    r"|Input tensor is not an XLA tensor: .*|the indexed tensor must be an XLA tensor"
+    r"|the indexed tensor must be an XLA tensor"
     r"|found two different devices (?:xla:\d+, cpu|cpu, xla:\d+)|expected device xla:\d+ but got cpu"
     r"|to have the same device type, but got (?=.*xla:\d)(?=.*cpu).*"
     r"|not at the same device, (?=.*xla:\d)(?=.*cpu).*"

@@ -294,7 +294,8 @@ def techniques_table(found: list[Topic]) -> str:
         for t in topic.techniques:
             if t.error:
                 raise ValueError(t.error)
-            lines.append(f"| [{t.name}]({t.file}) | {t.question} | {t.needs.text} | `python {topic.file} {t.name}` |")
+            python = ".venv-xla/bin/python" if t.needs.xla else "python"
+            lines.append(f"| [{t.name}]({t.file}) | {t.question} | {t.needs.text} | `{python} {topic.file} {t.name}` |")
     return "\n".join(lines)
 
 
@@ -305,13 +306,14 @@ def results_tables(folder: Path) -> str:
         record = load_record(path)
         m = record["machine"]
         power = f", {m['power_limit_w']:.0f} W limit" if m.get("power_limit_w") else ""
-        limits = f"copy {m['ceilings']['copy_tbps']:.2f} TB/s" if m["ceilings"]["copy_tbps"] else ""
-        for dtype, rate in m["ceilings"]["gemm_tflops"].items():
-            limits += f", cuBLAS {dtype} {rate:.0f} TFLOP/s"
+        limits = [f"copy {m['ceilings']['copy_tbps']:.2f} TB/s"] if m["ceilings"]["copy_tbps"] else []
+        limits += [f"cuBLAS {dtype} {rate:.0f} TFLOP/s" for dtype, rate in m["ceilings"]["gemm_tflops"].items()]
+        measured = f"; measured ceilings: {', '.join(limits)}" if limits else ""
+        beside = f"Triton {m['triton']}" if m["gpu"] else f"torch_xla {m['torch_xla']}, {m['cores']} cores"
         commit = (record["commit"] or "unknown")[:12]
         parts.append(
-            f"**{record['topic']}** on {m['gpu'] or m['cpu']}{power}, torch {m['torch']}, Triton {m['triton']}; "
-            f"measured ceilings: {limits} ([record]({path.relative_to(ROOT)}), commit `{commit}`)\n"
+            f"**{record['topic']}** on {m['gpu'] or m['cpu']}{power}, torch {m['torch']}, {beside}{measured} "
+            f"([record]({path.relative_to(ROOT)}), commit `{commit}`)\n"
         )
         lines = [
             "| technique | case | variant | ms | rate | % of ceiling | speed-up |",
@@ -347,7 +349,11 @@ def label(technique: str, title: str) -> str:
 
 def readme_text(text: str, root: Path = ROOT) -> str:
     """README with its generated parts renewed. Raises ValueError when a marker is missing."""
-    parts = {"techniques": techniques_table(topics(root)), "results": results_tables(root / "results" / "h200")}
+    parts = {
+        "techniques": techniques_table(topics(root)),
+        "results": results_tables(root / "results" / "h200"),
+        "results on a CPU": results_tables(root / "results" / "cpu"),
+    }
     for name, body in parts.items():
         start, end = f"<!-- {name}: python -m harness readme -->", f"<!-- end of {name} -->"
         if start not in text or end not in text:

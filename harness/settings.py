@@ -66,7 +66,9 @@ FLOAT32_PLACES = tuple(  # the one that others follow first
 def _get_float32() -> _Float32:
     found = _Float32()
     try:
-        found["matmul precision"] = torch.get_float32_matmul_precision()
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore", UserWarning)  # torch 2.9, on the old way to say it
+            found["matmul precision"] = torch.get_float32_matmul_precision()
     except RuntimeError:  # what it says once the places below contradict each other
         found["matmul precision"] = "mixed"
     for place in FLOAT32_PLACES:
@@ -80,6 +82,13 @@ def _set_float32(value: _Float32) -> None:
     for place in FLOAT32_PLACES:
         if _torch(place).fp32_precision != value[place]:  # as it is now: it may follow one put back before it
             _torch(place).fp32_precision = value[place]
+
+
+def _get_device() -> str:
+    try:
+        return str(torch.get_default_device())
+    except AttributeError:  # torch 2.9, once set_default_device(None) was called
+        return "cpu"
 
 
 SDP = ("flash", "mem_efficient", "math", "cudnn")
@@ -227,7 +236,7 @@ SETTINGS: dict[str, tuple[Callable, Callable]] = {
     "cudnn.benchmark": _setting("backends.cudnn.benchmark"),
     "default dtype": _setting("get_default_dtype", "set_default_dtype"),
     "default device": (
-        lambda: str(torch.get_default_device()),
+        _get_device,
         lambda value: torch.set_default_device(None if value == "cpu" else value),
     ),
     "grad mode": _setting("is_grad_enabled", "set_grad_enabled"),

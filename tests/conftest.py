@@ -22,12 +22,16 @@ settings.load_profile("companion")
 
 
 # A technique file imports what its topic needs, so without it its tests cannot even be collected.
-WITHOUT_TRITON = find_spec("triton") is None
-collect_ignore_glob = ["examples/triton/*"] if WITHOUT_TRITON else []
+LEFT_OUT = {
+    package: f"examples/{topic}"
+    for package, topic in {"triton": "triton", "torch_xla": "xla"}.items()
+    if find_spec(package) is None
+}
+collect_ignore_glob = [f"{folder}/*" for folder in LEFT_OUT.values()]
 
 
 def pytest_report_header():
-    return "triton is not installed: tests/examples/triton is left out" if WITHOUT_TRITON else None
+    return [f"{package} is not installed: tests/{folder} is left out" for package, folder in LEFT_OUT.items()]
 
 
 def pytest_collection_modifyitems(items):

@@ -2,21 +2,26 @@
 
 import json
 import os
+import re
 import signal
 import subprocess
 import sys
 import time
+from importlib.util import find_spec
 
-from harness.catalog import ROOT, read_topic
+from harness.catalog import ROOT, Needs, read_topic
 from harness.hardware import machine
 from harness.report import load_record
 
 import pytest
 
-TOPICS = ["torch_compiler_examples", "triton_examples"]
+TOPICS = ["torch_compiler_examples", "torch_xla_examples", "triton_examples"]
 NAMES = {topic: [t.name for t in read_topic(ROOT / f"{topic}.py").techniques] for topic in TOPICS}
 
-needs_triton = pytest.mark.skipif(machine().triton is None, reason="triton is not installed")
+NO_TRITON = machine().lacks(Needs.parse("triton"))  # or a numpy too new for an old interpreter
+needs_triton = pytest.mark.skipif(NO_TRITON is not None, reason=NO_TRITON or "")
+needs_xla = pytest.mark.skipif(machine().torch_xla is None, reason="torch_xla is not installed: make test-xla")
+without_xla = pytest.mark.skipif(machine().torch_xla is not None, reason="torch_xla is installed")
 
 DOCSTRING = '"""{lesson}\n\nQuestion   does it run?\nNeeds      {needs}\n"""\n'
 TOPIC = """'A topic made for a test.'
@@ -56,15 +61,21 @@ TABLE = (
 )
 
 
-@pytest.mark.parametrize("name", [pytest.param(TOPICS[0], marks=pytest.mark.slow), *TOPICS[1:]])
+def slow(name):
+    """Whether a quick run of this topic takes minutes here."""
+    return name == "torch_compiler_examples" or (name == "torch_xla_examples" and machine().torch_xla)
+
+
+@pytest.mark.parametrize("name", [pytest.param(name, marks=[pytest.mark.slow] * bool(slow(name))) for name in TOPICS])
 def test_a_topic_runs_as_a_user_runs_it(cli, name, tmp_path):
     record_path = tmp_path / "record.json"
-    needs_triton = all(technique.needs.triton for technique in read_topic(ROOT / f"{name}.py").techniques)
+    needs = [technique.needs for technique in read_topic(ROOT / f"{name}.py").techniques]
+    needs_triton = all(each.triton for each in needs)
     done = cli(f"{name}.py", "--quick", "--json", record_path, timeout=900)
     assert done.returncode == 0, done.stdout + done.stderr
     record = load_record(record_path)
     assert [example["name"] for example in record["examples"]] == NAMES[name]
-    if machine().mode == "cpu" and needs_triton:  # neither a GPU nor Triton
+    if all(machine().lacks(each) for each in needs):  # neither a GPU nor Triton, or no torch_xla
         assert {example["status"] for example in record["examples"]} == {"skipped"}
         return
     assert {example["status"] for example in record["examples"]} == {"passed"}
@@ -76,7 +87,7 @@ def test_a_topic_runs_as_a_user_runs_it(cli, name, tmp_path):
         assert example["comparisons"] or example["facts"], f"{example['name']} shows nothing"
         assert all(check["passed"] and check["error"] <= 1 for check in example["checks"])
         for table in example["comparisons"]:
-            assert any(row["ours"] for row in table["rows"]) == needs_triton  # the other topic compares library calls
+            assert any(row["ours"] for row in table["rows"]) == needs_triton  # the other topics compare library calls
             assert all(row["error"] <= 1 for row in table["rows"])
             if machine().mode == "interpreted" and needs_triton:
                 assert all(row["ms"] is None for row in table["rows"])
@@ -172,6 +183,74 @@ def test_a_missing_package_skips_with_the_way_to_get_it(cli, topic):
     done = cli(topic(needs="no_such_package>=2", absent="raise AssertionError('must not run')"))
     assert done.returncode == 0
     assert "SKIPPED: needs no_such_package>=2 (not installed: pip install no_such_package)" in done.stdout
+
+
+NEEDY = dict.fromkeys(("first", "second", "third"), "raise AssertionError('must not run')")
+NOT_THERE = "needs no_such_package>=2 (not installed: pip install no_such_package)"
+MAKE_XLA = "needs torch_xla>=2.9 (not installed: `make xla` sets it up in .venv-xla and runs the topic there)"
+
+
+@pytest.mark.parametrize("asked", [(), ("third", "first"), ("second",)])
+@pytest.mark.parametrize("option", ["--quick", "--full", "--check-only", "--profile"])
+def test_a_topic_that_cannot_start_says_so_in_one_line(cli, topic, tmp_path, asked, option):
+    path = tmp_path / "r.json"
+    done = cli(topic(needs="no_such_package>=2", **NEEDY), *asked, option, "--json", path)
+    assert (done.returncode, done.stdout, done.stderr) == (0, f"SKIPPED: {NOT_THERE}\n", "")
+    record = load_record(path)
+    assert [e["name"] for e in record["examples"]] == [name for name in NEEDY if not asked or name in asked]
+    assert {(e["status"], e["reason"]) for e in record["examples"]} == {("skipped", NOT_THERE)}
+    assert record["topic"] == "made_topic"
+    assert record["machine"]["torch"] == machine().torch
+    assert record["command"].endswith(f"{option} --json {path}")
+
+
+def test_a_topic_that_cannot_start_still_lists_and_refuses_wrong_usage(cli, topic, tmp_path):
+    script = topic(needs="no_such_package>=2", **NEEDY)
+    done = cli(script, "--list")
+    assert done.returncode == 0
+    assert all(f"  {name} " in done.stdout for name in NEEDY)
+    assert "SKIPPED" not in done.stdout
+    assert cli(script, "frist").returncode == 2
+    assert cli(script, "--json", tmp_path / "no" / "r.json").returncode == 2
+    assert cli(script).stdout == f"SKIPPED: {NOT_THERE}\n"  # and no record
+
+
+@pytest.mark.parametrize("other", ["good", "broken", "other reason"])
+def test_where_one_technique_can_start_each_speaks_for_itself(cli, topic, tmp_path, other):
+    topic(needs="no_such_package>=2", first=NEEDY["first"])
+    script = topic(needs="no_other_package" if other == "other reason" else "", second=GOOD)
+    script.write_text(TOPIC.format(files=["first.py", "second.py"]))
+    if other == "broken":
+        (tmp_path / "second.py").write_text("def f(:\n")
+    done = cli(script, "--json", tmp_path / "r.json")
+    statuses = {e["name"]: e["status"] for e in load_record(tmp_path / "r.json")["examples"]}
+    second = {"good": "passed", "broken": "failed", "other reason": "skipped"}[other]
+    assert statuses == {"first": "skipped", "second": second}
+    assert done.returncode == (other == "broken")
+    assert f"SKIPPED: {NOT_THERE}" in done.stdout
+    assert re.search(rf"^{second.upper()} +second", done.stdout, re.MULTILINE)  # the summary
+
+
+@without_xla
+@pytest.mark.parametrize("asked", [(), ("spmd", "lazy_tensors")])
+def test_the_xla_topic_without_torch_xla_says_how_to_have_it(cli, tmp_path, asked):
+    path = tmp_path / "r.json"
+    done = cli("torch_xla_examples.py", *asked, "--json", path)
+    assert (done.returncode, done.stdout, done.stderr) == (0, f"SKIPPED: {MAKE_XLA}\n", "")
+    examples = load_record(path)["examples"]
+    assert {e["name"] for e in examples} == set(asked or NAMES["torch_xla_examples"])
+    assert {(e["status"], e["reason"]) for e in examples} == {("skipped", MAKE_XLA)}
+
+
+@without_xla
+def test_one_technique_of_the_xla_topic_says_it_too(cli, topic, tmp_path):
+    topic(needs="torch_xla>=2.9", one="pass")
+    path = tmp_path / "one.py"
+    path.write_text(path.read_text().replace("import sys", "from harness import xla\nimport sys"))  # as theirs do
+    done = cli(path, cwd=tmp_path)
+    assert (done.returncode, done.stdout, done.stderr) == (0, f"SKIPPED: {MAKE_XLA}\n", "")
+    done = cli(ROOT / "examples" / "xla" / "lazy_tensors.py", cwd=tmp_path)
+    assert (done.returncode, done.stdout, done.stderr) == (0, f"SKIPPED: {MAKE_XLA}\n", "")
 
 
 def test_ctrl_c_keeps_what_was_done(topic, tmp_path):
@@ -292,6 +371,108 @@ def test_faults_of_the_compiler_are_explained_and_the_run_goes_on(cli, topic, tm
     assert "Traceback" not in done.stdout + done.stderr
 
 
+XLA_FAULTS = {
+    "stayed": "a = torch.randn(41, 83).to(xla.device())\na @ torch.ones(83, 3)",
+    "memory": "xla.waited(lambda: torch.empty(2**45, device=xla.device()) + 1)()",
+    "again": "xla.waited(lambda: torch.empty(2**45, device=xla.device()) + 1)()",
+    "unread": "a = torch.randn(2**20, 1).to(xla.device())\nproduct = a @ a.t()\nxla.settle()\nproduct[5, 5].item()",
+    "pending": "KEPT.append(torch.empty(2**45, device=xla.device()) + 1)\nh.fact('kept', 1)",
+    "first": "a = torch.randn(41, 83).to(xla.device())\nwith xla.watch() as ran:\n    b = (a @ a.t()).cos()\n"
+    "    xla.settle()\nh.fact('ran', [ran.compiles, ran.executions])\n"
+    "h.check(xla.waited(lambda t: (t.to(xla.device()) @ t.to(xla.device()).t()).cos()), "
+    "lambda t: (t.double() @ t.double().t()).cos(), torch.randn(4, 7), terms=7, poison=False)",
+}
+
+
+@pytest.fixture
+def xla_topic(topic, tmp_path):
+    """As topic(), of techniques that need torch_xla."""
+
+    def write(**bodies):
+        script = topic(needs="torch_xla>=2.9", **bodies)
+        for name in bodies:
+            path = tmp_path / f"{name}.py"
+            path.write_text(path.read_text().replace("import sys,", "from harness import xla\nKEPT = []\nimport sys,"))
+        return script
+
+    return write
+
+
+@needs_xla
+def test_faults_of_xla_are_explained_and_leave_nothing_behind(cli, xla_topic, tmp_path):
+    path = tmp_path / "r.json"
+    done = cli(xla_topic(**XLA_FAULTS), "--json", path)
+    assert done.returncode == 1, done.stderr
+    examples = {example["name"]: example for example in load_record(path)["examples"]}
+    for name in ("memory", "again", "pending"):
+        assert (
+            "out of memory on XLA's device: Out of memory allocating 140737488355328 bytes" in examples[name]["reason"]
+        )
+    assert "Out of memory allocating 4398046511104 bytes" in examples["unread"]["reason"]
+    assert "stayed.py:13 in demo: a @ torch.ones(83, 3): Expected XLA tensor. Got:" in examples["stayed"]["reason"]
+    assert "\n  stayed.py:13 in demo: a @ torch.ones(83, 3)\n" in done.stdout
+    assert examples["first"]["status"] == "passed", done.stdout
+    assert examples["first"]["facts"] == {"ran": [1, 1]}  # nothing of the others
+    assert "Traceback" not in done.stdout + done.stderr
+
+
+@needs_xla
+@pytest.mark.parametrize(
+    ("device", "reason"),
+    [
+        ("FOO", "PJRT_DEVICE=FOO: there is no such device here; unset PJRT_DEVICE, or set it to CPU"),
+        ("", "PJRT_DEVICE is empty; unset PJRT_DEVICE, or set it to CPU"),
+        ("CUDA", "PJRT_DEVICE=CUDA: torch_xla has no CUDA plugin any more, "),
+        ("TPU", "PJRT_DEVICE=TPU: there is no libtpu here; "),
+    ],
+)
+def test_a_device_that_xla_does_not_have_fails_each_technique_alike(cli, xla_topic, tmp_path, device, reason):
+    if device == "TPU" and find_spec("libtpu"):
+        pytest.skip("libtpu is installed")
+    path = tmp_path / "r.json"
+    done = cli(xla_topic(**XLA_FAULTS), "--json", path, PJRT_DEVICE=device)
+    assert done.returncode == 1, done.stderr
+    examples = load_record(path)["examples"]
+    assert [example["name"] for example in examples] == list(XLA_FAULTS)
+    assert {example["status"] for example in examples} == {"failed"}
+    assert len({example["reason"] for example in examples}) == 1
+    assert examples[0]["reason"].startswith(reason)
+    assert all(example["seconds"] < 1 for example in examples[1:])
+    assert "Traceback" not in done.stdout + done.stderr
+    done = cli(tmp_path / "first.py", PJRT_DEVICE=device)
+    assert done.returncode == 1
+    assert f"FAILED: {reason}" in done.stdout
+    assert "Traceback" not in done.stdout + done.stderr
+
+
+def test_a_torch_xla_of_another_torch_is_explained(cli, xla_topic, tmp_path):
+    """As pip leaves it: it installs torch_xla 2.9.0 beside any torch."""
+    package = tmp_path / "installed" / "torch_xla"
+    package.mkdir(parents=True)
+    library = "/x/_XLAC.cpython-311-x86_64-linux-gnu.so"
+    symbol = "_ZN5torch8autograd10deleteNodeEPNS0_4NodeE"
+    (package / "__init__.py").write_text(f"raise ImportError({f'{library}: undefined symbol: {symbol}'!r})\n")
+    metadata = tmp_path / "installed" / "torch_xla-2.9.0.dist-info" / "METADATA"
+    metadata.parent.mkdir()
+    metadata.write_text("Metadata-Version: 2.1\nName: torch_xla\nVersion: 2.9.0\n")
+    search = os.pathsep.join([str(ROOT), str(tmp_path / "installed")])
+    reason = (
+        f"torch_xla 2.9.0 cannot be loaded with torch {machine().torch}: it was built for another torch; `make xla` "
+        "installs a pair that fits into .venv-xla and runs the topic there"
+    )
+    path = tmp_path / "r.json"
+    script = xla_topic(one="xla.device()", two="xla.device()")
+    for what, names in ((script, ["one", "two"]), (tmp_path / "one.py", ["one"])):
+        done = cli(what, "--json", path, PYTHONPATH=search)
+        assert done.returncode == 1, done.stderr
+        examples = load_record(path)["examples"]
+        found = [(example["name"], example["status"], example["reason"]) for example in examples]
+        assert found == [(name, "failed", reason) for name in names]
+        assert done.stdout.count(f"\nFAILED: {reason}\n") == len(names)
+        assert "Traceback" not in done.stdout + done.stderr
+    assert cli(tmp_path / "one.py", "--list", PYTHONPATH=search).returncode == 0
+
+
 @pytest.mark.parametrize("below", [True, False])
 def test_a_cache_that_cannot_be_written_is_explained(cli, topic, tmp_path, below):
     if below:
@@ -330,6 +511,9 @@ def test_a_technique_file_with_a_syntax_error_fails_alone(cli, topic, tmp_path):
     assert "invalid syntax" in done.stdout
     assert "PASSED  fine" in done.stdout
     assert "invalid syntax" in cli(script, "--list").stdout
+    alone = cli(script, "broken")  # the only one asked for: one reason for all, and no reason to skip
+    assert alone.returncode == 1
+    assert "FAILED  broken" in alone.stdout
 
 
 @pytest.mark.parametrize("body", ["pass", "yield h.check(None, None)"])
@@ -408,9 +592,15 @@ def test_the_seed_changes_the_data_and_the_name_fixes_it(cli, topic, tmp_path):
     assert values("--seed", "1")["a"] != all_of_them["a"]
 
 
-@pytest.mark.parametrize("name", NAMES["triton_examples"])
-def test_a_technique_file_runs_alone_from_any_folder(cli, name, tmp_path):
-    done = cli(ROOT / "examples" / "triton" / f"{name}.py", "--list", cwd=tmp_path)
+FILES = [
+    t.path for topic in ("triton_examples", "torch_xla_examples") for t in read_topic(ROOT / f"{topic}.py").techniques
+]
+
+
+@pytest.mark.parametrize("path", FILES, ids=lambda path: path.stem)
+def test_a_technique_file_runs_alone_from_any_folder(cli, path, tmp_path):
+    name = path.stem
+    done = cli(path, "--list", cwd=tmp_path)
     assert done.returncode == 0
     assert f"  {name}" in done.stdout
 
@@ -446,11 +636,12 @@ def test_triton_imported_first_is_explained(cli):
 def test_doctor_names_every_technique(cli):
     done = cli(("-m", "harness"), "doctor")
     assert done.returncode == 0, done.stdout + done.stderr
-    kernels = {"interpreted": "interpreted", "gpu": "runs", "cpu": "skipped"}[machine().mode]
+    kernels = "skipped" if NO_TRITON else {"interpreted": "interpreted", "gpu": "runs"}[machine().mode]
     for topic in TOPICS:
         for technique in read_topic(ROOT / f"{topic}.py").techniques:
             line = next(line for line in done.stdout.splitlines() if f" {technique.name} " in line)
-            assert (kernels if technique.needs.triton else "runs") in line
+            elsewhere = "runs" if machine().torch_xla or not technique.needs.xla else "skipped: needs torch_xla>=2.9"
+            assert (kernels if technique.needs.triton else elsewhere) in line
     assert f"torch {machine().torch}" in done.stdout
 
 

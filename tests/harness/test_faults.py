@@ -6,6 +6,7 @@ Those that can be provoked on any machine are provoked, through the command line
 import errno
 import os
 import tempfile
+from importlib.util import find_spec
 
 from harness.check import CheckError
 from harness.faults import explain, where
@@ -13,6 +14,8 @@ from harness.process import ChildFailed
 
 import pytest
 import torch
+from torch import nn
+from torch.nn import functional
 
 
 def wrapped(error):
@@ -35,6 +38,7 @@ def cause(error):
         return outer
 
 
+needs_xla = pytest.mark.skipif(find_spec("torch_xla") is None, reason="needs torch_xla: make test-xla")
 CPP = "C++ compile error\n\nOutput:\n"
 GPU = torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 9 GiB.\nmore")
 
@@ -154,3 +158,138 @@ def test_where_names_the_readers_lines_only():
     assert first.startswith("InvalidBackend: Invalid backend: 'nope'")
     assert [place.split(":")[0] for place in places] == ["test_faults.py"]
     assert 'backend="nope"' in places[0]
+
+
+# --- PyTorch/XLA: its own words, as torch_xla 2.9 says them; where it is installed it is made to say them
+
+NO_PLUGIN = (
+    "No PjRtPlugin registered for: {}. Make sure the environment variable PJRT_DEVICE is set to a correct device name. "
+    "See https://github.com/pytorch/xla/blob/master/docs/source/contribute/plugins.md for more information"
+)
+FAKE = (
+    "Dynamo failed to run FX node with fake tensors: call_function <built-in function linear>(*(FakeTensor(..., "
+    "device='xla:0', size=(2, 3)), Parameter(FakeTensor(..., size=(5, 3)))), **{}): got RuntimeError('Unhandled "
+    "FakeTensor Device Propagation for aten.mm.default, found two different devices xla:0, cpu')\n\nfrom user code:\n"
+    '   File "/mine/model.py", line 26, in forward\n    return self.linear(x)\n'
+)
+CHILD = (
+    'the process ended early; its last words:\nTraceback (most recent call last):\n  File "/mine/demo.py", line 7, in '
+    "child\n    y = x @ w\n        ~~^~~\nRuntimeError: Expected XLA tensor. Got: torch.FloatTensor\n"
+)
+
+
+@pytest.mark.parametrize("wrap", [lambda error: error, wrapped, cause])
+@pytest.mark.parametrize(
+    ("error", "said"),
+    [
+        (
+            RuntimeError(NO_PLUGIN.format("FOO")),
+            "PJRT_DEVICE=FOO: there is no such device here; unset PJRT_DEVICE, or set it to CPU",
+        ),
+        (RuntimeError(NO_PLUGIN.format("cpu")), "PJRT_DEVICE=cpu: there is no such device here; unset"),
+        (
+            RuntimeError(NO_PLUGIN.format("CUDA")),
+            "PJRT_DEVICE=CUDA: torch_xla has no CUDA plugin any more, it was removed upstream after 2.8; unset "
+            "PJRT_DEVICE, or set it to CPU; on a GPU use torch.compile with Inductor, or XLA through JAX",
+        ),
+        (RuntimeError(NO_PLUGIN.format("GPU")), "PJRT_DEVICE=GPU: torch_xla has no CUDA plugin any more"),
+        (RuntimeError("$PJRT_DEVICE is not set."), "PJRT_DEVICE is empty; unset PJRT_DEVICE, or set it to CPU"),
+        (
+            OSError("libtpu not found"),
+            "PJRT_DEVICE=TPU: there is no libtpu here; on a TPU pip install 'torch_xla[tpu]'; elsewhere unset "
+            "PJRT_DEVICE, or set it to CPU",
+        ),
+        (ModuleNotFoundError("No module named 'libneuronxla'"), "PJRT_DEVICE=NEURON: there is no libneuronxla here"),
+        (ChildFailed("its last words:\nOSError: libtpu not found\n"), "PJRT_DEVICE=TPU: there is no libtpu here"),
+        (
+            ImportError(
+                "/x/_XLAC.cpython-311-x86_64-linux-gnu.so: undefined symbol: _ZN5torch8autograd10deleteNodeEPNS0_4NodeE"
+            ),
+            f"cannot be loaded with torch {torch.__version__}: it was built for another torch; `make xla` installs",
+        ),
+        (
+            RuntimeError("Out of memory allocating 140737488355328 bytes."),
+            "out of memory on XLA's device: Out of memory allocating 140737488355328 bytes (131,072.0 GiB); try",
+        ),
+        (
+            RuntimeError("Error dispatching computation: Error preparing: Out of memory allocating 2147483648 bytes."),
+            "out of memory on XLA's device: Out of memory allocating 2147483648 bytes (2.0 GiB); try --quick",
+        ),
+        (
+            ValueError("RESOURCE_EXHAUSTED: Attempting to reserve 9.53G at the bottom of memory.\nmore"),
+            "XLA's device: RESOURCE_EXHAUSTED: Attempting to reserve 9.53G at the bottom of memory.; try --quick",
+        ),
+        (RuntimeError("Expected XLA tensor. Got: CPUBoolType"), "Expected XLA tensor. Got: CPUBoolType; move them, or"),
+        (RuntimeError(FAKE), "model.py:26 in forward: return self.linear(x): found two different devices xla:0, cpu"),
+        (ChildFailed(CHILD), "demo.py:7 in child: y = x @ w: Expected XLA tensor. Got: torch.FloatTensor; move"),
+    ],
+)  # fmt: skip
+def test_each_fault_of_xla(wrap, error, said):
+    assert said in explain(wrap(error))
+    assert "\n" not in explain(wrap(error))
+
+
+def test_devices_that_are_not_xlas_are_another_matter():
+    for text in (
+        "found two different devices cuda:0, cpu",
+        "invalid gradient at index 0 - expected device cuda:0 but got cpu",
+        "Expected query, key, and value to have the same device type, but got query.device: cuda:0 key.device: cpu",
+        "Expected query, key, and value to have the same device type, but got query.device: xla:0 key.device: xla:1",
+        "undefined symbol: _ZN5torch8autograd10deleteNodeEPNS0_4NodeE",
+    ):
+        assert explain(RuntimeError(text)) is None
+
+
+# A matrix x on the device and a matrix w on the CPU, both 4 x 4; for each call that does not move w there by itself.
+LEFT_BEHIND = {
+    "mm": lambda x, w: x @ w,
+    "mm, the other way round": lambda x, w: w @ x,
+    "bmm": lambda x, w: x[None] @ w[None],
+    "addmm": lambda x, w: torch.addmm(w, x, x),
+    "add, compiled": lambda x, w: torch.compile(torch.add, backend="openxla")(x, w),
+    "linear": lambda x, w: functional.linear(x, w),
+    "a model that stayed": lambda x, w: nn.Linear(4, 4)(x),
+    "an input that stayed": lambda x, w: nn.Linear(4, 4).to(x.device)(w),
+    "a model that stayed, compiled": lambda x, w: torch.compile(nn.Linear(4, 4), backend="openxla")(x),
+    "cat": lambda x, w: torch.cat([x, w]),
+    "cat, the other way round": lambda x, w: torch.cat([w, x]),
+    "stack": lambda x, w: torch.stack([x, w]),
+    "index": lambda x, w: w[torch.tensor([0, 1], device=x.device)],
+    "index_select": lambda x, w: x.index_select(0, torch.tensor([0, 1])),
+    "gather": lambda x, w: x.gather(0, torch.tensor([[0, 1]])),
+    "embedding": lambda x, w: nn.Embedding(4, 4).to(x.device)(torch.tensor([0, 1])),
+    "a mask": lambda x, w: x.masked_fill(w > 0, 0.0),
+    "where": lambda x, w: torch.where(w > 0, x, x),
+    "layer norm": lambda x, w: nn.LayerNorm(4)(x),
+    "attention": lambda x, w: functional.scaled_dot_product_attention(x[None], w[None], w[None]),
+    "a recurrent network": lambda x, w: nn.LSTM(4, 4).to(x.device)(w),
+    "cross entropy": lambda x, w: functional.cross_entropy(x, torch.tensor([0, 1, 2, 3])),
+    "a gradient": lambda x, w: nn.Linear(4, 4).to(x.device)(x).backward(torch.ones(4, 4)),
+}
+
+
+@needs_xla
+@pytest.mark.parametrize("name", LEFT_BEHIND)
+def test_tensors_left_on_the_cpu_are_told_by_the_call(name):
+    from harness import xla
+
+    from torch._dynamo.exc import TorchDynamoException
+
+    with pytest.raises((RuntimeError, TorchDynamoException)) as failure:
+        LEFT_BEHIND[name](torch.randn(4, 4).to(xla.device()), torch.randn(4, 4))
+    torch.compiler.reset()
+    said = explain(failure.value)
+    assert said.startswith("tensors on the CPU among those on the XLA device, test_faults.py:")
+    assert f' in <lambda>: "{name}": lambda x, w: ' in said
+    assert said.endswith("; move them, or the model, with .to(xla.device())")
+    assert len(said) < 400
+
+
+@needs_xla
+def test_memory_that_xla_does_not_have():
+    from harness import xla
+
+    with pytest.raises(RuntimeError) as failure:
+        xla.waited(lambda: torch.empty(2**45, device=xla.device()) + 1)()
+    xla.start_clean()
+    assert explain(failure.value).startswith("out of memory on XLA's device: Out of memory allocating 1407374883553")

@@ -1,0 +1,383 @@
+"""harness.xla: exact counts on graphs of sizes that nothing else uses, errors that do not spread, graphs as text."""
+
+import gc
+import os
+from importlib.util import find_spec
+
+from harness.process import Child, report
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+# It imports torch_xla, after it has chosen the device.
+xla = pytest.importorskip("harness.xla", reason="torch_xla has an environment of its own: make test-xla")
+
+TOO_MUCH = 2**45  # elements: 128 TiB of float32, more than any machine's address space
+
+
+@pytest.fixture(autouse=True)
+def clean():
+    xla.start_clean()
+    yield
+    xla.start_clean()
+
+
+sizes = iter(range(101, 10_000, 2))
+
+
+@pytest.fixture
+def x():
+    """A matrix on the device, of a width that no other test has: its graphs are compiled for the first time."""
+    return torch.randn(3, next(sizes)).to(xla.device())
+
+
+def run_out_of_memory():
+    xla.waited(lambda: torch.empty(TOO_MUCH, device=xla.device()) + 1)()
+
+
+# --- watch
+
+
+def test_nothing_is_counted_where_nothing_happens():
+    with xla.watch() as ran:
+        pass
+    assert ran == xla.Ran(seconds=ran.seconds)
+
+
+def test_a_graph_is_compiled_once_and_then_found(x):
+    for first in (True, False, False):
+        with xla.watch() as ran:
+            y = (x @ x.t()).relu()
+            xla.settle()
+        assert (ran.compiles, ran.reused) == ((1, 0) if first else (0, 1))
+        assert (ran.executions, ran.syncs, ran.to_device, ran.from_device) == (1, 1, 0, 0)
+        assert ran.fallbacks == {}
+        assert (ran.compile_s > 0) == first
+        assert ran.compile_s < ran.seconds
+    torch.testing.assert_close(y.cpu(), (x.cpu() @ x.cpu().t()).relu())
+
+
+def test_what_is_only_recorded_is_not_run(x):
+    with xla.watch() as ran:
+        y = x + x
+    assert (ran.compiles, ran.executions, ran.syncs) == (0, 0, 0)
+    with xla.watch() as ran:  # it is run before the counting starts
+        assert y.shape == x.shape
+    assert (ran.compiles, ran.executions, ran.syncs) == (0, 0, 0)
+    assert xla.hlo(y) == ""
+
+
+def test_each_sync_runs_one_program(x):
+    import torch_xla
+
+    with xla.watch() as ran:
+        y = x
+        for _ in range(3):
+            y = y * y  # the same graph each time
+            torch_xla.sync()
+    assert (ran.compiles, ran.reused, ran.executions, ran.syncs) == (1, 2, 3, 3)
+
+
+@pytest.mark.parametrize("count", [1, 4])
+def test_copies_are_counted_in_both_directions(count):
+    with xla.watch() as ran:
+        there = [torch.randn(5).to(xla.device()) for _ in range(count)]
+    assert (ran.to_device, ran.from_device, ran.executions) == (count, 0, 0)
+    with xla.watch() as ran:
+        [each.cpu() for each in there]
+    assert (ran.to_device, ran.from_device, ran.executions) == (0, count, 0)
+
+
+@pytest.mark.parametrize("look", [lambda y: y.item(), bool, lambda y: 1 if y > 0 else 0, float])
+def test_a_glance_at_a_value_is_an_execution_without_a_sync(x, look):
+    with xla.watch() as ran:
+        look(x.sum())
+    assert (ran.compiles, ran.executions, ran.syncs, ran.from_device) == (1, 1, 0, 1)
+    assert ran.fallbacks == {"aten::_local_scalar_dense": 1}
+
+
+def test_what_xla_cannot_do_is_named():
+    square = torch.randn(7, 7).to(xla.device())
+    with xla.watch() as ran:
+        torch.linalg.eigvals(square)
+    assert ran.fallbacks == {"aten::linalg_eig": 1}
+    assert ran.from_device > 0
+
+
+def test_torch_compile_runs_programs_of_its_own_without_a_sync(x):
+    compiled = torch.compile(lambda t: (t @ t.t()).sin(), backend="openxla")
+    with torch.no_grad(), xla.watch() as ran:
+        for _ in range(3):
+            compiled(x)
+    assert (ran.compiles, ran.executions, ran.syncs, ran.reused) == (1, 3, 0, 0)
+    torch.compiler.reset()
+
+
+def test_one_watch_within_another(x):
+    with xla.watch() as outer:
+        y = x.cos()
+        with xla.watch() as inner:  # runs y first, which is the outer's
+            z = y.tan()
+            xla.settle()
+    assert z.shape == x.shape
+    assert (inner.compiles, inner.executions) == (1, 1)
+    assert (outer.compiles, outer.executions) == (2, 2)
+
+
+@pytest.mark.parametrize("settled", [True, False])
+def test_what_was_pending_is_run_before_or_left_pending(x, settled):
+    y = x.cos()
+    with xla.watch(settled=settled) as ran:
+        assert (xla.hlo(y) == "") == settled
+        z = y.tan()
+        found = xla.operations(xla.hlo(z))
+        xla.settle()
+    assert (ran.compiles, ran.executions, ran.syncs) == (1, 1, 1)
+    assert (found["tan"], found["cosine"]) == (1, not settled)
+
+
+def test_an_error_within_is_raised_and_what_came_before_it_is_counted(x):
+    seen = []
+
+    def fails():
+        with xla.watch() as ran:
+            seen.append(ran)
+            xla.waited(x.exp)()
+            raise KeyError
+
+    with pytest.raises(KeyError):
+        fails()
+    (ran,) = seen
+    assert (ran.compiles, ran.executions) == (1, 1)
+
+
+# --- settle, waited
+
+
+def test_waited_runs_to_the_end_and_returns_what_the_function_does(x):
+    def scaled(a, by=1.0):
+        """Its documentation."""
+        return a * by
+
+    fn = xla.waited(scaled)
+    assert (fn.__name__, fn.__doc__) == ("scaled", "Its documentation.")
+    with xla.watch() as ran:
+        y = fn(x, by=2.0)
+    assert (ran.executions, ran.syncs) == (1, 1)
+    assert xla.hlo(y) == ""  # it is data
+    assert torch.equal(y.cpu(), x.cpu() * 2)
+
+
+def test_wait_starts_nothing(x):
+    y = x.sinh()
+    with_graph = xla.hlo(y)
+    xla.wait()
+    assert xla.hlo(y) == with_graph != ""
+
+
+# --- after an error
+
+
+def test_an_error_comes_once_more_unless_it_is_forgotten(x):
+    with pytest.raises(RuntimeError, match="Out of memory allocating 140737488355328 bytes"):
+        run_out_of_memory()
+    with pytest.raises(RuntimeError, match="Out of memory"):  # what forget_pending() is for
+        xla.settle()
+    with pytest.raises(RuntimeError, match="Out of memory"):
+        run_out_of_memory()
+    xla.forget_pending()
+    with xla.watch() as ran:
+        y = x + 1
+        xla.settle()
+    assert torch.equal(y.cpu(), x.cpu() + 1)
+    assert ran.executions == 1
+
+
+def test_what_is_held_and_cannot_be_run_does_not_come_again(x):
+    held = torch.empty(TOO_MUCH, device=xla.device()) + 1
+    with pytest.raises(RuntimeError, match="Out of memory"):
+        xla.settle()
+    xla.forget_pending()
+    for _ in range(2):
+        xla.settle()
+    assert (x + 1).cpu().shape == x.shape
+    del held
+
+
+def test_forgetting_runs_nothing(x):
+    with xla.watch() as ran:
+        y = x.atanh()
+        xla.forget_pending()
+        xla.settle()
+    assert ran.executions == 0
+    del y  # hollow: reading it would end the process
+
+
+def test_start_clean_runs_what_can_be_run_and_drops_the_rest(x):
+    y = x * 3
+    xla.start_clean()
+    assert xla.hlo(y) == ""
+    assert torch.equal(y.cpu(), x.cpu() * 3)  # its value is there
+    with pytest.raises(RuntimeError, match="Out of memory"):
+        run_out_of_memory()
+    xla.start_clean()
+    xla.settle()
+    held = torch.empty(TOO_MUCH, device=xla.device()) + 1
+    xla.start_clean()
+    xla.settle()
+    del held
+
+
+def test_start_clean_lets_go_of_cycles_first(x):
+    """What a technique leaves in a circle of references is pending until it is collected; nobody will read it."""
+    from torch_xla.debug import metrics
+
+    gc.disable()
+    try:
+        circle = [x.cosh()]
+        circle.append(circle)
+        del circle
+        before = metrics.metric_data("ExecuteTime")
+        xla.start_clean()
+        assert metrics.metric_data("ExecuteTime") == before
+    finally:
+        gc.enable()
+
+
+def test_a_result_that_does_not_fit_is_told_to_its_reader():
+    """Programs that run in the background do not raise in the sync: their output carries the error."""
+    x = torch.randn(2**20, 1).to(xla.device())
+    y = x @ x.t()
+    xla.settle()
+    for _ in range(2):
+        with pytest.raises(RuntimeError, match="Out of memory allocating 4398046511104 bytes"):
+            y[5, 5].item()
+    xla.settle()
+
+
+# --- the device
+
+
+def child_device():
+    """Asks for the device as a topic does whose techniques all do: each gets the same error, and the process lives."""
+    said = []
+    for ask in (xla.device, xla.device, xla.settle, xla.wait, xla.waited(lambda: None), xla.watch().__enter__):
+        try:
+            ask()
+            said.append("none")
+        except Exception as error:
+            said.append(f"{type(error).__name__}: {error}")
+    report(said=said, in_use=xla.in_use(), device=os.environ["PJRT_DEVICE"])
+
+
+@pytest.mark.parametrize(
+    ("name", "error"),
+    [("FOO", "RuntimeError: No PjRtPlugin registered for: FOO."), ("TPU", "OSError: libtpu not found")],
+)
+def test_a_device_that_is_not_there_is_the_same_error_each_time(name, error):
+    if name == "TPU" and find_spec("libtpu"):
+        pytest.skip("libtpu is installed")
+    with Child(child_device, env={"PJRT_DEVICE": name}) as child:
+        result = child.result()
+    assert all(said.startswith(error) for said in result["said"])
+    assert len(set(result["said"])) == 1
+    assert result["in_use"] is False
+    assert child.process.returncode == 0
+
+
+def test_it_is_the_cpu_unless_somebody_chooses():
+    with Child(child_device, env={"PJRT_DEVICE": None}) as child:
+        assert child.result() == {"said": ["none"] * 6, "in_use": True, "device": "CPU"}
+    assert "WARNING" not in child.output()
+    assert xla.device() == torch.device("xla:0")
+    assert xla.in_use()
+
+
+# --- as text
+
+
+def test_the_graph_as_torch_xla_xla_and_other_compilers_write_it(x):
+    y = (x @ x.t()).relu()
+    width = x.shape[1]
+    with xla.watch() as ran:  # its settle() is what runs y; asking for texts before and after runs nothing
+        y = (x @ x.t()).relu()
+        texts = xla.ir(y), xla.hlo(y), xla.stablehlo(y)
+    assert ran.executions == 0
+    nodes, hlo, stablehlo = texts
+    assert f"f32[3,{width}]{{1,0}} xla::device_data()" in nodes
+    assert nodes.index("aten::permute") < nodes.index("aten::mm") < nodes.index("aten::relu")
+    assert hlo.startswith("HloModule ")
+    assert f"(f32[3,{width}]{{1,0}})->(f32[3,3]{{1,0}})" in hlo
+    assert "stablehlo.dot_general" in stablehlo
+    assert f"tensor<3x{width}xf32>" in stablehlo
+    assert xla.operations(hlo) == {
+        "parameter": 1, "transpose": 1, "dot": 1, "constant": 1, "broadcast": 1, "maximum": 1, "tuple": 1,
+    }  # fmt: skip
+
+
+def test_several_tensors_are_one_module(x):
+    found = xla.operations(xla.hlo(*(x + n for n in range(2, 10))))  # a tuple long enough to be numbered
+    assert found["add"] == 8
+    assert found["tuple"] == 1
+
+
+def test_what_has_run_is_data(x):
+    y = x.floor()
+    xla.settle()
+    assert xla.hlo(y) == ""
+    assert "xla::device_data()" in xla.ir(y)
+    assert "aten::" not in xla.ir(y)
+
+
+@pytest.mark.parametrize("write", [xla.ir, xla.hlo, xla.stablehlo])
+def test_a_tensor_that_is_not_on_the_device_is_refused(x, write):
+    with pytest.raises(ValueError, match=rf"xla.{write.__name__}: tensor 1 is on cpu; .*\.to\(xla\.device\(\)\)"):
+        write(x + 1, torch.ones(3))
+
+
+OPTIMIZED = """
+HloModule SyncTensorsGraph.51, is_scheduled=true, entry_computation_layout={(f32[], f32[8,4]{1,0})->(f32[8,4]{1,0})}
+
+%add.clone (x.1: f32[], y.1: f32[]) -> f32[] {
+  %x.1 = f32[] parameter(0)
+  %y.1 = f32[] parameter(1)
+  ROOT %add.1 = f32[] add(%x.1, %y.1)
+}
+
+ENTRY %SyncTensorsGraph.51_spmd (param: f32[], param.1: f32[8,4]) -> (f32[8,4], f32[8,4]) {
+  %param = f32[] parameter(0)
+  %param.1 = f32[8,4]{1,0:T(8,128)} parameter(1), sharding={devices=[2,1,2]<=[4] last_tile_dim_replicate}
+  %all-reduce.7 = f32[8,4]{1,0} all-reduce(%param.1), channel_id=1, replica_groups={{0,1},{2,3}}, to_apply=%add.clone
+  %all-gather-start = (f32[8,4]{1,0:T(8,128)}, f32[16,4]{1,0:T(8,128)}) all-gather-start(%all-reduce.7), dimensions={0}
+  %all-gather-done = f32[16,4]{1,0} all-gather-done(%all-gather-start)
+  %fused = f32[8,4]{1,0} fusion(%param, %all-reduce.7), kind=kLoop, calls=%fused_computation, metadata={op_name="a = b(c)"}
+  %sort.1 = (f32[4]{0}, s32[4]{0}) sort(%a, %b), dimensions={0}, to_apply=%compare
+  %while.2 = ((f32[], s32[]), f32[8,4]{1,0}, f32[], f32[], f32[], /*index=5*/f32[]) while(%t), condition=%c, body=%b
+  %custom-call = f32[8,4]{1,0} custom-call(%fused), custom_call_target="__onednn$matmul"
+  ROOT tuple.1 = (f32[8,4]{1,0}, /*index=1*/f32[8,4]{1,0}) tuple(%fused, /*index=1*/%all-reduce.7)
+}
+"""  # noqa: E501
+
+
+def test_operations_of_an_optimized_program():
+    assert xla.operations(OPTIMIZED) == {
+        "parameter": 4, "add": 1, "all-reduce": 1, "all-gather-start": 1, "all-gather-done": 1, "fusion": 1,
+        "sort": 1, "while": 1, "custom-call": 1, "tuple": 1,
+    }  # fmt: skip
+
+
+def test_operations_of_nothing():
+    assert xla.operations("") == {}
+    assert xla.operations("HloModule x, entry_computation_layout={()->()}") == {}
+
+
+@given(st.lists(st.sampled_from(["multiply", "maximum", "minimum"]), min_size=1, max_size=8))
+def test_operations_counts_what_was_recorded(names):
+    x = torch.ones(3).to(xla.device())
+    y, other = x, torch.ones(3).to(xla.device())
+    for name in names:
+        y = getattr(torch, name)(y, other)
+    found = xla.operations(xla.hlo(y))
+    assert {name: found[name] for name in set(names)} == {name: names.count(name) for name in set(names)}
