@@ -157,7 +157,9 @@ def show_comparison(console: Console, table: Comparison) -> None:
         errors = ", ".join(f"{row.variant} {row.error:.2f}" for row in table.rows)
         say(console, f"  right  {table.title} {table.case}: largest error / budget: {errors}")
         return
-    out = Table(title=f"{table.title}  {table.case}", title_justify="left", title_style="bold", box=box.SIMPLE_HEAD)
+    out = Table(
+        title=Text(f"{table.title}  {table.case}"), title_justify="left", title_style="bold", box=box.SIMPLE_HEAD
+    )
     out.add_column("variant", no_wrap=True)
     rates = [name for name in ("tbps", "tflops") if any(getattr(row, name) for row in table.rows)]
     ceiling = any(row.of_ceiling for row in table.rows)
@@ -171,7 +173,7 @@ def show_comparison(console: Console, table: Comparison) -> None:
         cells += [f"{row.of_ceiling:.1%}" if row.of_ceiling else ""] if ceiling else []
         cells += [f"{row.speedup:.2f}", f"{row.error:.2f}"]
         cells += ["" if row.first_call_s is None else f"{row.first_call_s:.2f}"]
-        out.add_row(row.variant, *cells, style="bold" if row.ours else None)
+        out.add_row(Text(row.variant), *cells, style="bold" if row.ours else None)
     show_table(console, out)
     for note in table.notes:
         say(console, f"  {note}", style="dim")
@@ -242,8 +244,8 @@ def show_summary(console: Console, record: RunRecord) -> None:
             if best := best_row(table):
                 ceiling = f"{best['of_ceiling']:.1%}" if best["of_ceiling"] else ""
                 out.add_row(
-                    label(example.name, table["title"]), table["case"], best["variant"], f"{best['ms']:.4f}", ceiling,
-                    f"{best['speedup']:.2f}", table["baseline"],
+                    *map(Text, (label(example.name, table["title"]), table["case"], best["variant"])),
+                    f"{best['ms']:.4f}", ceiling, f"{best['speedup']:.2f}", Text(table["baseline"]),
                 )  # fmt: skip
         show_table(console, out)
     styles = {"passed": "green", "failed": "red", "skipped": "yellow"}

@@ -9,6 +9,7 @@ from __future__ import annotations
 import functools
 import gc
 import importlib.util
+import logging
 import os
 import re
 import sys
@@ -23,9 +24,14 @@ from dataclasses import dataclass, field
 if not any(importlib.util.find_spec(name) for name in ("libtpu", "libneuronxla")):
     os.environ.setdefault("PJRT_DEVICE", "CPU")
 
+import harness.hardware  # noqa: F401  (before torch imports triton: see there)
+
 import torch
 import torch_xla
 from torch_xla.debug import metrics
+
+# Inductor's first import says that CUDA_HOME leads to no CUDA, which is no news in this environment.
+logging.getLogger("torch.utils.cpp_extension").setLevel(logging.ERROR)
 
 _XLAC = torch_xla._XLAC
 
@@ -225,7 +231,7 @@ def operations(text: str) -> Counter:
 
 @contextmanager
 def printed() -> Iterator[list[str]]:
-    """What comes to standard error within, past Python's sys.stderr too: its text is in the list afterwards.
+    """What is written to standard error within, by whatever language: its text is in the list afterwards.
 
     torch_xla's C++ prints there what made it run a program where that is forbidden. Only for a few lines of code: what
     another thread or a crash says within is kept back as well.

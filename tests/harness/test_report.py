@@ -6,8 +6,18 @@ import re
 import subprocess
 import threading
 
+from harness.compare import Comparison, Row
 from harness.hardware import ceilings, machine
-from harness.report import ExampleRecord, RunRecord, best_row, git_state, load_record, results_tables, show_summary
+from harness.report import (
+    ExampleRecord,
+    RunRecord,
+    best_row,
+    git_state,
+    load_record,
+    results_tables,
+    show_comparison,
+    show_summary,
+)
 
 import pytest
 from rich.console import Console
@@ -109,6 +119,23 @@ def test_a_table_of_library_calls_is_put_next_to_its_baseline_alone(tmp_path, mo
     lines = [line for line in results_tables(tmp_path).splitlines() if line.startswith("| modes")]
     assert lines[0].endswith("| CUDA graph | 4.000 | 1.00 TB/s | 50.0% | 2.50x torch eager |")
     assert lines[1].endswith("| triton | 5.000 | 1.00 TB/s | 50.0% | 2.00x cuBLAS, 1.60x torch |")
+
+
+def test_brackets_in_a_name_are_shown():
+    named = table(row("torch eager", 10), row("torch x[x > 0]", 8), row("torch [/b]", 9), baseline="torch eager")
+    shown = Comparison(
+        "a [red]",
+        "8x8 [0]",
+        "torch eager",
+        [Row(first_call_s=0.1, error=0.5, p20=1.0, p80=2.0, **each) for each in named["rows"]],
+    )
+    made = record()
+    made.examples.append(ExampleRecord("modes", "passed", comparisons=[named]))
+    console = Console(file=(said := io.StringIO()), width=200)
+    show_comparison(console, shown)
+    show_summary(console, made)
+    for text in ("torch x[x > 0]", "torch [/b]", "a [red]  8x8 [0]"):
+        assert text in said.getvalue()
 
 
 def test_the_summary_shows_the_best_of_each_case():
