@@ -57,9 +57,10 @@ xla: $(XLA_READY)
 
 test-xla: $(XLA_READY)
 	$(XLA_VENV)/bin/python -m pytest -n $(WORKERS) --dist worksteal $(PYTEST_ARGS) tests/examples/xla $(XLA_HARNESS)
+	$(XLA_VENV)/bin/python -m pytest -n $(WORKERS) --dist worksteal $(PYTEST_ARGS) -k xla tests/harness/test_cli.py
 
 # What of the harness this topic rests on, on the torch that it runs on.
-XLA_HARNESS := $(patsubst %,tests/harness/test_%.py,xla faults process check compare settings transformer cli)
+XLA_HARNESS := $(patsubst %,tests/harness/test_%.py,xla faults process check compare settings transformer)
 
 # This project asks for a newer torch than torch_xla works with: it is made importable and nothing more.
 $(XLA_READY): requirements-xla.txt pyproject.toml

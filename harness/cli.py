@@ -271,6 +271,10 @@ def _run_one(technique: Technique, session, demo: Callable | None) -> None:
         if reason := _missing(technique.needs):
             raise Skip(reason)
         demo = demo or load_module(technique.path).demo
+        if technique.needs.xla:
+            from harness import xla
+
+            xla.device()  # before any backward pass on the CPU: after one, XLA's own would fail
         # The interpreter computes with numpy, which warns where a GPU makes a NaN.
         with np.errstate(all="ignore"), warnings.catch_warnings(), settings_kept(technique.name, session.seed):
             # Inductor's advice at each compilation; TF32 is a technique of its own (numerics).

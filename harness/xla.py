@@ -155,12 +155,16 @@ def watch(settled: bool = True) -> Iterator[Ran]:
     What was pending before is run first, and what is pending at the end is left so: call settle() within to have it
     counted. A graph compiled earlier in this process is not compiled again, whoever compiled it. `settled=False` leaves
     what is pending so before, too: for a part of a step, which would otherwise be cut in two there.
+
+    Backward passes within run in the thread that asks for them. In autograd's own thread, tensors of theirs may live
+    on until the next sync, which then has more results and is another program: compilations would be a matter of luck.
     """
     settle() if settled else wait()
     ran, before = Ran(), _read()
     started = time.perf_counter()
     try:
-        yield ran
+        with torch.autograd.set_multithreading_enabled(False):
+            yield ran
     finally:
         wait()
         ran.seconds = time.perf_counter() - started

@@ -1,0 +1,176 @@
+"""The six ways: their programs counted, the JAX model held to float64, and the arithmetic of what pays when."""
+
+import math
+import re
+from dataclasses import replace
+from pathlib import Path
+
+from harness import xla
+from harness.catalog import Needs
+from harness.session import Harness
+from harness.settings import settings_kept
+from harness.transformer import TINY, Config, Transformer
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from rich.console import Console
+
+from examples.xla import compare
+from examples.xla.compare import COMPILE, EAGER, INDUCTOR, JAX, LAZY, OPENXLA, break_even, jax_forward, seconds_of
+
+SMALL = replace(TINY, width=48, layers=2, hidden=72, vocab=97, max_tokens=24)
+needs_jax = pytest.mark.skipif(not compare.have_jax(), reason="JAX is not installed")
+
+
+def quiet(**options) -> Harness:
+    return Harness("test", Needs.parse("torch_xla>=2.9"), console=Console(quiet=True), timing=False, **options)
+
+
+@pytest.fixture(autouse=True)
+def clean():
+    xla.start_clean()
+    yield
+    torch.compiler.reset()
+    xla.start_clean()
+
+
+def test_demo():
+    h = quiet()
+    with settings_kept("compare", seed=0):
+        compare.demo(h)
+    facts, names = h.record.facts, [EAGER, INDUCTOR, OPENXLA, LAZY, COMPILE] + [JAX] * compare.have_jax()
+    assert [table["case"] for table in h.record.comparisons] == ["1x32 tokens", "4x64 tokens"]
+    for table in h.record.comparisons:
+        assert [row["variant"] for row in table["rows"]] == names
+        assert not any(row["ours"] for row in table["rows"])
+        assert facts[f"programs of XLA that torch_xla compiled, forward {table['case']}"] == {
+            OPENXLA: 1, LAZY: 1, COMPILE: 1,
+        }  # fmt: skip
+        errors = facts[f"error over eager's, forward {table['case']}"]
+        assert list(errors) == names
+        assert errors[EAGER] == 1
+        assert max(errors.values()) <= compare.LIKE_EAGER
+        assert all(row["ms"] is None for row in table["rows"])  # nothing is timed here
+    assert set(facts["threads"]) == {"torch, Inductor", "XLA and JAX, one for each core"}
+    if compare.have_jax():
+        products = {name: each["matrix products"] for name, each in facts["StableHLO of the model"].items()}
+        assert products == {"torch_xla": 7, JAX: 7}  # 4 of a block's weights, 2 of attention, and the head
+
+
+def small_model(config: Config = SMALL) -> Transformer:
+    return Transformer.random(config, torch.device("cpu"), torch.float32)
+
+
+@needs_jax
+@pytest.mark.parametrize(
+    ("config", "shape"),
+    [
+        (SMALL, (1, 1)),
+        (SMALL, (3, 7)),
+        (replace(SMALL, kv_heads=1), (2, 5)),
+        (replace(SMALL, kv_heads=4), (2, 24)),
+        (replace(SMALL, layers=1, heads=2, kv_heads=2), (2, 5)),
+    ],
+)
+def test_jax_computes_the_model(config, shape):
+    model, tokens = small_model(config), torch.randint(config.vocab, shape)
+    got = compare.to_torch(jax_forward(config)(compare.weights_for_jax(model), tokens.int().numpy()))
+    torch.testing.assert_close(got.double(), model.float64(tokens), rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize("ways_of", [compare.forwards, compare.gradients])
+def test_every_way_gives_what_eager_gives(ways_of):
+    """Inductor has its turn in the demo; gradients are a table of --full only."""
+    training = ways_of is compare.gradients
+    model = small_model(replace(SMALL, layers=1)).train(training).requires_grad_(training)
+    ways = ways_of(model, torch.randint(SMALL.vocab, (2, 6)))
+    with torch.set_grad_enabled(training):
+        want = [x.detach() for x in compare_tensors(ways[EAGER]())]
+        for name, way in ways.items():
+            if name != INDUCTOR:
+                for got, exact in zip(compare_tensors(way()), want, strict=True):
+                    torch.testing.assert_close(got.detach().cpu(), exact, rtol=1e-3, atol=1e-4)
+
+
+def compare_tensors(result) -> tuple[torch.Tensor, ...]:
+    return result if isinstance(result, tuple) else (result,)
+
+
+def test_another_program_is_the_same_model():
+    model, tokens = small_model(), torch.randint(SMALL.vocab, (2, 5))
+    longer = compare.another_program(model)
+    assert longer.cos.shape == (SMALL.max_tokens + 1, model.cos.shape[1])
+    torch.testing.assert_close(longer(tokens.to(xla.device())).cpu(), model(tokens), rtol=1e-4, atol=1e-4)
+
+
+def test_jax_missing(monkeypatch):
+    monkeypatch.setattr(compare, "have_jax", lambda: False)
+    with pytest.raises(ImportError, match=r"JAX is not installed here; pip install jax=="):
+        compare.weights_for_jax(small_model())
+    assert list(compare.forwards(small_model(), torch.randint(SMALL.vocab, (1, 3)))) == [
+        EAGER, INDUCTOR, OPENXLA, LAZY, COMPILE,
+    ]  # fmt: skip
+
+
+def test_jax_is_named_as_the_requirements_have_it():
+    text = (Path(compare.__file__).parents[2] / "requirements-xla.txt").read_text()
+    assert compare.JAX_PACKAGE in re.findall(r"^jax==[\d.]+", text, re.MULTILINE)
+
+
+def test_jax_forward_wants_a_config():
+    with pytest.raises(TypeError, match=r"jax_forward: got dict; need the Config"):
+        jax_forward({"width": 8})
+
+
+times = st.floats(0, 1e3, allow_nan=False)
+
+
+@given(first=times, ms=times, than_first=times, than_ms=times)
+def test_break_even_is_where_the_totals_meet(first, ms, than_first, than_ms):
+    calls = break_even(first, ms, than_first, than_ms)
+
+    def behind(n: int) -> bool:
+        ours, others = seconds_of(first, ms, n), seconds_of(than_first, than_ms, n)
+        return ours > others and not math.isclose(ours, others, rel_tol=1e-9, abs_tol=1e-9)
+
+    if calls is None:
+        assert ms >= than_ms
+        assert first > than_first
+        assert behind(1) or math.isclose(first, than_first)
+        return
+    assert calls >= 1
+    assert not behind(calls)
+    if calls > 2:
+        assert seconds_of(first, ms, calls - 2) > seconds_of(than_first, than_ms, calls - 2) - 1e-9
+
+
+def test_break_even_of_known_times():
+    assert break_even(5.0, 1.0, 0.0, 2.0) == 5001  # the first call counts for both
+    assert break_even(0.1, 1.0, 0.2, 2.0) == 1
+    assert break_even(5.0, 2.0, 0.0, 1.0) is None
+    assert break_even(5.0, 1.0, 0.0, 1.0) is None
+    assert seconds_of(5.0, 100.0, 11) == 6.0
+
+
+@pytest.mark.parametrize("bad", [(-1.0, 1, 1, 1), (1, math.nan, 1, 1), (1, 1, math.inf, 1), (1, 1, 1, -2)])
+def test_no_such_time(bad):
+    with pytest.raises(ValueError, match=r"break_even: .*; need times"):
+        break_even(*bad)
+
+
+@pytest.mark.parametrize("bad", [(-1.0, 1.0, 1), (1.0, -1.0, 1), (1.0, 1.0, 0), (math.nan, 1.0, 1)])
+def test_no_such_calls(bad):
+    with pytest.raises(ValueError, match=r"seconds_of: .*; need times, and a call"):
+        seconds_of(*bad)
+
+
+def test_profile_runs_the_tables_only():
+    h = quiet(profile=True)
+    with torch.no_grad():
+        model, tokens = small_model(replace(SMALL, layers=1)), torch.randint(SMALL.vocab, (1, 3))
+        ways = {name: way for name, way in compare.forwards(model, tokens).items() if name != INDUCTOR}
+        assert compare.table_of(h, "forward", ways, model.float64, tokens, compare.Work()) == {}
+    assert not h.record.facts
+    assert not h.record.comparisons

@@ -1,0 +1,191 @@
+"""Lazy tensors: each stage counted exactly, what is found again, numbers that compile, and the sync that is missing."""
+
+from harness import xla
+from harness.catalog import Needs
+from harness.session import Harness
+from harness.settings import settings_kept
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from rich.console import Console
+from torch_xla.experimental.eager import is_eager_mode
+
+from examples.xla import lazy_tensors as example
+from examples.xla.lazy_tensors import LAYERS, OPS, STEPS, chain, counts, layer, programs, train_like
+
+
+def quiet(**options) -> Harness:
+    return Harness("test", Needs.parse("torch_xla>=2.9"), console=Console(quiet=True), timing=False, **options)
+
+
+def demonstrate() -> dict:
+    h = quiet()
+    with settings_kept("lazy_tensors", seed=0):
+        example.demo(h)
+    assert len(h.record.checks) == 1 + 12 + 2
+    assert all(check["passed"] for check in h.record.checks)
+    assert [len(table["rows"]) for table in h.record.comparisons] == [3, 3]
+    assert all(row["ms"] is None for table in h.record.comparisons for row in table["rows"])
+    assert not is_eager_mode()
+    return h.record.facts
+
+
+@pytest.fixture(scope="module")
+def facts():
+    return demonstrate()
+
+
+def test_stages(facts):
+    rows, inner, width = example.ROWS, example.INNER, example.WIDTH
+    given = 4 * (rows * inner + inner * width + width)
+    assert facts["what XLA did"] == {
+        "three tensors to the device": {"to device": 3, "to bytes": given},
+        "recording": {"nothing": 0},
+        "recording and sync": {"compiles": 1, "executions": 1, "syncs": 1},
+        "reading the result": {"from device": 1, "from bytes": 4 * rows},
+        "the same again": {"executions": 1, "reused": 1, "syncs": 1},
+        "recording and reading, no sync": {"executions": 1, "reused": 1, "from device": 1, "from bytes": 4 * rows},
+    }
+    assert facts["compile seconds"] > 0
+    assert not any(name.startswith(("ms of", "host time")) for name in facts)  # nothing is timed here
+
+
+def test_texts(facts):
+    operations = facts["operations"]
+    assert {name: n for name, n in operations["IR"].items() if name.startswith("aten")} == {
+        "aten::mm": 1, "aten::add": 1, "aten::gelu": 1, "aten::mean": 1,
+    }  # fmt: skip
+    assert operations["HLO"]["dot"] == operations["StableHLO"]["dot_general"] == operations["optimized HLO"]["dot"] == 1
+    assert operations["HLO"]["erf"] == 1
+    assert "erf" not in operations["optimized HLO"]  # it is within a fusion
+    assert operations["optimized HLO"]["fusion"] >= 1
+    assert sum(operations["optimized HLO"].values()) < sum(operations["HLO"].values())
+
+
+def test_what_is_found_again(facts):
+    found = facts["recorded"]
+    again = {what for what, told in found.items() if told == "found again"}
+    assert again == {
+        "the same again", "other values", "other code, the same operations", "a result more that nobody holds",
+    }  # fmt: skip
+    assert {told for what, told in found.items() if what not in again} == {"compiled"}
+
+
+def test_numbers(facts):
+    found = facts["programs for 4 values"]
+    assert {what: told["compiles"] for what, told in found.items()} == {
+        "x * s": 1,
+        "x * s, 0 and 1 among them": 3,
+        "x * torch.tensor(s, device=xla), the same": 3,
+        "x * torch.tensor(s).to(xla), the same": 3,
+        "x * torch.tensor([s], device=xla), the same": 1,
+        "x ** n": 4,
+        "x ** torch.tensor([n], device=xla)": 1,
+        "x[:, n]": 4,
+        "x[:, torch.tensor(n, device=xla)]": 4,
+        "x.index_select(1, [n] there)": 1,
+        "x[:, :n].sum(1)": 4,
+        "torch.where(column < [n] there, x, 0).sum(1)": 1,
+    }
+    assert all(told["compiles"] + told["found again"] == 4 for told in found.values())
+    assert [what for what, told in found.items() if "read by the host" in told] == ["x[:, torch.tensor(n, device=xla)]"]
+
+
+def test_copies(facts):
+    copies = facts["copies"]
+    size = 4 * example.ROWS * (example.WIDTH + 4)
+    assert copies["a tensor to the device"] == {"to device": 1, "to bytes": size}
+    assert {**copies["a Python number"], "compiles": 1} == {
+        "compiles": 1, "executions": 1, "syncs": 1, "to device": 1, "to bytes": 4
+    }  # fmt: skip
+    assert copies["the same number again"] == {"executions": 1, "reused": 1, "syncs": 1}
+    assert copies["a result that is ready, read"] == {"from device": 1, "from bytes": size}
+    assert copies["a result that is pending, read"] == {
+        "executions": 1, "reused": 1, "from device": 1, "from bytes": size
+    }  # fmt: skip
+
+
+def test_a_forgotten_sync(facts):
+    told = facts[f"{STEPS} steps that read their loss"]
+    kept, forgot = told["with sync"], told["forgotten"]
+    assert (kept["compiles"], kept["executions"], kept["matrix products run"]) == (1, STEPS, STEPS)
+    # A step's own graph was compiled with one output more: its x.
+    assert (forgot["compiles"], forgot["executions"]) == (STEPS, STEPS)
+    assert forgot["matrix products run"] == STEPS * (STEPS + 1) // 2
+    sizes = {
+        what: [int(n) for n in row.split(", ")] for what, row in facts["operations in the graph of each step"].items()
+    }
+    assert len(set(sizes["with sync"])) == 1
+    assert sizes["forgotten"] == sorted(set(sizes["forgotten"]))
+
+
+def test_a_second_run_finds_all_compiled(facts):
+    again = demonstrate()
+    assert again["what XLA did"]["recording and sync"] == {"executions": 1, "reused": 1, "syncs": 1}
+    assert set(again["recorded"].values()) == {"found again"}
+    assert all(told["compiles"] == 0 for told in again["programs for 4 values"].values())
+    assert [told["compiles"] for told in again[f"{STEPS} steps that read their loss"].values()] == [0, 0]
+    assert again["operations"] == facts["operations"]
+
+
+def test_profile_runs_the_tables_only():
+    h = quiet(profile=True)
+    example.demo(h)
+    assert not h.record.facts
+    assert not h.record.checks
+
+
+@pytest.mark.parametrize(
+    ("given", "values", "message"),
+    [
+        ("xla", [], "programs: no values; pass those that the step meets"),
+        ("cpu", [1], r"programs: x is on cpu; pass x\.to\(torch_xla\.device\(\)\)"),
+    ],
+)
+def test_programs_says_what_it_cannot_do(given, values, message):
+    x = torch.ones(3).to(xla.device() if given == "xla" else "cpu")
+    with pytest.raises(ValueError, match=message):
+        programs(lambda x, value: x * value, x, values)
+
+
+@pytest.mark.parametrize("form", [xla.ir, xla.hlo, xla.stablehlo])
+def test_texts_of_a_cpu_tensor(form):
+    with pytest.raises(ValueError, match=r"tensor 0 is on cpu; record it with inputs \.to\(xla\.device\(\)\)"):
+        form(layer(*(torch.ones(size) for size in ((2, 3), (3, 4), (4,)))))
+
+
+@given(st.lists(st.floats(2, 100, width=32), min_size=1, max_size=6))
+def test_a_float_is_an_input_of_one_program(values):
+    x = torch.randn(5, 71)
+    _, results = programs(lambda x, value: (x * value).cos(), x.to(xla.device()), values)
+    warm, _ = programs(lambda x, value: (x * value).cos(), x.to(xla.device()), values)
+    assert (warm.compiles, warm.executions) == (0, len(values))
+    for value, result in zip(values, results, strict=True):
+        torch.testing.assert_close(result.cpu(), (x * value).cos(), rtol=1e-4, atol=1e-4)
+
+
+@given(st.integers(1, 3), st.integers(1, 7))
+def test_a_chain_records_its_operations_once_each(layers, rows):
+    x, weights = torch.randn(rows, 9), [torch.randn(9, 9) for _ in range(layers)]
+    y = chain(x.to(xla.device()), [w.to(xla.device()) for w in weights])
+    recorded = {name: n for name, n in xla.operations(xla.ir(y)).items() if name.startswith("aten")}
+    assert sum(recorded.values()) == layers * OPS
+    torch.testing.assert_close(y.cpu(), chain(x, weights), rtol=1e-4, atol=1e-4)
+    assert LAYERS * OPS == 96
+
+
+@given(st.integers(1, 5))
+def test_without_sync_each_step_holds_all_before_it(steps):
+    x, w = torch.randn(3, 13), torch.randn(13, 13) / 4
+    y, told = train_like(x.to(xla.device()), w.to(xla.device()), steps, synced=False)
+    assert [step["products"] for step in told] == list(range(1, steps + 1))
+    z, told = train_like(x.to(xla.device()), w.to(xla.device()), steps, synced=True)
+    assert [step["products"] for step in told] == [1] * steps
+    torch.testing.assert_close(y.cpu(), z.cpu())
+
+
+def test_counts_names_what_happened():
+    assert counts(xla.Ran()) == {"nothing": 0}
+    assert counts(xla.Ran(compiles=2, to_device=1, seconds=3.0)) == {"compiles": 2, "to device": 1}

@@ -1,0 +1,190 @@
+"""Scan over layers: how graphs grow, right results, what Stacked refuses, and what torch_xla's scan_layers does not."""
+
+import copy
+
+from harness import xla
+from harness.catalog import Needs
+from harness.session import Harness
+from harness.settings import settings_kept
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from rich.console import Console
+from torch import nn
+
+from examples.xla import scan_layers as example
+from examples.xla.scan_layers import SCANNED, STACKED, UNROLLED, Layer, Stacked, require_equal, unequal, unrolled
+
+
+def quiet(**options) -> Harness:
+    return Harness("test", Needs.parse("torch_xla>=2.9"), console=Console(quiet=True), timing=False, **options)
+
+
+@pytest.fixture(scope="module")
+def facts():
+    h = quiet()
+    with settings_kept("scan_layers", seed=0):
+        example.demo(h)
+    assert len(h.record.checks) == 5 + 2
+    assert all(check["passed"] for check in h.record.checks)
+    assert [len(table["rows"]) for table in h.record.comparisons] == [5, 5]
+    assert all(row["ms"] is None for table in h.record.comparisons for row in table["rows"])
+    return h.record.facts
+
+
+@pytest.mark.parametrize("what", ["forward", "forward and backward"])
+def test_how_graphs_grow(facts, what):
+    operations = facts[f"{what}: operations by layers"]
+    depths = [int(depth) for depth in operations[UNROLLED]]
+
+    def each(form):
+        found = list(operations[form].values())
+        steps = {(b - a) / (n - m) for a, b, m, n in zip(found, found[1:], depths, depths[1:], strict=False)}
+        (step,) = steps
+        return step
+
+    assert each(STACKED) == 0
+    assert 0 < each(SCANNED) < each(UNROLLED) / 5
+    loops = 1 if what == "forward" else 2
+    for form, expected in {UNROLLED: 0, SCANNED: loops, STACKED: loops}.items():
+        assert facts[f"{what}: While loops, each depth"][form] == [expected] * len(depths)
+        assert facts[f"{what}: compiles, each depth"][form] == [1] * len(depths)
+        lines = list(facts[f"{what}: lines by layers"][form].values())
+        assert (lines[0] == lines[-1]) == (form == STACKED)
+
+
+def test_what_scan_layers_does_with_unequal_layers(facts):
+    told = {name: row["scan_layers"] for name, row in facts["layers handed to"].items()}
+    assert told["equal layers"] == told["another dtype"] == "right"
+    assert {name for name, outcome in told.items() if outcome.startswith("WRONG, no error")} == {
+        "another setting", "another activation", "a hook on the second", "input changed in place", "a generator",
+    }  # fmt: skip
+    assert "Shape mismatch for" in told["another shape"]
+    assert "Layer 1 has mismatched keys" in told["other parameters"]
+    assert "must keep the `carry` shape unchanged" in told["a wider output"]
+    assert "must keep the `carry` shape unchanged" in told["batch norm, training"]
+    assert told["a branch on a value"].startswith("DataDependentOutputException")
+    assert "convert all Tensors to FakeTensors" in told["a tensor from outside"]
+    assert "PRED vs update.element_type: F32" in told["dropout, training"]
+
+
+def test_stacked_refuses_all_of_them(facts):
+    told = {name: row["Stacked"] for name, row in facts["layers handed to"].items()}
+    assert told.pop("equal layers") == "right"
+    assert all(outcome.split(":")[0].endswith(("Error", "Exception")) for outcome in told.values())
+
+
+def test_a_kept_trace(facts):
+    assert facts["a trace that is kept"] == {
+        "scale 1, then 5": "the old result",
+        "scan_layers, pure: no_grad, then backward": "0 of 6 gradients",
+        "Stacked: no_grad, then backward": "3 of 3 gradients",
+    }
+
+
+REFUSED = {
+    "another shape": r"layer 1 has setting out_features 15, layer 0 has 14",
+    "other parameters": r"layer 1 has module self <class .*Linear",
+    "another dtype": r"layer 1 has tensor norm\.weight \(14,\) torch\.bfloat16 on cpu, trained",
+    "another setting": r"layer 1 has setting scale 3\.0, layer 0 has 1\.0; scan computes all layers with the first",
+    "another activation": r"layer 1 has module 1 <class .*Tanh",
+    "a hook on the second": r"layer 1 has hooks on itself; scan drops them: remove them",
+    "a wider output": r"a layer makes \(4, 15\) torch\.float32 of \(4, 14\) torch\.float32",
+    "batch norm, training": r"changes norm\.\w+.* in place",
+    "input changed in place": r"changes its input in place",
+    "dropout, training": r"layer 0 has active dropout",
+}
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_require_equal_says_what_differs(name):
+    with pytest.raises(ValueError, match=f"require_equal: .*{REFUSED[name]}"):
+        require_equal(unequal(14)[name](), torch.randn(4, 14))
+
+
+def test_require_equal_says_what_is_no_list_of_layers():
+    with pytest.raises(TypeError, match="got generator; pass a list of modules"):
+        require_equal(Layer(4) for _ in range(2))
+    with pytest.raises(TypeError, match="got Linear; pass a list"):
+        require_equal(nn.Linear(4, 4))
+    with pytest.raises(TypeError, match="layer 1 is a function, not a module"):
+        require_equal([nn.Linear(4, 4), torch.nn.functional.relu])
+    with pytest.raises(ValueError, match="no layers; need at least one"):
+        require_equal([])
+    with pytest.raises(ValueError, match="layer 1 lacks layer 0's module 1"):
+        require_equal([nn.Sequential(nn.Linear(4, 4), nn.ReLU()), nn.Sequential(nn.Linear(4, 4))])
+    frozen = [Layer(4), Layer(4).requires_grad_(False)]
+    with pytest.raises(ValueError, match="not trained, layer 0 has"):
+        require_equal(frozen)
+    require_equal(nn.ModuleList(Layer(4) for _ in range(3)), torch.randn(2, 4))
+
+
+def test_an_input_that_is_not_with_the_weights():
+    with pytest.raises(ValueError, match=r"x is on cpu, the weights on xla:0; move both"):
+        Stacked([Layer(4).to(xla.device())])(torch.ones(2, 4))
+    with pytest.raises(ValueError, match=r"x is on xla:0, the weights on cpu; move both"):
+        Stacked([Layer(4)])(torch.ones(2, 4, device=xla.device()))
+
+
+@settings(max_examples=4, deadline=None)
+@given(depth=st.integers(1, 4), rows=st.integers(1, 5), width=st.integers(1, 6))
+def test_stacked_is_the_layers_in_order(depth, rows, width):
+    torch.manual_seed(depth)
+    layers = [Layer(width) for _ in range(depth)]
+    x = torch.randn(rows, width)
+    stacked = Stacked(layers).to(xla.device())
+    given = x.to(xla.device()).requires_grad_()
+    out = stacked(given)
+    out.square().sum().backward()
+    exact, x = [copy.deepcopy(layer).double() for layer in layers], x.double().requires_grad_()
+    want = unrolled(exact, x)
+    want.square().sum().backward()
+    torch.testing.assert_close(out.cpu().double(), want, rtol=1e-4, atol=1e-5)
+    torch.testing.assert_close(given.grad.cpu().double(), x.grad, rtol=1e-4, atol=1e-4)
+    for name, tensor in zip(stacked.names, stacked.stacked, strict=True):
+        wanted = torch.stack([dict(layer.named_parameters())[name].grad for layer in exact])
+        torch.testing.assert_close(tensor.grad.cpu().double(), wanted, rtol=1e-3, atol=1e-4)
+
+
+def test_trained_and_written_back():
+    torch.manual_seed(0)
+    layers = [Layer(6) for _ in range(3)]
+    stacked = Stacked(layers).to(xla.device())
+    x = torch.randn(5, 6)
+    optimizer = torch.optim.SGD(stacked.parameters(), lr=0.1)
+    before = stacked(x.to(xla.device())).detach().cpu()
+    stacked(x.to(xla.device())).square().mean().backward()
+    optimizer.step()
+    after = stacked(x.to(xla.device())).detach().cpu()
+    assert not torch.allclose(before, after)
+    stacked.write_back(layers)
+    torch.testing.assert_close(unrolled(layers, x), after, rtol=1e-4, atol=1e-5)
+    with pytest.raises(ValueError, match=r"write_back: 2 layers with .*; need 3 with"):
+        stacked.write_back(layers[:2])
+    with pytest.raises(ValueError, match="write_back: 3 layers"):
+        stacked.write_back([Layer(7) for _ in range(3)])
+
+
+def test_frozen_layers_stay_frozen_and_modes_are_followed():
+    layers = [nn.Sequential(nn.Linear(5, 5), nn.Dropout(0.5)).requires_grad_(False).eval() for _ in range(2)]
+    stacked = Stacked(layers).to(xla.device())
+    assert not stacked.training
+    assert not any(tensor.requires_grad for tensor in stacked.parameters())
+    x = torch.randn(3, 5)
+    out = stacked(x.to(xla.device())).cpu()
+    torch.testing.assert_close(out, unrolled(layers, x), rtol=1e-4, atol=1e-5)
+    with pytest.raises(ValueError, match="active dropout"):
+        stacked.train()(x.to(xla.device()))
+    torch.testing.assert_close(stacked.eval()(x.to(xla.device())).cpu(), out)
+
+
+def test_profile_compares_only(monkeypatch):
+    h, compared = quiet(profile=True), []
+    monkeypatch.setattr(h, "compare", lambda variants, *_, **options: compared.append(list(variants)))
+    with settings_kept("scan_layers", seed=0):
+        example.demo(h)
+    assert len(compared) == 2
+    assert not h.record.facts
+    assert not h.record.checks

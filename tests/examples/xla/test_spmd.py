@@ -1,0 +1,197 @@
+"""SPMD: the collectives that each cut costs, exactly; what the devices hold; every refusal; and no SPMD left behind."""
+
+import math
+
+from harness import xla
+from harness.catalog import Needs
+from harness.session import Harness
+from harness.settings import settings_kept
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from rich.console import Console
+from torch_xla import runtime
+
+from examples.xla import spmd
+from examples.xla.spmd import DEVICES, LAYERS, LAYOUTS, PRODUCTS, Collective, collectives, local_shape, make_mesh, shard
+
+
+def quiet(**options) -> Harness:
+    return Harness("spmd", Needs.parse("torch_xla>=2.9"), console=Console(quiet=True), timing=False, **options)
+
+
+@pytest.fixture(scope="module")
+def record():
+    h = quiet()
+    with settings_kept("spmd", seed=0):
+        spmd.demo(h)
+    assert not runtime.is_spmd()  # it is for a whole process, and was for the child's only
+    return h.record
+
+
+def test_all_is_right(record):
+    assert all(check["passed"] for check in record.checks)
+    assert len(record.checks) == len(PRODUCTS) + len(LAYOUTS) + 2
+    assert record.facts["devices"] == DEVICES == 4
+
+
+def test_products(record):
+    m, k, n = 72, 88, 104
+    told = record.facts["communication of a product"]
+    for name in ("rows of a", "columns of b", "rows of a, columns of b, two axes"):
+        assert told[name] == {"bytes": 0, "sent by a device": 0, "sent by theory": 0}
+    gather = told["rows of a, columns of b, one axis"]
+    assert gather == {"all-gathers": 1, "bytes": 4 * m * k, "sent by a device": 3 * m * k, "sent by theory": 3 * m * k}
+    reduce = told["the summed dimension"]
+    assert reduce == {"all-reduces": 1, "bytes": 4 * m * n, "sent by a device": 6 * m * n, "sent by theory": 6 * m * n}
+    # XLA for a CPU sums the whole and cuts: twice what the reduce-scatter of theory sends.
+    scatter = told["the summed dimension, rows of the result"]
+    assert scatter == {"all-reduces": 1, "bytes": 4 * m * n, "sent by a device": 6 * m * n, "sent by theory": 3 * m * n}
+    held = record.facts["a device holds"]
+    assert held["rows of a"] == {"a": "18x88", "b": "88x104", "c": "18x104"}
+    assert held["the summed dimension"] == {"a": "72x22", "b": "22x104", "c": "72x104"}
+    assert held["the summed dimension, rows of the result"]["c"] == "18x104"
+    assert held["rows of a, columns of b, two axes"]["c"] == "36x52"
+
+
+def test_training(record):
+    rows, width, hidden = 72, 56, 104
+    told = record.facts["communication of a training step"]
+    weights = 4 * 2 * LAYERS * width * hidden
+    for name in ("data parallel", "tensor parallel", "data and tensor parallel"):
+        assert told[name]["sent by a device"] == told[name]["sent by theory"]
+    assert told["data parallel"]["all-reduces"] == 2 * LAYERS + 1
+    assert told["data parallel"]["bytes"] == weights + 4
+    assert told["tensor parallel"]["all-reduces"] == 2 * LAYERS - 1
+    assert told["tensor parallel"]["bytes"] == (2 * LAYERS - 1) * 4 * rows * width
+    both = told["data and tensor parallel"]
+    assert both["bytes"] == (2 * LAYERS - 1) * 4 * rows // 2 * width + weights // 2 + 4
+    fsdp = told["sharded weights"]
+    assert (fsdp["all-gathers"], fsdp["all-reduces"]) == (4 * LAYERS - 1, 2 * LAYERS + 1)
+    assert fsdp["bytes"] == (4 * LAYERS - 1) * 4 * width * hidden + weights + 4
+    assert fsdp["sent by theory"] == pytest.approx(0.75 * ((4 * LAYERS - 1) * 4 * width * hidden + weights) + 6, abs=1)
+    loose = told["sharded weights, outputs not marked"]
+    assert loose != fsdp  # what is not marked, XLA cuts as it likes
+    assert all(steps == "[1, 1, 0]" for steps in record.facts["compiles by step"].values())
+    held = record.facts["bytes of weights and momentum on a device"]
+    assert list(held.values()) == [2 * weights, weights // 2, weights, weights // 2, weights // 2]
+
+
+def test_ragged(record):
+    assert record.facts["10 rows over 4 devices"] == {"held": "[3, 3, 3, 3]", "of which real": "[3, 3, 3, 1]"}
+    assert record.facts["5 rows over 4 devices"] == {"held": "[2, 2, 2, 2]", "of which real": "[2, 2, 1, 0]"}
+
+
+def test_refusals(record):
+    told = record.facts["refused"]
+    theirs = {what: each["torch_xla"] for what, each in told.items()}
+    ours = {what: each.get("here") for what, each in told.items()}
+    assert "Number of device IDs (8) must match the global number of devices (4)" in theirs["a mesh of 8"]
+    assert "make_mesh: shape (8,) is 8 devices, and there are 4" in ours["a mesh of 8"]
+    assert "make_mesh: shape (2,) is 2 devices, and there are 4" in ours["a mesh of 2"]
+    assert "Partition spec length (1) should be equal to the input rank (2)" in theirs["a spec of rank 1"]
+    assert ours["a spec of rank 1"].startswith("ValueError: shard: spec ('x',) for a tensor (8, 4)")
+    assert "Axis name z is not defined" in theirs["an unknown axis"]
+    assert ours["an axis twice"].startswith("ValueError: shard: spec ('x', 'x') uses an axis twice")
+    assert theirs["10 rows over 4"] == "no error"  # it pads
+    assert ours["10 rows over 4"].startswith("ValueError: shard: 10 does not divide by the 4 devices of 'x'")
+    assert "Expected XLA tensor" in theirs["a tensor on the CPU"]
+    assert ours["a tensor on the CPU"].startswith("TypeError: shard: the tensor is on cpu")
+    assert "Existing annotation must be cleared first" in theirs["cut again, otherwise"]
+    off = record.facts["refused in this process, where SPMD is off"]
+    assert "Please enable SPMD via" in off["torch_xla"]
+    assert off["here"].startswith("RuntimeError: make_mesh: SPMD is off")
+
+
+@pytest.mark.parametrize(
+    ("line", "found"),
+    [
+        (
+            "  %r = f32[64,128]{1,0} all-reduce(%dot), channel_id=1, replica_groups={{0,1,2,3}}, to_apply=%add",
+            Collective("all-reduce", 4, 4 * 64 * 128),
+        ),
+        (
+            "  ROOT %g = bf16[10]{0} all-gather(%p), replica_groups={{0,2},{1,3}}, dimensions={0}",
+            Collective("all-gather", 2, 20),
+        ),
+        (
+            "  %r = (f32[8]{0}, s8[3,2]{1,0}) all-reduce(%a, %b), replica_groups=[2,4]<=[8], to_apply=%add",
+            Collective("all-reduce", 4, 38),
+        ),
+        (
+            "  %c = pred[] collective-permute(%p), source_target_pairs={{0,1},{1,2},{2,0}}",
+            Collective("collective-permute", 3, 1),
+        ),
+        (
+            "  %s = f64[2,5]{1,0} reduce-scatter(%p), replica_groups={{0,1}}, to_apply=%add",
+            Collective("reduce-scatter", 2, 80),
+        ),
+    ],
+)  # fmt: skip
+def test_collectives(line, found):
+    assert list(collectives(f"ENTRY %main {{\n  %p = f32[4]{{0}} parameter(0)\n{line}\n}}\n")) == [found]
+
+
+def test_no_collectives():
+    assert not list(collectives("ENTRY %main {\n  ROOT %all-gather.1 = f32[2]{0} add(%all-reduce, %p)\n}\n"))
+
+
+@given(devices=st.integers(1, 64), each=st.integers(1, 10**6))
+def test_an_all_reduce_sends_as_much_as_its_two_halves(devices, each):
+    whole = devices * each
+    halves = Collective("reduce-scatter", devices, each).sent + Collective("all-gather", devices, whole).sent
+    assert Collective("all-reduce", devices, whole).sent == pytest.approx(halves)
+
+
+@given(sizes=st.lists(st.integers(1, 200), min_size=2, max_size=2), x=st.integers(1, 8), y=st.integers(1, 8))
+def test_local_shape(sizes, x, y):
+    axes, shape = {"x": x, "y": y}, tuple(sizes)
+    held = local_shape(shape, ("y", "x"), axes, pad=True)
+    assert all(0 <= each * n - size < n for each, n, size in zip(held, (y, x), shape, strict=True))
+    assert local_shape(shape, (None, None), axes) == shape
+    if shape[0] % y == 0 and shape[1] % x == 0:
+        assert local_shape(shape, ("y", "x"), axes) == held
+        assert math.prod(held) * x * y == math.prod(shape)
+    else:
+        with pytest.raises(ValueError, match=r"does not divide by the \d+ devices .* pad=True has each hold"):
+            local_shape(shape, ("y", "x"), axes)
+
+
+@pytest.mark.parametrize(
+    ("spec", "message"),
+    [
+        (("x",), r"spec \('x',\) for a tensor \(8, 4\); name an axis, or None, for each dimension"),
+        (("x", "z"), r"names \['z'\], and the axes of the mesh are \['x'\]"),
+        (("x", "x"), "uses an axis twice"),
+        ((None, "x"), "4 does not divide by the 8 devices of 'x'"),
+    ],
+)
+def test_bad_specs(spec, message):
+    with pytest.raises(ValueError, match=message):
+        local_shape((8, 4), spec, {"x": 8})
+
+
+def test_bad_meshes(monkeypatch):
+    with pytest.raises(RuntimeError, match=r"make_mesh: SPMD is off; call torch_xla\.runtime\.use_spmd\(\)"):
+        make_mesh((1,), ("x",))
+    monkeypatch.setattr(runtime, "is_spmd", lambda: True)
+    with pytest.raises(ValueError, match=r"make_mesh: shape \(3, 2\) is 6 devices, and there are 1; .*CPU_NUM_DEVICES"):
+        make_mesh((3, 2), ("x", "y"))
+    for names in (("x",), ("x", "x")):
+        with pytest.raises(ValueError, match="give each axis one name of its own"):
+            make_mesh((1, 1), names)
+    mesh = make_mesh((1,), ("x",))
+    with pytest.raises(TypeError, match="shard: the tensor is on cpu; move it to"):
+        shard(torch.ones(2, 2), mesh, ("x", None))
+    with pytest.raises(ValueError, match="for a tensor"):
+        shard(torch.ones(2, 2, device=xla.device()), mesh, ("x",))
+    xla.settle()
+
+
+def test_profile_runs_nothing():
+    h = quiet(profile=True)
+    spmd.demo(h)
+    assert not h.record.facts
+    assert not h.record.checks
