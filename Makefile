@@ -16,6 +16,8 @@ TOPICS := torch_compiler_examples.py triton_examples.py torch_xla_examples.py
 PYTEST_ARGS ?= -m "not slow"
 # One process for each core, unless there is a GPU, which one process at a time should have.
 WORKERS ?= $(shell nvidia-smi -L >/dev/null 2>&1 && echo 0 || echo auto)
+# Processes that each start a thread for every core wait for each other in spin loops: a call of 1 ms can take 1 s.
+PYTEST = $(if $(filter auto,$(WORKERS)),OMP_NUM_THREADS=1) $(1)/bin/python -m pytest -n $(WORKERS) --dist worksteal
 
 .PHONY: run run-full test lint setup backends test-backends xla test-xla clean
 
@@ -26,7 +28,7 @@ run-full: $(READY)
 	@status=0; for topic in $(TOPICS); do $(BIN)/python $$topic --full || status=1; done; exit $$status
 
 test: $(READY)
-	$(BIN)/python -m pytest -n $(WORKERS) --dist worksteal $(PYTEST_ARGS)
+	$(call PYTEST,$(VENV)) $(PYTEST_ARGS)
 
 lint: $(READY)
 	$(BIN)/ruff check .
@@ -56,8 +58,8 @@ xla: $(XLA_READY)
 	$(XLA_VENV)/bin/python torch_xla_examples.py
 
 test-xla: $(XLA_READY)
-	$(XLA_VENV)/bin/python -m pytest -n $(WORKERS) --dist worksteal $(PYTEST_ARGS) tests/examples/xla $(XLA_HARNESS)
-	$(XLA_VENV)/bin/python -m pytest -n $(WORKERS) --dist worksteal $(PYTEST_ARGS) -k xla tests/harness/test_cli.py
+	$(call PYTEST,$(XLA_VENV)) $(PYTEST_ARGS) tests/examples/xla $(XLA_HARNESS)
+	$(call PYTEST,$(XLA_VENV)) $(PYTEST_ARGS) -k xla tests/harness/test_cli.py
 
 # What of the harness this topic rests on, on the torch that it runs on.
 XLA_HARNESS := $(patsubst %,tests/harness/test_%.py,xla faults process check compare settings transformer)
