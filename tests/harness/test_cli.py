@@ -87,7 +87,8 @@ def test_a_topic_runs_as_a_user_runs_it(cli, name, tmp_path):
         assert example["comparisons"] or example["facts"], f"{example['name']} shows nothing"
         assert all(check["passed"] and check["error"] <= 1 for check in example["checks"])
         for table in example["comparisons"]:
-            assert any(row["ours"] for row in table["rows"]) == needs_triton  # the other topics compare library calls
+            # Other topics compare library calls, and now and then one of this repository's own with them.
+            assert any(row["ours"] for row in table["rows"]) or not needs_triton
             assert all(row["error"] <= 1 for row in table["rows"])
             if machine().mode == "interpreted" and needs_triton:
                 assert all(row["ms"] is None for row in table["rows"])
