@@ -117,7 +117,8 @@ def waited(fn: Callable) -> Callable:
 
     @functools.wraps(fn)
     def run(*args, **kwargs):
-        out = fn(*args, **kwargs)
+        with torch.autograd.set_multithreading_enabled(False):  # as in watch()
+            out = fn(*args, **kwargs)
         settle()
         return out
 

@@ -266,10 +266,22 @@ def bytes_held(*tensors: torch.Tensor) -> int:
     return sum(math.prod(shards(t)[0]) * t.element_size() for t in tensors)
 
 
+def cut_sums(text: str) -> int:
+    """All-reduced results that are cut afterwards. Fusions may repeat a cut, so the results are counted."""
+    bodies = re.findall(r"^%?([\w.-]+) [^\n]*\{\n(.*?)^\}", text, re.MULTILINE | re.DOTALL)
+    cutting = {name for name, body in bodies if " dynamic-slice(" in body}
+    found = set()
+    for operands, rest in re.findall(r" (?:fusion|dynamic-slice)\(([^)]*)\)(.*)", text.rpartition("ENTRY")[2]):
+        called = re.search(r"calls=%?([\w.-]+)", rest)
+        if called is None or called[1] in cutting:
+            found |= set(re.findall(r"%(all-reduce[\w.-]*)", operands))
+    return len(found)
+
+
 def described(text: str) -> dict:
     return {
         "collectives": [[c.op, c.devices, c.bytes] for c in collectives(text)],
-        "slices": xla.operations(text)["dynamic-slice"],
+        "cut sums": cut_sums(text),
         "lines": [line.strip().split(", channel_id")[0] for line in text.splitlines() if next(collectives(line), None)],
     }
 
@@ -414,7 +426,7 @@ def products(h: Harness, a: torch.Tensor, b: torch.Tensor, told: dict, out: dict
         h.say(
             f"{name}: theory says {', '.join(c.op for c in theory) or 'nothing'}; XLA for this CPU does "
             f"{', '.join(c[0] for c in found['collectives'])}"
-            + (" and each device cuts its part out of the whole sum" if found["slices"] else "")
+            + (" and each device cuts its part out of the whole sum" if found["cut sums"] else "")
         )
 
 
@@ -447,12 +459,12 @@ def training(h: Harness, model: Mlp, x: torch.Tensor, y: torch.Tensor, told: dic
             f"{facts[name]['sent by a device'] / 1000:.0f} kB a step, of {whole / 2000:.0f} kB of weights"
         )
     for name, theory in differ.items():
-        wanted = Counter(c.op for c in theory)
+        wanted, cut = Counter(c.op for c in theory), told[name]["cut sums"]
         h.say(
             f"{name}: theory sends {facts[name]['sent by theory'] / 1000:.0f} kB "
             f"({', '.join(f'{count} {op}' for op, count in wanted.items())}); the program differs: "
             + ", ".join(f"{count} {op}" for op, count in Counter(c[0] for c in told[name]["collectives"]).items())
-            + f", {told[name]['slices']} slices out of what is then whole"
+            + (f", {cut} sums that are made whole on every device and then cut" if cut else "")
         )
 
 

@@ -336,12 +336,13 @@ def unsynced(h: Harness, config: Config, tokens: torch.Tensor, told: dict) -> No
     h.fact("without a sync", {"nodes recorded after steps 1, 2, 3": str(nodes), "run": ran.executions})
     h.say(
         f"without a sync {ran.executions} programs run and the graph grows, to {nodes[-1] / nodes[0]:.1f}x in three "
-        "steps: in the end one program, compiled anew for each number of steps"
+        "steps"
     )
     h.fact("matrix products", {"of a step": whole, "of its forward pass": forward})
     h.say(
-        f"a mean read after the sync: {told['their mean']['run']} runs in {LOOP} steps, every second one only sums. "
-        f"Before it: {told[EARLY]['run']}, every second one a forward pass that the step's program does again, "
+        f"a mean read after the sync: {told['their mean']['run']} runs in {LOOP} steps, "
+        f"{told['their mean']['run'] - LOOP} of them only to sum. Before it: {told[EARLY]['run']}, "
+        f"{told[EARLY]['run'] - LOOP} of them a forward pass that the step's program does again, "
         f"{whole + forward} products a step for {whole}"
     )
 
@@ -440,8 +441,9 @@ def learning(h: Harness, config: Config, data: torch.Tensor, rows: int, steps: i
         },
     )  # fmt: skip
     h.say(
-        f"numbers are sent, so {steps} rates compile {ran.compiles} programs; but 1 is a constant: where 1 - rate * "
-        f"weight_decay rounds to it, another program runs ({small.compiles} compiled here), so let no schedule end at 0"
+        f"{steps} rates compile {ran.compiles} programs{'' if ran.compiles else ': numbers are sent'}; but 1 is a "
+        f"constant: where 1 - rate * weight_decay rounds to it, another program runs ({small.compiles} compiled here), "
+        "so let no schedule end at 0"
     )
 
     losses = torch.stack([each.cpu() for each in losses]).mean(dim=(1, 2))
@@ -507,20 +509,17 @@ def error_of(fn: Callable) -> str:
     return "works"
 
 
-def checkpoint(
-    h: Harness, config: Config, trainer: Trainer, data: torch.Tensor, rows: int, meanwhile: Callable = lambda: None
-) -> None:
-    """Save, and go on in three ways; `meanwhile` is called while the other process imports torch."""
+def checkpoint(h: Harness, config: Config, trainer: Trainer, data: torch.Tensor, rows: int) -> None:
+    """Save, and go on in three ways."""
     given = list(batches(data, rows, drop_last=True))[:FIRST]
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder, "checkpoint.pt")
         save(trainer, path)
         torch.save(given, Path(folder, "given.pt"))
         torch.save(trainer.model.body.norm.weight.detach(), Path(folder, "raw.pt"))
-        with Child(child_resume, folder, astuple(config), env={WITHOUT_XLA: "1"}) as child:
-            meanwhile()
-            with h.progress("without torch_xla"):
-                told = child.result()
+        child = Child(child_resume, folder, astuple(config), env={WITHOUT_XLA: "1"})
+        with child, h.progress("without torch_xla"):
+            told = child.result()
         resumed, state = torch.load(Path(folder, "resumed.pt"), weights_only=True), load(path)
     h.fact("the process that loads", told)
     with xla.watch() as ran:
@@ -589,7 +588,8 @@ def demo(h: Harness) -> None:
             step_times(h, config, data[:rows], first)
         placement(h, config, data, rows)
         trainer = learning(h, config, sequences(4096, tokens, config.vocab, generator), rows, steps)
-        checkpoint(h, config, trainer, data, rows, meanwhile=lambda: accumulation(h, config, data, rows))
+        accumulation(h, config, data, rows)
+        checkpoint(h, config, trainer, data, rows)
         random_numbers(h)
     xla.settle()
 

@@ -27,7 +27,7 @@ def facts():
     h = quiet()
     with settings_kept("scan_layers", seed=0):
         example.demo(h)
-    assert len(h.record.checks) == 5 + 2
+    assert len(h.record.checks) == 5 + 2 + 1  # depths forward, and with backward; the pure form
     assert all(check["passed"] for check in h.record.checks)
     assert [len(table["rows"]) for table in h.record.comparisons] == [5, 5]
     assert all(row["ms"] is None for table in h.record.comparisons for row in table["rows"])

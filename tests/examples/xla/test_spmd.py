@@ -195,3 +195,28 @@ def test_profile_runs_nothing():
     spmd.demo(h)
     assert not h.record.facts
     assert not h.record.checks
+
+
+CUT = """
+%fused (p: f32[8], q: s32[]) -> f32[2] {
+  ROOT %d = f32[2]{0} dynamic-slice(%p, %q), dynamic_slice_sizes={2}
+}
+
+%added (p: f32[8]) -> f32[8] {
+  ROOT %a = f32[8]{0} add(%p, %p)
+}
+
+ENTRY %main {
+  %all-reduce = f32[8]{0} all-reduce(%x), to_apply=%sum
+  %all-reduce.1 = f32[8]{0} all-reduce(%y), to_apply=%sum
+  %one = f32[2]{0} fusion(%all-reduce, %n), kind=kLoop, calls=%fused
+  %again = f32[2]{0} fusion(%all-reduce, %n), kind=kLoop, calls=%fused
+  %whole = f32[8]{0} fusion(%all-reduce.1), kind=kLoop, calls=%added
+}
+"""
+
+
+def test_sums_that_are_cut_are_counted_once_and_others_not():
+    assert spmd.cut_sums(CUT) == 1
+    assert spmd.cut_sums(CUT.replace("calls=%added", "calls=%fused")) == 2
+    assert spmd.cut_sums("ENTRY %main {\n  %a = f32[8]{0} add(%x, %y)\n}") == 0
