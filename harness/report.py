@@ -340,7 +340,7 @@ def _nearer_rate(row: dict, ceilings: dict) -> str:
     fastest = max(ceilings["gemm_tflops"].values(), default=0.0)
     memory = moving / ceilings["copy_tbps"] if ceilings["copy_tbps"] else 1.0
     if computing and (not fastest or computing / fastest >= memory):
-        return f"{computing:.0f} TFLOP/s"
+        return f"{computing:.0f} TFLOP/s" if computing >= 1 else f"{1000 * computing:.0f} GFLOP/s"
     return f"{moving:.2f} TB/s" if moving else f"{computing:.0f} TFLOP/s"
 
 
