@@ -16,7 +16,7 @@ TOPICS := torch_compiler_examples.py triton_examples.py torch_xla_examples.py
 PYTEST_ARGS ?= -m "not slow"
 # One process for each core, unless there is a GPU, which one process at a time should have.
 WORKERS ?= $(shell nvidia-smi -L >/dev/null 2>&1 && echo 0 || echo auto)
-# Processes that each start a thread for every core wait for each other in spin loops: a call of 1 ms can take 1 s.
+# In processes that each start a thread for every core, the threads spin while they wait for one that does not run.
 PYTEST = $(if $(filter auto,$(WORKERS)),OMP_NUM_THREADS=1) $(1)/bin/python -m pytest -n $(WORKERS) --dist worksteal
 
 .PHONY: run run-full test lint setup backends test-backends xla test-xla clean

@@ -307,9 +307,7 @@ def demo(h: Harness) -> None:
         title="bias, silu_mul, weight", **layer_budget(h.half),
     )  # fmt: skip
     if table and table.rows[-1].ms and inputs[0].is_cuda:
-        explain(
-            h, table, {name: [kernel[:60] for kernel in kernels_run(fn, *inputs)[0]] for name, fn in variants.items()}
-        )
+        explain(h, table, {name: kernels_run(fn, *inputs)[0] for name, fn in variants.items()})
 
     tiny = h.randn(16, dtype=h.half), h.randn(16, dtype=h.half)
     calls = {"torch": silu_mul_torch, "triton function": silu_mul}
