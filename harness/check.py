@@ -119,9 +119,11 @@ def judge(
     """Largest error of `got` as a fraction of its budget (at most 1); `want` is the float64 reference.
 
     NaN must meet NaN, an infinity the same infinity; a reference beyond the range of `dtype` counts as infinite, and
-    one within its budget of that range may be either. Raises CheckError, with the place and the numbers, for a wrong
-    dtype, shape or value, and VacuousCheck when most elements of zeros or of the mean would pass too (`constant_ok`
-    says that they should: an input whose answer is nearly a constant).
+    one within its budget of that range may be either. Beyond the range of a float8, what torch's cast gives (NaN for
+    e4m3fn, an infinity for e5m2) and the format's largest number, as GPUs saturate to it, are both right. Raises
+    CheckError, with the place and the numbers, for a wrong dtype, shape or value, and VacuousCheck when most elements
+    of zeros or of the mean would pass too (`constant_ok` says that they should: an input whose answer is nearly a
+    constant).
     """
     if want.dtype is not torch.float64:
         raise TypeError(f"{what}: the reference must be float64, got {want.dtype}; compute it from x.double()")
@@ -163,6 +165,8 @@ def judge(
         # Near the end of the range, rounding decides between the largest number and infinity: either will do.
         at_the_end = w.isfinite() & ((w.abs() - info.max).abs() <= budget + info.eps * info.max)
         excused |= at_the_end & (g * w.sign() >= info.max - budget)
+        if dtype.itemsize == 1:
+            excused |= (w.abs() > info.max) & (g == w.sign() * info.max)
         ratio = torch.where(finite, (g - w).abs() / budget, math.inf)
         ratio = torch.where(excused, 0.0, ratio).nan_to_num_(nan=math.inf, posinf=math.inf)
         bad += int((ratio > 1).sum())

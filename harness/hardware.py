@@ -21,6 +21,7 @@ from importlib.util import find_spec
 from typing import NamedTuple
 
 from harness.catalog import Needs
+from harness.interpreter import mend_interpreter
 
 import torch
 
@@ -339,7 +340,12 @@ class Ceilings:
         return self.copy
 
     def gemm_tflops(self, dtype: torch.dtype) -> float | None:
-        """TFLOP/s of cuBLAS for square GEMMs of this dtype, the best of n = 4096 and 8192, as torch is set now."""
+        """TFLOP/s of cuBLAS for square GEMMs of this dtype, the best of n = 4096 and 8192, as torch is set now.
+
+        FP8: cuBLASLt's, e4m3 by e4m3 with one scale each and fast accumulation, as every FP8 format has that rate.
+        """
+        if dtype in (torch.float8_e4m3fn, torch.float8_e5m2):
+            return self._fp8_tflops()
         if dtype not in (torch.bfloat16, torch.float16, torch.float32):
             return None
         key = str(dtype).removeprefix("torch.")
@@ -355,6 +361,20 @@ class Ceilings:
                 del a, b, out
             self.gemm[key] = max(rates)
         return self.gemm[key]
+
+    def _fp8_tflops(self) -> float | None:
+        if torch.cuda.get_device_capability() < (8, 9):
+            return None
+        if "float8" not in self.gemm:
+            rates, one = [], torch.ones((), device="cuda")
+            for n in (4096, 8192):
+                a, b = (torch.empty(n, n, device="cuda").normal_().to(torch.float8_e4m3fn) for _ in range(2))
+                options = {"out_dtype": torch.bfloat16, "use_fast_accum": True}
+                ms = statistics.median(gpu_ms(lambda a=a, b=b, o=options: torch._scaled_mm(a, b.t(), one, one, **o)))
+                rates.append(2 * n**3 / ms / 1e9)
+                del a, b
+            self.gemm["float8"] = max(rates)
+        return self.gemm["float8"]
 
     def launch_floor_us(self) -> float:
         """Microseconds the timer reports for a kernel that does almost nothing."""
@@ -399,6 +419,7 @@ def require_triton_device(name: str, *tensors: torch.Tensor) -> None:
     if OFFLINE_SM and device.type == "meta":
         return
     if interpreted():
+        mend_interpreter()
         if device.type != "cpu":
             raise RuntimeError(
                 f"{name}: TRITON_INTERPRET=1 runs kernels on the CPU, got a tensor on {device}; unset it"
