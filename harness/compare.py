@@ -1,17 +1,18 @@
 """Time every variant of a table with one timer, and only after each of them was found right.
 
 On a GPU: triton.testing.do_bench, which empties L2 before each call and times with events, run for every
-variant in turn, in an order that rotates, over several rounds; a speed-up is the median over rounds of the
-ratio within a round, so that a GPU that slows down as it warms slows both sides. The host's time to launch is
-kept out of the events and recorded by itself. A table about whole calls (`whole_calls`) is timed the way its caller
-waits: calls back to back, launched by the host, over the wall clock. On a CPU: torch.utils.benchmark over the same
-rounds (its caches stay warm, for every variant alike). In Triton's interpreter nothing is timed: an interpreted kernel
-has no speed.
+variant in turn, over several rounds; a speed-up is the median over rounds of the ratio within a round, so that a GPU
+that slows down as it warms slows both sides. Each round has a random order, the same in every run: under a power limit
+a variant pays for what ran before it. The host's time to launch is kept out of the events and recorded by itself. A
+table about whole calls (`whole_calls`) is timed the way its caller waits: calls back to back, launched by the host,
+over the wall clock. On a CPU: torch.utils.benchmark over the same rounds (its caches stay warm, for every variant
+alike). In Triton's interpreter nothing is timed: an interpreted kernel has no speed.
 """
 
 from __future__ import annotations
 
 import functools
+import random
 import statistics
 import time
 from collections.abc import Callable, Iterable
@@ -212,8 +213,7 @@ def time_variants(
     samples: dict[str, list[list[float]]] = {name: [] for name in names}
     held_share = power_watch()
     for turn in range(ROUNDS):
-        start = turn % len(names)
-        for name in names[start:] + names[:start]:
+        for name in random.Random(turn).sample(names, len(names)):
             if on_gpu and whole_calls:
                 times = whole_call_ms(calls[name], budget=GPU_BUDGET_MS)
             elif on_gpu:
