@@ -94,7 +94,7 @@ def _row_rms(want: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
     step = max(1, CHUNK // max(1, rows.shape[1]))
     parts = []
     for part in rows.split(step):
-        finite = torch.isfinite(part.to(dtype))
+        finite = torch.isfinite(part.to(dtype).double())  # float8 has no isfinite
         squares = torch.where(finite, part, 0.0).square_()
         parts.append(torch.stack([squares.sum(1), finite.sum(1).double()]))
     sums, counts = torch.cat(parts, dim=1)

@@ -76,10 +76,11 @@ def quantize_reference(
     groups = _grouped(x.float(), block)
     most = fp8_max(dtype)
     amax = groups.abs().amax(dim=(1, 3)).clamp(min=FLOOR)
-    scaled = groups * (most / amax)[:, None, :, None]
+    top = amax.new_full((), most)  # with a Python number torch would multiply by a reciprocal, and round twice
+    scaled = groups * (top / amax)[:, None, :, None]
     # A product may round to a little above `most`; NaN passes clamp.
     q = scaled.clamp(-most, most).to(dtype).flatten(2, 3).flatten(0, 1)[: x.shape[0], : x.shape[1]]
-    return q.contiguous(), amax / most
+    return q.contiguous(), amax / top
 
 
 def dequantize_reference(q: torch.Tensor, scale: torch.Tensor, block: tuple[int, int]) -> torch.Tensor:

@@ -183,6 +183,20 @@ def _rate(value: float) -> str:
     return f"{value:.0f}" if value >= 100 else f"{value:.3g}"
 
 
+def show_rows(console: Console, title: str, rows: dict[str, dict]) -> None:
+    """Rows of named cells; a cell that a row lacks stays empty, and a list reads a / b."""
+    say(console, title, style="bold")  # not as the table's title, which would be broken to the table's width
+    out = Table(box=box.SIMPLE_HEAD)
+    out.add_column("", no_wrap=True)
+    columns = list(dict.fromkeys(column for cells in rows.values() for column in cells))
+    for column in columns:
+        out.add_column(Text(column), justify="right", no_wrap=True)
+    for name, cells in rows.items():
+        shown = (cells.get(column, "") for column in columns)
+        out.add_row(Text(name), *(Text(" / ".join(map(str, c)) if isinstance(c, list) else str(c)) for c in shown))
+    show_table(console, out)
+
+
 def show_codegen(console: Console, kernels: list[Kernel]) -> None:
     out = Table(
         title="code for each architecture, compiled here", title_justify="left", title_style="bold", box=box.SIMPLE_HEAD

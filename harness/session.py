@@ -102,12 +102,7 @@ class Harness:
 
         Raises TypeError for what JSON cannot hold (NaN, keys that are no strings): convert it first.
         """
-        try:
-            if json.loads(json.dumps(value, allow_nan=False)) != (list(value) if isinstance(value, tuple) else value):
-                raise ValueError("it would come back changed")
-        except (TypeError, ValueError) as error:
-            raise TypeError(f"fact {name!r}: {value!r} cannot be recorded as JSON: {error}") from None
-        self.record.facts[name] = value
+        self._keep(name, value)
         if isinstance(value, dict):  # one line for each, and one more level fits on it
             self.say(f"{name}:")
             for key, each in value.items():
@@ -115,6 +110,19 @@ class Harness:
                 self.say(f"  {key}: {shown}")
         else:
             self.say(f"{name}: {value}")
+
+    def _keep(self, name: str, value) -> None:
+        try:
+            if json.loads(json.dumps(value, allow_nan=False)) != (list(value) if isinstance(value, tuple) else value):
+                raise ValueError("it would come back changed")
+        except (TypeError, ValueError) as error:
+            raise TypeError(f"fact {name!r}: {value!r} cannot be recorded as JSON: {error}") from None
+        self.record.facts[name] = value
+
+    def table(self, name: str, rows: dict[str, dict]) -> None:
+        """fact(name, rows), printed as a table: a row for each key, a column for each key within. Lists read a / b."""
+        self._keep(name, rows)
+        report.show_rows(self.console, name, rows)
 
     def check(self, fn: Callable, reference: Callable, *inputs, what: str | None = None, **budget) -> None:
         """Run fn on poisoned memory and hold it to the float64 reference; harness.check says how.

@@ -16,8 +16,10 @@ from harness.report import (
     load_record,
     results_tables,
     show_comparison,
+    show_rows,
     show_summary,
 )
+from harness.session import Harness
 
 import pytest
 from rich.console import Console
@@ -147,3 +149,23 @@ def test_the_summary_shows_the_best_of_each_case():
     assert "the best of each case" in text
     assert re.search(r"modes: made +8x8 +CUDA graph +4\.0000 +50\.0% +2\.50 +torch eager", text)
     assert "PASSED  modes" in text
+
+
+def test_rows_of_facts_are_kept_whole():
+    console = Console(file=(said := io.StringIO()), width=20)
+    show_rows(console, "a title longer than the table", {"one [0]": {"x": 1.5, "y": [1, 2]}, "two": {"z": "[red]"}})
+    lines = [line.split() for line in said.getvalue().splitlines()]
+    assert lines[0] == ["a", "title", "longer", "than", "the", "table"]
+    assert ["x", "y", "z"] in lines
+    assert ["one", "[0]", "1.5", "1", "/", "2"] in lines
+    assert ["two", "[red]"] in lines
+
+
+def test_a_table_of_facts_is_recorded_as_a_fact():
+    h = Harness("t", console=Console(file=(said := io.StringIO()), width=80))
+    rows = {"a": {"x": 1}, "b": {"x": [2.5, None]}}
+    h.table("name", rows)
+    assert h.record.facts == {"name": rows}
+    assert "2.5 / None" in said.getvalue()
+    with pytest.raises(TypeError, match="cannot be recorded"):
+        h.table("bad", {"a": {"x": float("nan")}})
