@@ -20,6 +20,7 @@ _HOME = {
     "require_scales": "harness.fp8",
     "autotune_configs": "harness.hardware",
     "device_limits": "harness.hardware",
+    "gluon_descriptor": "harness.hardware",
     "interpreted": "harness.hardware",
     "require_tma_layout": "harness.hardware",
     "require_triton_device": "harness.hardware",

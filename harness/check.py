@@ -257,8 +257,8 @@ def rms_errors(result, wants: tuple[torch.Tensor, ...], *, what: str, dtype: tor
 
 def _bits(x: torch.Tensor) -> torch.Tensor:
     """The tensor as bytes, so that equal NaNs compare equal."""
-    # Flat first: a single column counts as contiguous whatever its strides, and view() wants a last stride of 1.
-    return x.contiguous().reshape(-1).view(torch.uint8)
+    # A dimension of one element counts as contiguous whatever its stride, and view() wants a last stride of 1.
+    return x.contiguous().as_strided((x.numel(),), (1,)).view(torch.uint8)
 
 
 def judge_all(result, wants: tuple[torch.Tensor, ...], *, what: str, **budget) -> float:

@@ -121,9 +121,9 @@ def dump(
 ) -> dict[str, str]:
     """The text of every stage of one kernel that wrapper(*args, **kwargs) launches, compiled for architecture `sm`.
 
-    Keys are those of STAGES, and "log": what was printed meanwhile (tl.static_print, the assembler's report). `kernel`
-    names the one that is meant when there are several; of several launches of it, this is the last. Raises CodegenError
-    when it does not compile, ValueError when it is not clear which one is meant.
+    Keys are those of STAGES (a Gluon kernel has no "ttir"), and "log": what was printed meanwhile (tl.static_print, the
+    assembler's report). `kernel` names the one that is meant when there are several; of several launches of it, this is
+    the last. Raises CodegenError when it does not compile, ValueError when it is not clear which one is meant.
     """
     answer = _answer(_request(wrapper, args, kwargs, config) | {"sm": sm, "dump": True})
     if "error" in answer:
@@ -244,6 +244,13 @@ for _one in reversed(_workers):
 
 
 def _answer(request: dict) -> dict:
+    from harness import hardware
+
+    if hardware.OFFLINE_SM:  # each worker would start workers of its own
+        raise CodegenError(
+            f"codegen: {request['function']} was asked for while its file was being imported to compile it; "
+            "call compile_for and dump from within a function, or below `if __name__ == '__main__':`"
+        )
     worker = _idle.get()
     try:
         return worker.ask(request)
@@ -358,7 +365,8 @@ _logs: dict[str, str] = {}
 
 
 def _texts(kernel) -> dict[str, str]:
-    return {stage: kernel.asm[stage] for stage in STAGES} | {"log": _logs.get(kernel.hash, "")}
+    stages = [stage for stage in STAGES if stage in kernel.asm or stage == "sass"]  # which is made when it is asked for
+    return {stage: kernel.asm[stage] for stage in stages} | {"log": _logs.get(kernel.hash, "")}
 
 
 def _read(function, kernel, log: str, config: str, sm: int) -> Kernel:

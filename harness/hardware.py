@@ -464,5 +464,21 @@ def tma_descriptor(x: torch.Tensor, block_shape: list[int]):
     """
     from triton.tools.tensor_descriptor import TensorDescriptor
 
-    strides = [step if size > 1 else 16 for size, step in zip(x.shape, x.stride(), strict=True)]
-    return TensorDescriptor(x, list(x.shape), [*strides[:-1], 1], block_shape)
+    return TensorDescriptor(x, list(x.shape), _tma_strides(x), block_shape)
+
+
+def gluon_descriptor(x: torch.Tensor, block_shape: list[int]):
+    """tma_descriptor for a Gluon kernel; its blocks lie in shared memory as Gluon lays them out by default.
+
+    The kernel finds that layout, which the tensor cores read, as desc.layout.
+    """
+    from triton.experimental.gluon import language as gl
+    from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
+
+    like = {1: gl.int8, 2: gl.int16, 4: gl.int32}[x.element_size()]  # the layout depends on the size alone
+    layout = gl.NVMMASharedLayout.get_default_for(block_shape, like)
+    return TensorDescriptor(x, list(x.shape), _tma_strides(x), block_shape, layout)
+
+
+def _tma_strides(x: torch.Tensor) -> list[int]:
+    return [*(step if size > 1 else 16 for size, step in zip(x.shape[:-1], x.stride()[:-1], strict=True)), 1]

@@ -22,16 +22,17 @@ settings.load_profile("companion")
 
 
 # A technique file imports what its topic needs, so without it its tests cannot even be collected.
-LEFT_OUT = {
-    package: f"examples/{topic}"
-    for package, topic in {"triton": "triton", "torch_xla": "xla"}.items()
-    if find_spec(package) is None
-}
-collect_ignore_glob = [f"{folder}/*" for folder in LEFT_OUT.values()]
+FOLDERS = {"triton": ("triton", "fp8"), "torch_xla": ("xla",)}
+LEFT_OUT = {package: folders for package, folders in FOLDERS.items() if find_spec(package) is None}
+collect_ignore_glob = [f"examples/{folder}/*" for folders in LEFT_OUT.values() for folder in folders]
 
 
 def pytest_report_header():
-    return [f"{package} is not installed: tests/{folder} is left out" for package, folder in LEFT_OUT.items()]
+    return [
+        f"{package} is not installed: tests/examples/{folder} is left out"
+        for package, folders in LEFT_OUT.items()
+        for folder in folders
+    ]
 
 
 def pytest_collection_modifyitems(items):

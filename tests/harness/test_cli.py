@@ -15,7 +15,7 @@ from harness.report import load_record
 
 import pytest
 
-TOPICS = ["torch_compiler_examples", "torch_xla_examples", "triton_examples"]
+TOPICS = ["torch_compiler_examples", "torch_xla_examples", "triton_examples", "triton_fp8_advanced"]
 NAMES = {topic: [t.name for t in read_topic(ROOT / f"{topic}.py").techniques] for topic in TOPICS}
 
 NO_TRITON = machine().lacks(Needs.parse("triton"))  # or a numpy too new for an old interpreter

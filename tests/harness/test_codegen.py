@@ -2,10 +2,12 @@
 
 import os
 import queue
+import subprocess
+import sys
 import textwrap
 
 from harness import codegen
-from harness.catalog import load_module
+from harness.catalog import ROOT, load_module
 from harness.codegen import STAGES, CodegenError, Kernel, compile_for, dump
 from harness.hardware import SHARED_LIMIT
 
@@ -225,3 +227,15 @@ def test_patterns_count_the_instruction_and_not_its_neighbours(name, ptx, count)
     import re
 
     assert len(re.findall(codegen.INSTRUCTIONS[name], ptx)) == count
+
+
+def test_a_file_that_compiles_while_it_is_imported_starts_no_workers_of_its_own(tmp_path):
+    path = tmp_path / "careless.py"
+    path.write_text(
+        "from harness import require_triton_device\nfrom harness.codegen import compile_for\nimport torch\n\n"
+        "def wrapper(x):\n    return x\n\n"
+        "print(compile_for(wrapper, (torch.empty(4),), sms=(90,)))\n"
+    )
+    environment = os.environ | {"PYTHONPATH": str(ROOT)}
+    done = subprocess.run([sys.executable, path], capture_output=True, text=True, env=environment, timeout=120)
+    assert "was asked for while its file was being imported" in done.stdout, done.stdout + done.stderr
