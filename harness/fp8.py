@@ -26,13 +26,14 @@ def fp8_max(dtype: torch.dtype) -> float:
 def require_fp8(name: str, **tensors: torch.Tensor) -> None:
     """Raises TypeError unless every tensor is float8_e4m3fn or float8_e5m2."""
     for label, x in tensors.items():
-        if x.dtype in FORMATS:
+        dtype = getattr(x, "dtype", type(x).__name__)
+        if dtype in FORMATS:
             continue
-        if "float8" in str(x.dtype) and "fnuz" in str(x.dtype):
+        if "fnuz" in str(dtype):
             hint = f"the fnuz formats are AMD's; quantize to {E4M3} or {E5M2} instead"
         else:
             hint = f"it must be {E4M3} or {E5M2}: quantize it and pass its scales"
-        raise TypeError(f"{name}: {label} is {x.dtype}; {hint}")
+        raise TypeError(f"{name}: {label} is {dtype}; {hint}")
 
 
 def require_scales(name: str, like: torch.Tensor, values: bool = True, **scales) -> None:

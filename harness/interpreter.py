@@ -37,7 +37,7 @@ def mend_interpreter() -> None:
         bits = np.ascontiguousarray(data).view(np.dtype(f"uint{source.primitive_bitwidth}"))
         values = torch.from_numpy(bits.copy()).view(known[source][0])
         dtype, unsigned = known[target]
-        if target in saturating and source not in saturating:
+        if target in saturating and source is not target:
             most = torch.finfo(dtype).max
             values = values.to(torch.float64).clamp(-most, most)  # NaN stays NaN
         return values.to(dtype).view(unsigned).numpy()

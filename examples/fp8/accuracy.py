@@ -98,7 +98,8 @@ def quantize(
         raise ValueError(f"quantize: x has shape {list(x.shape)}; need a matrix with values, to have a largest one")
     block = sized(block, x)
     if amax is not None and (not isinstance(amax, torch.Tensor) or amax.numel() != 1 or block != tuple(x.shape)):
-        raise ValueError(f"quantize: amax {list(getattr(amax, 'shape', [amax]))} for blocks of {block}; it is a tensor of one number for all of x")
+        got = list(amax.shape) if isinstance(amax, torch.Tensor) else amax
+        raise ValueError(f"quantize: amax {got} for blocks of {block}; it is a tensor of one number for all of x")
     most = fp8_max(dtype)
     if amax is not None:
         amax = amax.float().clamp(min=FLOOR).reshape(1, 1)
@@ -479,8 +480,6 @@ def show_price(h: Harness) -> None:
         compiled = on_gpu and how != "torch emulated"
         quantizer = torch.compile(quantize_input, dynamic=False) if compiled else quantize_input
         layers[f"{how} {name}"] = FP8Linear(w, RECIPES[name], quantizer)
-        if RECIPES[name].stale:  # the call before was on such a batch
-            layers[f"{how} {name}"](h.randn(m, k, dtype=torch.bfloat16))
     work = Work(flops=2 * m * n * k, dtype=E4M3) if on_gpu else Work()  # no rate to put beside a CPU's
     table = h.compare(
         variants | layers, lambda x: x.double() @ w.double().t(), x, baseline="torch bfloat16", title="linear layer",
@@ -491,6 +490,9 @@ def show_price(h: Harness) -> None:
         return
     want = x.double() @ w.double().t()
     rows = {row.variant: row for row in table.rows}
+    batch_before = h.randn(m, k, dtype=torch.bfloat16)  # what a stale scale is made of
+    for layer in layers.values():
+        layer(batch_before)
     facts = {
         name: {
             "ms": digits(rows[name].ms), "x bfloat16": round(rows[name].speedup, 2),

@@ -235,9 +235,9 @@ def test_extremes(h, variant):
     check(h, (largest, signs, rows_contiguous(scales[0][:5]), scales[1]), variant, what="the largest numbers")
     finite_a, finite_b = a.nan_to_num(0, 1, 1), b.nan_to_num(0, 1, 1).to(E4M3).t()
     least = (finite_a * 2.0**-8).to(E4M3)  # mostly subnormal
-    small = tuple(2.0**-30 * scale for scale in scales)
+    small = rows_contiguous(2.0**-30 * scales[0]), 2.0**-30 * scales[1]
     check(h, (least, finite_b, *small), variant, torch.float32, what="subnormal")
-    huge = tuple(120.0 * scale for scale in scales)
+    huge = rows_contiguous(120.0 * scales[0]), 120.0 * scales[1]
     check(h, (finite_a.to(E4M3), finite_b, *huge), variant, torch.float16, what="beyond float16, in part")
 
 
