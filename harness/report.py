@@ -242,12 +242,7 @@ def progress(console: Console, what: str):
 
 def show_summary(console: Console, record: RunRecord) -> None:
     """The closing lines: a table of the best row per case, then one line per technique."""
-    timed = [
-        (example, table)
-        for example in record.examples
-        for table in example.comparisons
-        if any(row["ms"] is not None for row in table["rows"])
-    ]
+    timed = [(example, table) for example in record.examples for table in example.comparisons if best_row(table)]
     if timed:
         out = Table(title="the best of each case", title_justify="left", title_style="bold", box=box.SIMPLE_HEAD)
         for head in ("technique", "case", "variant"):
@@ -255,12 +250,12 @@ def show_summary(console: Console, record: RunRecord) -> None:
         for head in ("ms", "% of ceiling", "x baseline", "baseline"):
             out.add_column(head, justify="right", no_wrap=True)
         for example, table in timed:
-            if best := best_row(table):
-                ceiling = f"{best['of_ceiling']:.1%}" if best["of_ceiling"] else ""
-                out.add_row(
-                    *map(Text, (label(example.name, table["title"]), table["case"], best["variant"])),
-                    f"{best['ms']:.4f}", ceiling, f"{best['speedup']:.2f}", Text(table["baseline"]),
-                )  # fmt: skip
+            best = best_row(table)
+            ceiling = f"{best['of_ceiling']:.1%}" if best["of_ceiling"] else ""
+            out.add_row(
+                *map(Text, (label(example.name, table["title"]), table["case"], best["variant"])),
+                f"{best['ms']:.4f}", ceiling, f"{best['speedup']:.2f}", Text(table["baseline"]),
+            )  # fmt: skip
         show_table(console, out)
     styles = {"passed": "green", "failed": "red", "skipped": "yellow"}
     for example in record.examples:
