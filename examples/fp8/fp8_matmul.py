@@ -30,7 +30,7 @@ Errors     TypeError for another FP8 variant or dtype, scales that are not float
            without FP8, TMA or (warp specialized: sm_90 alone, nor is Gluon interpreted) Hopper's tensor cores, too
            little shared memory, or an input that requires grad.
 Wins when  the scales are per tensor or per row. Finer scales along K need partial sums: blockwise_matmul.py.
-Source     chapter section "FP8", whose kernels cast to float32 before tl.dot; layouts as torch._scaled_mm has them.
+Source     chapter section "FP8"; layouts and arguments as torch._scaled_mm has them.
 Run        python examples/fp8/fp8_matmul.py
 """
 
