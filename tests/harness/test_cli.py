@@ -69,13 +69,12 @@ def slow(name):
 @pytest.mark.parametrize("name", [pytest.param(name, marks=[pytest.mark.slow] * bool(slow(name))) for name in TOPICS])
 def test_a_topic_runs_as_a_user_runs_it(cli, name, tmp_path):
     record_path = tmp_path / "record.json"
-    needs = [technique.needs for technique in read_topic(ROOT / f"{name}.py").techniques]
-    needs_triton = all(each.triton for each in needs)
+    needs = {technique.name: technique.needs for technique in read_topic(ROOT / f"{name}.py").techniques}
     done = cli(f"{name}.py", "--quick", "--json", record_path, timeout=900)
     assert done.returncode == 0, done.stdout + done.stderr
     record = load_record(record_path)
     assert [example["name"] for example in record["examples"]] == NAMES[name]
-    if all(machine().lacks(each) for each in needs):  # neither a GPU nor Triton, or no torch_xla
+    if all(machine().lacks(each) for each in needs.values()):  # neither a GPU nor Triton, or no torch_xla
         assert {example["status"] for example in record["examples"]} == {"skipped"}
         return
     assert {example["status"] for example in record["examples"]} == {"passed"}
@@ -86,15 +85,16 @@ def test_a_topic_runs_as_a_user_runs_it(cli, name, tmp_path):
         assert example["checks"] or example["comparisons"], f"{example['name']} checks nothing"
         assert example["comparisons"] or example["facts"], f"{example['name']} shows nothing"
         assert all(check["passed"] and check["error"] <= 1 for check in example["checks"])
+        needs_triton = needs[example["name"]].triton
         for table in example["comparisons"]:
-            # Other topics compare library calls, and now and then one of this repository's own with them.
+            # Other techniques compare library calls, and now and then one of this repository's own with them.
             assert any(row["ours"] for row in table["rows"]) or not needs_triton
             assert all(row["error"] <= 1 for row in table["rows"])
             if machine().mode == "interpreted" and needs_triton:
                 assert all(row["ms"] is None for row in table["rows"])
             else:
                 assert all(row["ms"] > 0 for row in table["rows"])
-    if machine().mode == "interpreted" and needs_triton:
+    if machine().mode == "interpreted" and all(each.triton for each in needs.values()):
         assert "nothing is timed" in done.stdout
         assert "TB/s" not in done.stdout
 
