@@ -72,8 +72,11 @@ def quantize_reference(
     """x [M, K] -> q [M, K] in `dtype`, scales [ceil(M / rows), ceil(K / columns)] in float32; block = (rows, columns).
 
     In plain torch and float32, each step rounded once, so a kernel can be held to the very bits:
-    amax = max(|x|, FLOOR); scale = amax / max; q = round(x * (max / amax)).
+    amax = max(|x|, FLOOR); scale = amax / max; q = round(x * (max / amax)). Raises ValueError for a block without rows
+    or columns.
     """
+    if min(block) < 1:
+        raise ValueError(f"quantize_reference: block is {block}; a group has at least one row and one column")
     groups = _grouped(x.float(), block)
     most = fp8_max(dtype)
     amax = groups.abs().amax(dim=(1, 3)).clamp(min=FLOOR)

@@ -220,6 +220,8 @@ def mx_quantize(
     M, K = x.shape
     block_k = min(MAX_COLS, max(128, triton.next_power_of_2(K)))  # 128 columns hold a tile's 4 groups of scales
     block_m = QUANTIZE_VALUES // block_k
+    if triton.cdiv(K, block_k) > 65535:  # the second dimension of a grid
+        raise ValueError(f"{name}: K is {K}; quantize at most {65535 * MAX_COLS} columns at a time")
     if fmt == "nvfp4" and tensor_scale is None:
         amax = torch.zeros(1, dtype=torch.int32, device=x.device)
         if x.numel():
@@ -327,7 +329,10 @@ def native() -> bool:
 
 
 def tile_for(device: torch.device, form: Format, emulate: bool) -> tuple[int, int, int, int, int]:
-    """BLOCK_M, BLOCK_N, BLOCK_K, warps, stages: what spills nothing, and on sm_120 fits 99 KiB of shared memory."""
+    """BLOCK_M, BLOCK_N, BLOCK_K, warps, stages: what spills nothing, and on sm_120 fits 99 KiB of shared memory.
+
+    Emulated, that holds for sm_90; where the instruction exists, emulation is for comparison and may spill.
+    """
     if emulate or not native():
         return EMULATED
     block_m, block_n, bytes_k, warps, stages = LARGE if device_limits(device).shared_bytes > 200 * 1024 else SMALL
@@ -561,10 +566,14 @@ def show_quantizers(h: Harness, rows: int, cols: int) -> None:
             library: lambda x, f=in_torch, n=fmt, t=tensor_scale: tuple(map(_bytes, f(x, n, t))),
             "triton": functools.partial(quantized_bytes, fmt=fmt, tensor_scale=tensor_scale),
         }
-        h.compare(
+        table = h.compare(
             variants, lambda x, n=fmt, t=tensor_scale: expected_bytes(x, n, "floor", t), x, baseline=library,
             work=Work(bytes=x.nbytes + int(x.numel() * form.bits / 8)), title=f"quantize to {fmt}", dtype=torch.uint8,
         )  # fmt: skip
+        if table and table.rows[-1].of_ceiling:
+            row = table.rows[-1]
+            pace = "memory sets its pace" if row.of_ceiling >= 0.8 else "it is not memory that sets its pace"
+            h.say(f"{fmt}: {row.of_ceiling:.0%} of the copy ceiling, so {pace}; {row.speedup:.2f}x {library}")
 
 
 class Operands(NamedTuple):

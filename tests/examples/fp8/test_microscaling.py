@@ -533,6 +533,7 @@ def _bad_quantize(device):
         "no rule": ((x, "mxfp4", "nearest"), ValueError, r"rule 'nearest' is not one of \('floor', 'up'\)"),
         "a rule for nvfp4": ((x, "nvfp4", "up"), ValueError, "of which nvfp4 has none but the first"),
         "a vector": ((x[0], "mxfp8"), ValueError, r"shape \(64,\); need \[M, K\]"),
+        "more columns than a grid": ((x.new_empty(0, 2**27), "mxfp8"), ValueError, "K is 134217728; quantize at most"),
         "K of 48": ((x[:, :48], "mxfp8"), ValueError, r"\(4, 48\); need .* K a multiple of 32, the group of mxfp8"),
         "K of 40 for 16": ((x[:, :40], "nvfp4"), ValueError, "a multiple of 16"),
         "an odd K": ((x[:, :33], "mxfp4"), ValueError, r"\(4, 33\)"),
