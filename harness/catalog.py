@@ -1,7 +1,8 @@
 """What there is to run, read from the source text alone: no torch, no triton; only load_module() executes anything.
 
-A topic script lists its technique files in TECHNIQUES. A technique file's docstring says the rest: its
-first line is the lesson, and the fields `Question` and `Needs` feed --list, doctor and the README.
+A topic script lists its technique files in TECHNIQUES; with ARCHITECTURES = (80, 90) its run ends with a table of the
+code of each technique for sm_80 and sm_90. A technique file's docstring says the rest: its first line is the lesson,
+and the fields `Question` and `Needs` feed --list, doctor and the README.
 """
 
 from __future__ import annotations
@@ -80,12 +81,16 @@ class Technique:
 
 @dataclass(frozen=True)
 class Topic:
-    """One topic script and its techniques in the order in which it tells them."""
+    """One topic script and its techniques in the order in which it tells them.
+
+    `architectures` are those whose code its run closes with; none for most topics.
+    """
 
     name: str
     path: Path
     title: str
     techniques: tuple[Technique, ...] = field(default=())
+    architectures: tuple[int, ...] = ()
 
     @property
     def file(self) -> str:
@@ -150,18 +155,25 @@ def read_topic(path: Path) -> Topic:
     """
     path = Path(path).resolve()
     tree = _parse(path)
-    for node in tree.body:
-        if isinstance(node, ast.Assign) and [getattr(t, "id", "") for t in node.targets] == ["TECHNIQUES"]:
-            files = ast.literal_eval(node.value)
-            break
-    else:
+    files, architectures = _literal(tree, "TECHNIQUES"), _literal(tree, "ARCHITECTURES") or ()
+    if files is None:
         raise CatalogError(f"{path}: a topic script lists its technique files in TECHNIQUES")
+    if not isinstance(architectures, (tuple, list)) or not all(isinstance(sm, int) for sm in architectures):
+        raise CatalogError(f"{path}: ARCHITECTURES is {architectures!r}; write (80, 90) for sm_80 and sm_90")
     techniques = tuple(_read_or_explain(path.parent / file) for file in files)
     names = [technique.name for technique in techniques]
     if len(set(names)) != len(names):
         raise CatalogError(f"{path}: two of its techniques share a name: {sorted(names)}")
     title = (ast.get_docstring(tree) or path.stem).splitlines()[0].strip()
-    return Topic(path.stem, path, title, techniques)
+    return Topic(path.stem, path, title, techniques, tuple(architectures))
+
+
+def _literal(tree: ast.Module, name: str):
+    """What a module assigns to `name` at its top level, written out there; None when it does not."""
+    for node in tree.body:
+        if isinstance(node, ast.Assign) and [getattr(t, "id", "") for t in node.targets] == [name]:
+            return ast.literal_eval(node.value)
+    return None
 
 
 def topics(root: Path = ROOT) -> list[Topic]:

@@ -218,6 +218,7 @@ def _run_topic(topic: Topic, argv: list[str], demos: dict[str, Callable]) -> int
             example.status, example.reason = "failed", "interrupted"
         console.print("\ninterrupted; this is what was done")
     report.show_summary(console, record)
+    report.show_architectures(console, record, topic.architectures)
     record.save(path)
     if path:
         report.say(console, f"record: {options.json}")

@@ -32,6 +32,8 @@ from pathlib import Path
 from harness.catalog import load_module
 
 TIMEOUT_S = 180
+TENSOR_MEMORY = (10, 11)  # the generations that have it, by their major number: sm_120 has none
+TENSOR_COLUMNS = 512  # of it, each of 128 words of 32 bits, that an SM has
 STAGES = ("ttir", "ttgir", "llir", "ptx", "sass")  # of a kernel, from Triton's own IR to machine code
 
 # The instruction that proves a technique, as it is written in PTX. A format counts only on a tensor-core
@@ -46,6 +48,11 @@ INSTRUCTIONS = {
     "mma.sync": r"\bmma\.sync\.",
     "wgmma": r"\bwgmma\.mma_async\.",
     "tcgen05.mma": r"\btcgen05\.mma\b",
+    "tcgen05.alloc": r"\btcgen05\.alloc\b",
+    "tcgen05.cp": r"\btcgen05\.cp\b",
+    "tcgen05.ld": r"\btcgen05\.ld\b",
+    "tcgen05.commit": r"\btcgen05\.commit\b",
+    "cta_group::2": r"\bcta_group::2\b",
     "kind::f16": r"kind::f16",
     "mma tf32": _MMA + r"(?:\.tf32|kind::tf32)",
     "cvt f8": r"\bcvt\.rn\.satfinite\S*\.e[45]m[23]x2\.f32\b",
@@ -70,7 +77,11 @@ class CodegenError(AssertionError):
 
 @dataclass
 class Kernel:
-    """One kernel compiled for one architecture; `error` says why there is none."""
+    """One kernel compiled for one architecture; `error` says why there is none.
+
+    `tensor_memory` counts the 32-bit columns of tensor memory that the program takes; None where the architecture has
+    no tensor memory, and in records from before it was counted.
+    """
 
     kernel: str
     sm: int
@@ -82,10 +93,20 @@ class Kernel:
     warps: int | None = None
     config: str = ""
     error: str | None = None
+    tensor_memory: int | None = None
 
     @property
     def fits(self) -> bool:
-        return self.shared is None or self.shared_limit is None or self.shared <= self.shared_limit
+        return self.too_much is None
+
+    @property
+    def too_much(self) -> str | None:
+        """What the program takes more of than there is, in words: an offline compiler does not refuse it."""
+        if self.shared is not None and self.shared_limit is not None and self.shared > self.shared_limit:
+            return f"{self.shared / 1024:.1f} KiB of shared memory, and there are {self.shared_limit / 1024:g}"
+        if self.tensor_memory is not None and self.tensor_memory > TENSOR_COLUMNS:
+            return f"{self.tensor_memory} columns of tensor memory, and there are {TENSOR_COLUMNS}"
+        return None
 
     def record(self) -> dict:
         return asdict(self)
@@ -384,6 +405,7 @@ def _read(function, kernel, log: str, config: str, sm: int) -> Kernel:
         kernel=function.fn.__name__, sm=sm, found={name: n for name, n in counts.items() if n}, registers=used,
         spills=spilled, shared=kernel.metadata.shared, shared_limit=SHARED_LIMIT.get(sm),
         warps=kernel.metadata.num_warps, config=config,
+        tensor_memory=kernel.metadata.tmem_size if sm // 10 in TENSOR_MEMORY else None,
     )  # fmt: skip
 
 

@@ -15,8 +15,8 @@ import functools
 import random
 import statistics
 import time
-from collections.abc import Callable, Iterable
-from contextlib import nullcontext
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager, nullcontext
 from dataclasses import asdict, dataclass, field
 
 from harness.check import CheckError, check, rms_errors, tensors_of
@@ -52,6 +52,15 @@ class Work:
     def __post_init__(self) -> None:
         if self.flops and self.dtype is None:
             raise ValueError("Work: flops need a dtype, so that they can be put next to a ceiling; pass dtype=")
+
+    def record(self) -> dict:
+        """As JSON; Work.load() reads it."""
+        return {**asdict(self), "dtype": self.dtype and str(self.dtype).removeprefix("torch.")}
+
+    @classmethod
+    def load(cls, record: dict) -> Work:
+        dtype = record["dtype"] and getattr(torch, record["dtype"])
+        return cls(record["bytes"], record["flops"], dtype, tuple(map(tuple, record["steps"])))
 
     @classmethod
     def in_steps(cls, steps: Iterable[tuple[int, int]], dtype: torch.dtype) -> Work:
@@ -197,6 +206,27 @@ def check_variants(
         table.rows.append(Row(name, is_ours(name), (first_calls or {}).get(name, seconds), error))
 
 
+def time_rounds(
+    calls: dict[str, Callable], enqueue: dict[str, float | None], whole_calls: bool = False
+) -> dict[str, list[list[float]]]:
+    """The times of every call in ms, in ROUNDS rounds of a random order each, which is the same in every run.
+
+    `enqueue` is the host's time to launch each on a GPU, in ms; None for one that runs on the CPU.
+    """
+    names = list(calls)
+    samples: dict[str, list[list[float]]] = {name: [] for name in names}
+    for turn in range(ROUNDS):
+        for name in random.Random(turn).sample(names, len(names)):
+            if enqueue[name] is None:
+                times = cpu_ms(calls[name])
+            elif whole_calls:
+                times = whole_call_ms(calls[name], budget=GPU_BUDGET_MS)
+            else:
+                times = gpu_ms(calls[name], warmup=5, rep=GPU_BUDGET_MS, enqueue=enqueue[name])
+            samples[name].append(times)
+    return samples
+
+
 def time_variants(
     table: Comparison,
     variants: dict[str, Callable],
@@ -210,17 +240,8 @@ def time_variants(
     names = [row.variant for row in table.rows]
     calls = {name: functools.partial(variants[name], *inputs) for name in names}
     enqueue = {name: enqueue_ms(calls[name]) if on_gpu else None for name in names}
-    samples: dict[str, list[list[float]]] = {name: [] for name in names}
     held_share = power_watch()
-    for turn in range(ROUNDS):
-        for name in random.Random(turn).sample(names, len(names)):
-            if on_gpu and whole_calls:
-                times = whole_call_ms(calls[name], budget=GPU_BUDGET_MS)
-            elif on_gpu:
-                times = gpu_ms(calls[name], warmup=5, rep=GPU_BUDGET_MS, enqueue=enqueue[name])
-            else:
-                times = cpu_ms(calls[name])
-            samples[name].append(times)
+    samples = time_rounds(calls, enqueue, whole_calls)
     held = held_share()
 
     medians = {name: [statistics.median(times) for times in rounds] for name, rounds in samples.items()}
@@ -267,12 +288,35 @@ def _quantile(ordered: list[float], q: float) -> float:
     return ordered[low] + (ordered[high] - ordered[low]) * (position - low)
 
 
+@contextmanager
+def named_range(name: str, on_gpu: bool) -> Iterator[None]:
+    """What nsys and ncu are to see, and nothing else: an NVTX range between the profiler's start and stop."""
+    from torch.profiler import record_function
+
+    if not on_gpu:
+        with record_function(name):
+            yield
+        return
+    torch.cuda.profiler.start()
+    try:
+        with torch.cuda.nvtx.range(name), record_function(name):
+            yield
+            torch.cuda.synchronize()
+    finally:
+        torch.cuda.profiler.stop()
+
+
+capture = named_range  # around the call that is profiled; a profiler within the process puts itself here
+
+
+def range_name(table: Comparison, variant: str) -> str:
+    return f"{table.title} {table.case}: {variant}"
+
+
 def profile_variants(
     table: Comparison, variants: dict[str, Callable], inputs: tuple, machine: Machine, progress
 ) -> None:
     """Warm and tune each variant, then call it once under its name, between profiler start and stop."""
-    from torch.profiler import record_function
-
     on_gpu = machine.device == "cuda"
     for name, fn in variants.items():
         with progress(f"warming {name}"):
@@ -280,16 +324,8 @@ def profile_variants(
                 fn(*inputs)
             if on_gpu:
                 torch.cuda.synchronize()
-        label = f"{table.title} {table.case}: {name}"
-        if not on_gpu:
-            with record_function(label):
-                fn(*inputs)
-            continue
-        torch.cuda.profiler.start()
-        with torch.cuda.nvtx.range(label), record_function(label):
+        with capture(range_name(table, name), on_gpu):
             fn(*inputs)
-            torch.cuda.synchronize()
-        torch.cuda.profiler.stop()
 
 
 def describe(inputs: tuple) -> str:

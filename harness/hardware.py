@@ -457,14 +457,14 @@ def require_tma_layout(name: str, **tensors: torch.Tensor) -> None:
             )
 
 
-def tma_descriptor(x: torch.Tensor, block_shape: list[int]):
-    """TensorDescriptor.from_tensor for a tensor that passed require_tma_layout.
+def tma_descriptor(x: torch.Tensor, block_shape: list[int], padding: str = "zero"):
+    """TensorDescriptor.from_tensor for a tensor that passed require_tma_layout; `padding` fills what lies outside it.
 
     The stride of a dimension of one element is never used, but Triton wants a multiple of 16 bytes even there.
     """
     from triton.tools.tensor_descriptor import TensorDescriptor
 
-    return TensorDescriptor(x, list(x.shape), _tma_strides(x), block_shape)
+    return TensorDescriptor(x, list(x.shape), _tma_strides(x), block_shape, padding)
 
 
 def gluon_descriptor(x: torch.Tensor, block_shape: list[int]):

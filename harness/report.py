@@ -11,6 +11,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from datetime import datetime, timezone
 from pathlib import Path
+from textwrap import wrap
 
 from harness.catalog import ROOT, Technique, Topic, topics
 from harness.codegen import Kernel
@@ -67,6 +68,7 @@ class ExampleRecord:
     comparisons: list[dict] = field(default_factory=list)
     codegen: list[dict] = field(default_factory=list)
     facts: dict = field(default_factory=dict)
+    profiled: dict[str, dict] = field(default_factory=dict)  # with --profile: the work of each named call
 
 
 @dataclass
@@ -203,18 +205,89 @@ def show_codegen(console: Console, kernels: list[Kernel]) -> None:
     )
     for head in ("kernel", "sm", "instructions"):
         out.add_column(head, no_wrap=head != "instructions")
-    for head in ("registers", "spill bytes", "shared KiB"):
+    tensor = any(k.tensor_memory for k in kernels)
+    for head in ("registers", "spill bytes", "shared KiB", *(["tensor memory"] if tensor else [])):
         out.add_column(head, justify="right")
     for k in kernels:
         if k.error:
-            out.add_row(k.kernel, f"sm_{k.sm}", Text(f"cannot, because {k.error}", style="red"), "", "", "")
+            out.add_row(k.kernel, f"sm_{k.sm}", Text(f"cannot, because {k.error}", style="red"))
             continue
         found = ", ".join(f"{name} x{count}" for name, count in k.found.items())
-        shared = f"{k.shared / 1024:.1f}"
-        if not k.fits:
-            shared += f" > {k.shared_limit // 1024}: does not fit"
-        out.add_row(k.kernel, f"sm_{k.sm}", found or "-", str(k.registers), str(k.spills), shared)
+        cells = [str(k.registers), str(k.spills), f"{k.shared / 1024:.1f}", str(k.tensor_memory or "")]
+        if k.too_much:
+            found += f"{', ' if found else ''}does not fit: {k.too_much}"
+        out.add_row(k.kernel, f"sm_{k.sm}", Text(found or "-"), *cells[: 4 if tensor else 3])
     show_table(console, out)
+
+
+def show_architectures(console: Console, record: RunRecord, sms: tuple[int, ...]) -> None:
+    """The last table of a topic: what each of its techniques becomes on each of these architectures, or why it cannot.
+
+    Nothing is shown when nothing was compiled. The lines are set here: with the technique's name above its rows, and
+    not beside them, 80 columns leave room for the instructions.
+    """
+    if not sms or not any(example.codegen for example in record.examples):
+        return
+    heads = (("", "registers"), ("spill", "bytes"), ("shared", "KiB"), ("tensor", "memory"))
+    widths = [2 + max(map(len, head)) for head in heads]
+    width = min(max(console.width, 80), 140) - 10 - sum(widths)  # of the instructions
+    style = ""
+
+    def line(first: str, text: str, *cells) -> None:
+        numbers = "".join(f"{cell:>{n}}" for cell, n in zip(cells, widths, strict=False))
+        say(console, f" {first:8} {text:{width}}{numbers}".rstrip(), style)
+
+    def row(sm: int, text: str, room: int, *cells) -> None:
+        text = text.replace(" x", "\0x")  # a count stays with its name
+        first, *more = (part.replace("\0", " ") for part in wrap(text, room, break_on_hyphens=False))
+        line(f"  sm_{sm}", first, *cells)
+        for part in more:
+            line("", part)
+
+    say(console, "what each technique becomes on each architecture, compiled here", style="bold")
+    line("", "", *(upper for upper, _ in heads))
+    line("  sm", "instructions", *(lower for _, lower in heads))
+    say(console, f" {'─' * (9 + width + sum(widths))}")
+    for example in record.examples:
+        said = "" if example.codegen else f"  nothing was compiled: {example.status}"
+        say(console, f" {example.name}{said}", style="bold")
+        for sm in sms if example.codegen else ():
+            kernels = _first_compiled(example.codegen, sm, sms)
+            for k in kernels:
+                name = f"{k.kernel}: " if len(kernels) > 1 else ""
+                if problem := k.error or (k.too_much and f"a program takes {k.too_much}"):
+                    style = "red"
+                    row(sm, f"{name}cannot, because {problem}", width + sum(widths))
+                else:
+                    tensor = "" if k.tensor_memory is None else k.tensor_memory
+                    row(sm, name + _evidence(k.found), width, k.registers, k.spills, f"{k.shared / 1024:.1f}", tensor)
+                style = ""
+            if not kernels:
+                row(sm, "not compiled for it", width)
+    note = "registers of a thread; shared memory and columns of tensor memory of a program"
+    say(console, f" {note}", style="dim")
+
+
+def _first_compiled(entries: list[dict], sm: int, sms: tuple[int, ...]) -> list[Kernel]:
+    """The kernels for `sm` of the first call of h.codegen that covers it; those that cover more of `sms` come first."""
+    calls: dict[int, list[dict]] = {}
+    for entry in entries:
+        calls.setdefault(entry.get("call", 0), []).append(entry)
+    for call in sorted(calls.values(), key=lambda call: -len({entry["sm"] for entry in call} & set(sms))):
+        if found := [entry for entry in call if entry["sm"] == sm]:
+            return [Kernel(**{name: value for name, value in entry.items() if name != "call"}) for entry in found]
+    return []
+
+
+# What any kernel may have comes last: it says least of a technique.
+_ORDINARY = ("ld.global.v4", "st.global.v4", "atom", "mul.hi", "fma.f32")
+
+
+def _evidence(found: dict[str, int], at_most: int = 8) -> str:
+    names = sorted(found, key=lambda name: name in _ORDINARY)
+    shown = [f"{name} x{found[name]}" for name in names[:at_most]]
+    shown += [f"and {len(names) - at_most} more"] if len(names) > at_most else []
+    return ", ".join(shown) or "none of those counted"
 
 
 @contextmanager

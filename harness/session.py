@@ -18,6 +18,7 @@ from harness.compare import (
     is_compiled,
     is_ours,
     profile_variants,
+    range_name,
     time_variants,
 )
 from harness.hardware import Machine, Skip, ceilings, machine
@@ -177,6 +178,7 @@ class Harness:
             variants = {name: fn for name, fn in variants.items() if is_ours(name) or name == baseline}
         if self.profile:
             profile_variants(table, variants, inputs, self.machine, self.progress)
+            self.record.profiled |= {range_name(table, name): work.record() for name in variants}
             self.say(f"profiled  {table.title}  {table.case}: {', '.join(variants)}")
             return None
         check_variants(
@@ -202,7 +204,8 @@ class Harness:
             return []
         with self.progress(f"compiling {wrapper.__name__} for {', '.join(f'sm_{sm}' for sm in find)}"):
             kernels = compile_for(wrapper, args, kwargs, sms=tuple(find), config=config)
-        self.record.codegen += [kernel.record() for kernel in kernels]
+        call = 1 + max((entry.get("call", 0) for entry in self.record.codegen), default=0)
+        self.record.codegen += [kernel.record() | {"call": call} for kernel in kernels]
         for sm, wanted in find.items():
             compiled = [kernel for kernel in kernels if kernel.sm == sm]
             for name in wanted:

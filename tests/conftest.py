@@ -22,9 +22,11 @@ settings.load_profile("companion")
 
 
 # A technique file imports what its topic needs, so without it its tests cannot even be collected.
-FOLDERS = {"triton": ("triton", "fp8"), "torch_xla": ("xla",)}
+FOLDERS = {"triton": ("triton", "fp8", "tma"), "torch_xla": ("xla",)}
 LEFT_OUT = {package: folders for package, folders in FOLDERS.items() if find_spec(package) is None}
 collect_ignore_glob = [f"examples/{folder}/*" for folders in LEFT_OUT.values() for folder in folders]
+if "triton" in LEFT_OUT:
+    collect_ignore_glob.append("test_blackwell_optimizations.py")
 
 
 def pytest_report_header():
@@ -41,6 +43,21 @@ def pytest_collection_modifyitems(items):
     for item in items:
         if item.get_closest_marker("gpu"):
             item.add_marker(pytest.mark.skip(reason="needs a GPU"))
+
+
+def pytest_terminal_summary(terminalreporter):
+    """The ratios that test_blackwell_optimizations.py measured, beside what its TABLE asks."""
+    reports = [r for status in ("passed", "failed") for r in terminalreporter.getreports(status) if r.when == "call"]
+    rows = [row for report in reports for name, row in report.user_properties if name == "speed"]
+    if not rows:
+        return
+    terminalreporter.section(f"speed on {machine().gpu} (sm_{machine().sm}): ratios measured in this run")
+    shown = [["test", "ratio", "measured", "at least", "in TABLE"]]
+    for test, ratio, *values in rows:
+        shown.append([test, ratio, *("-" if values[i] is None else f"{values[i]:.3f}x" for i in (0, 2, 1))])
+    widths = [max(map(len, column)) for column in zip(*shown, strict=True)]
+    for row in shown:
+        terminalreporter.write_line("  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)))
 
 
 @pytest.fixture

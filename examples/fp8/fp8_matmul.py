@@ -9,9 +9,9 @@ Technique  (a * scale_a) @ (b * scale_b) where a scale never varies along K: it 
                        steps);
            warp specialized  the same in Gluon, on Hopper, with roles for warps. A producer, one warp, brings operands
                        into a ring of buffers, and each tile's scales and bias into a buffer beside it, as soon as
-                       those are free. Two consumers, a warpgroup each, multiply a half of every tile and store it.
-                       Neither waits for what the other has done, but the second starts a step later: what one spends
-                       on barriers, scaling and storing, the tensor cores spend on the other, where all warps of a
+                       those are free. Two consumers, a warpgroup each, multiply a half of every tile and store it,
+                       the second always after the first: what one spends on scaling and storing, the tensor cores
+                       spend on the other, and one buffer for results serves both in turn, where all warps of a
                        persistent program do the same at the same time.
            FP8 tensor cores take both operands with K contiguous: a row-major, b column-major, as x @ weight.t().
            On Hopper they sum in a format of about 14 bits; blockwise_matmul.py has what that means for long K.
@@ -79,9 +79,10 @@ POINTER_TILES = [(128, 256, 128, 8), (128, 128, 128, 8), (64, 128, 128, 4)]
 TMA_TILES = [(128, 256, 128, 8, 4), (128, 128, 128, 8, 2)]
 BUFFERS = (4, 3, 2)
 GROUP_M = 16
-# Warp specialized: BLOCK_M, BLOCK_N, BLOCK_K, steps of K in the ring; in how many parts, for two bytes an element, a
-# consumer stores its half, through how many buffers. Together nearly all of Hopper's shared memory.
-HOPPER_TILE, HOPPER_STAGES, HOPPER_PARTS, HOPPER_BUFFERS = (128, 256, 128), 4, 4, 2
+# Warp specialized: BLOCK_M, BLOCK_N, BLOCK_K, steps of K in the ring; steps of every tile that the second consumer
+# does after the first has done its last (no more than the ring holds). With half a tile of two bytes an element for
+# results, nearly all of Hopper's shared memory.
+HOPPER_TILE, HOPPER_STAGES, HOPPER_BEHIND = (128, 256, 128), 4, 2
 
 
 def _tile_of(tile, M, N, BLOCK_M, BLOCK_N, GROUP_M):
@@ -226,20 +227,18 @@ def _produce(
 
 @gluon.jit
 def _store_parts(
-    c_desc, c_bufs, acc, row, col, scale_a, scale_b, bias, ROWS: gl.constexpr, BIAS: gl.constexpr,
-    HALF: gl.constexpr, FIRST: gl.constexpr, PARTS: gl.constexpr, BUFFERS: gl.constexpr,
+    c_desc, c_buf, acc, row, col, scale_a, scale_b, bias, ROWS: gl.constexpr, BIAS: gl.constexpr, FIRST: gl.constexpr,
+    PARTS: gl.constexpr,
 ):  # fmt: skip
-    """_store of a consumer's half of a tile, through BUFFERS in turn: one is written while another is read."""
+    """_store of a consumer's half of a tile, through c_buf. The caller knows that c_buf is free."""
     width: gl.constexpr = acc.shape[1]
     if PARTS > 1:
         left, right = acc.reshape(acc.shape[0], 2, width // 2).permute(0, 2, 1).split()
+        _store_parts(c_desc, c_buf, left, row, col, scale_a, scale_b, bias, ROWS, BIAS, FIRST, PARTS // 2)
+        second: gl.constexpr = FIRST + PARTS // 2
         _store_parts(
-            c_desc, c_bufs, left, row, col, scale_a, scale_b, bias, ROWS, BIAS, HALF, FIRST, PARTS // 2, BUFFERS
+            c_desc, c_buf, right, row, col + width // 2, scale_a, scale_b, bias, ROWS, BIAS, second, PARTS // 2
         )
-        _store_parts(
-            c_desc, c_bufs, right, row, col + width // 2, scale_a, scale_b, bias, ROWS, BIAS,
-            HALF, FIRST + PARTS // 2, PARTS // 2, BUFFERS,
-        )  # fmt: skip
     else:
         columns: gl.constexpr = gl.SliceLayout(0, acc.type.layout)
         if ROWS:
@@ -249,8 +248,8 @@ def _store_parts(
             acc = acc * scale_a
         if BIAS:
             acc += bias.slice(FIRST * width, width).load(columns)[None, :].to(gl.float32)
-        c_buf = c_bufs.index(BUFFERS * HALF + FIRST % BUFFERS)
-        tma.store_wait(BUFFERS - 1)  # all but the latest have been read: this buffer too
+        if FIRST > 0:
+            tma.store_wait(0)  # the part before has been read
         c_buf.store(acc.to(c_desc.dtype))
         fence_async_shared()
         tma.async_copy_shared_to_global(c_desc, [row, col], c_buf)
@@ -262,10 +261,10 @@ def _sum_products(
     STAGES: gl.constexpr,
 ):  # fmt: skip
     """acc and the products of K from start to stop. A buffer is empty when both consumers have arrived."""
-    for k in range(start, stop, BLOCK_K):
+    for _ in range(start, stop, BLOCK_K):
         mbarrier.wait(full.index(slot), phase)
         b = b_bufs.index(slot).permute((1, 0))
-        acc = warpgroup_mma(a_bufs.index(2 * slot + HALF), b, acc, use_acc=k > 0, is_async=True)
+        acc = warpgroup_mma(a_bufs.index(2 * slot + HALF), b, acc, is_async=True)
         acc = warpgroup_mma_wait(0, deps=(acc,))
         mbarrier.arrive(empty.index(slot))
         slot, phase = _next(slot, phase, STAGES)
@@ -274,37 +273,59 @@ def _sum_products(
 
 @gluon.jit
 def _consume(
-    operands, last, c_desc, c_bufs, scale_a, scale_b, lead, M, N, K, ROWS: gl.constexpr, BIAS: gl.constexpr,
-    STAGES: gl.constexpr, BUFFERS: gl.constexpr, STAGGER: gl.constexpr, GROUP_M: gl.constexpr, HALF: gl.constexpr,
+    operands, last, c_desc, c_buf, scale_a, scale_b, read, summed, M, N, K, ROWS: gl.constexpr, BIAS: gl.constexpr,
+    STAGES: gl.constexpr, BEHIND: gl.constexpr, GROUP_M: gl.constexpr, HALF: gl.constexpr,
 ):  # fmt: skip
-    """A warpgroup: one half of the rows of every tile. With STAGGER the second is a step behind the first, so that one
-    multiplies while the other stores."""
+    """A warpgroup: one half of the rows of every tile.
+
+    Left alone, the second would catch up with the first, and both would store while the tensor cores idle. So it waits,
+    BEHIND steps before the end of a tile, until the first has summed its half (`summed`).
+
+    c_buf belongs to the first, then to the second, in every tile. Who has written waits in the first step of its next
+    tile, or at the end, until TMA has read it, and says so: completion number t of read[HALF] means that what HALF
+    stored before its tile number t is out of c_buf. The first needs number t of read[1] for its tile t, the second
+    number t + 1 of read[0]. The first waits before it arrives at `summed`, so no barrier is ever a phase ahead of who
+    waits for it.
+    """
     a_bufs, b_bufs, full, empty = operands
     scale_a_bufs, scale_b_buf, bias_buf, last_full, last_empty = last
     HALF_M: gl.constexpr = a_bufs.shape[1]
     BLOCK_K: gl.constexpr = a_bufs.shape[2]
     BLOCK_N: gl.constexpr = b_bufs.shape[1]
     MMA: gl.constexpr = gl.NVMMADistributedLayout(version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, BLOCK_N, 32])
-    PARTS: gl.constexpr = BLOCK_N // c_bufs.shape[2]
+    PARTS: gl.constexpr = BLOCK_N // c_buf.shape[1]
     slot = 0
     phase = 0
     tile_phase = 0
     scale = 1.0 if ROWS else gl.load(scale_a) * gl.load(scale_b)
+    pause = gl.maximum(BLOCK_K, K - BEHIND * BLOCK_K)
     tiles = gl.cdiv(M, 2 * HALF_M) * gl.cdiv(N, BLOCK_N)
     for tile in range(gl.program_id(0), tiles, gl.num_programs(0)):
         row, col = _gluon_tile_of(tile, M, N, 2 * HALF_M, BLOCK_N, GROUP_M)
         acc = gl.zeros((HALF_M, BLOCK_N), gl.float32, MMA)
-        start = 0
-        if STAGGER:
-            if HALF == 0:
-                acc, slot, phase = _sum_products(
-                    acc, a_bufs, b_bufs, full, empty, slot, phase, 0, BLOCK_K, BLOCK_K, HALF, STAGES
-                )
-                mbarrier.arrive(lead)
-                start = BLOCK_K
-            else:
-                mbarrier.wait(lead, tile_phase)
-        acc, slot, phase = _sum_products(acc, a_bufs, b_bufs, full, empty, slot, phase, start, K, BLOCK_K, HALF, STAGES)
+        mbarrier.wait(full.index(slot), phase)
+        b = b_bufs.index(slot).permute((1, 0))
+        acc = warpgroup_mma(a_bufs.index(2 * slot + HALF), b, acc, use_acc=False, is_async=True)
+        tma.store_wait(0)
+        mbarrier.arrive(read.index(HALF))
+        acc = warpgroup_mma_wait(0, deps=(acc,))
+        mbarrier.arrive(empty.index(slot))
+        slot, phase = _next(slot, phase, STAGES)
+        if HALF == 0:
+            acc, slot, phase = _sum_products(
+                acc, a_bufs, b_bufs, full, empty, slot, phase, BLOCK_K, K, BLOCK_K, HALF, STAGES
+            )
+            mbarrier.wait(read.index(1), tile_phase)
+            mbarrier.arrive(summed)
+        else:
+            acc, slot, phase = _sum_products(
+                acc, a_bufs, b_bufs, full, empty, slot, phase, BLOCK_K, pause, BLOCK_K, HALF, STAGES
+            )
+            mbarrier.wait(summed, tile_phase)
+            acc, slot, phase = _sum_products(
+                acc, a_bufs, b_bufs, full, empty, slot, phase, pause, K, BLOCK_K, HALF, STAGES
+            )
+            mbarrier.wait(read.index(0), tile_phase ^ 1)
         by_row, by_column, bias = scale, scale, scale
         if ROWS or BIAS:
             mbarrier.wait(last_full, tile_phase)
@@ -314,24 +335,25 @@ def _consume(
         if BIAS:
             bias = bias_buf.reshape([BLOCK_N])
         row += HALF * HALF_M
-        _store_parts(c_desc, c_bufs, acc, row, col, by_row, by_column, bias, ROWS, BIAS, HALF, 0, PARTS, BUFFERS)
+        _store_parts(c_desc, c_buf, acc, row, col, by_row, by_column, bias, ROWS, BIAS, 0, PARTS)
         if ROWS or BIAS:
             mbarrier.arrive(last_empty)
         tile_phase ^= 1
     tma.store_wait(0)
+    mbarrier.arrive(read.index(HALF))
 
 
 @gluon.jit
 def fp8_matmul_warp_specialized_kernel(
     a_desc, bt_desc, c_desc, scale_a, scale_b, bias, M, N, K,
-    ROWS: gl.constexpr, STAGES: gl.constexpr, BUFFERS: gl.constexpr, STAGGER: gl.constexpr, GROUP_M: gl.constexpr,
+    ROWS: gl.constexpr, STAGES: gl.constexpr, BEHIND: gl.constexpr, GROUP_M: gl.constexpr,
 ):  # fmt: skip
     """scale_a and scale_b are descriptors with ROWS, else pointers to one scale each; bias is a descriptor or None."""
     HALF_M: gl.constexpr = a_desc.block_shape[0]
     BLOCK_N: gl.constexpr = bt_desc.block_shape[0]
     a_bufs = gl.allocate_shared_memory(a_desc.dtype, [2 * STAGES, HALF_M, a_desc.block_shape[1]], a_desc.layout)
     b_bufs = gl.allocate_shared_memory(bt_desc.dtype, [STAGES, BLOCK_N, bt_desc.block_shape[1]], bt_desc.layout)
-    c_bufs = gl.allocate_shared_memory(c_desc.dtype, [2 * BUFFERS, HALF_M, c_desc.block_shape[1]], c_desc.layout)
+    c_buf = gl.allocate_shared_memory(c_desc.dtype, [HALF_M, c_desc.block_shape[1]], c_desc.layout)
     full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
     empty = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
     scale_a_bufs, scale_b_buf, bias_buf = full, full, full  # stand-ins for what a launch does not have
@@ -342,22 +364,25 @@ def fp8_matmul_warp_specialized_kernel(
         bias_buf = gl.allocate_shared_memory(bias.dtype, [1, BLOCK_N], bias.layout)
     last_full = gl.allocate_shared_memory(gl.int64, [1], mbarrier.MBarrierLayout())
     last_empty = gl.allocate_shared_memory(gl.int64, [1], mbarrier.MBarrierLayout())
-    lead = gl.allocate_shared_memory(gl.int64, [1], mbarrier.MBarrierLayout())
+    read = gl.allocate_shared_memory(gl.int64, [2, 1], mbarrier.MBarrierLayout())
+    summed = gl.allocate_shared_memory(gl.int64, [1], mbarrier.MBarrierLayout())
     for i in gl.static_range(STAGES):
         mbarrier.init(full.index(i), count=1)
         mbarrier.init(empty.index(i), count=2)
     mbarrier.init(last_full, count=1)
     mbarrier.init(last_empty, count=2)
-    mbarrier.init(lead, count=1)
+    for i in gl.static_range(2):
+        mbarrier.init(read.index(i), count=1)
+    mbarrier.init(summed, count=1)
     fence_async_shared()
     BIAS: gl.constexpr = bias is not None
     operands = (a_bufs, b_bufs, full, empty)
     last = (scale_a_bufs, scale_b_buf, bias_buf, last_full, last_empty)
     gl.warp_specialize([
-        (_consume, (operands, last, c_desc, c_bufs, scale_a, scale_b, lead, M, N, K,
-                    ROWS, BIAS, STAGES, BUFFERS, STAGGER, GROUP_M, 0)),
-        (_consume, (operands, last, c_desc, c_bufs, scale_a, scale_b, lead, M, N, K,
-                    ROWS, BIAS, STAGES, BUFFERS, STAGGER, GROUP_M, 1)),
+        (_consume, (operands, last, c_desc, c_buf, scale_a, scale_b, read, summed, M, N, K,
+                    ROWS, BIAS, STAGES, BEHIND, GROUP_M, 0)),
+        (_consume, (operands, last, c_desc, c_buf, scale_a, scale_b, read, summed, M, N, K,
+                    ROWS, BIAS, STAGES, BEHIND, GROUP_M, 1)),
         (_produce, (operands, last, a_desc, bt_desc, scale_a, scale_b, bias, M, N, K, ROWS, STAGES, GROUP_M)),
     ], [4, 1], [240, 24])  # fmt: skip  # warps of the last two, and registers of their threads
 
@@ -456,10 +481,7 @@ def _tma_vector(x: torch.Tensor, n: int, block: int):
 def _launch_warp_specialized(a, b, c, scale_a, scale_b, bias) -> None:
     (M, K), N = a.shape, b.shape[1]
     block_m, block_n, block_k = HOPPER_TILE
-    parts = HOPPER_PARTS * c.element_size() // 2
-    # The first consumer must not signal its next tile before the second has seen the signal of this one. A tile of at
-    # least as many steps as the ring holds keeps it from that.
-    stagger = triton.cdiv(K, block_k) >= HOPPER_STAGES
+    parts = c.element_size() // 2
     rows = max(scale_a.numel(), scale_b.numel()) > 1
     if rows:
         scale_a, scale_b = _tma_vector(scale_a, M, block_m // 2), _tma_vector(scale_b, N, block_n)
@@ -468,7 +490,7 @@ def _launch_warp_specialized(a, b, c, scale_a, scale_b, bias) -> None:
         gluon_descriptor(a, [block_m // 2, block_k]), gluon_descriptor(b.t(), [block_n, block_k]),
         gluon_descriptor(c, [block_m // 2, block_n // parts]), scale_a, scale_b,
         None if bias is None else _tma_vector(bias, N, block_n), M, N, K,
-        ROWS=rows, STAGES=HOPPER_STAGES, BUFFERS=HOPPER_BUFFERS, STAGGER=stagger, GROUP_M=GROUP_M, num_warps=4,
+        ROWS=rows, STAGES=HOPPER_STAGES, BEHIND=HOPPER_BEHIND, GROUP_M=GROUP_M, num_warps=4,
     )  # fmt: skip
 
 

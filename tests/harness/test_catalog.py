@@ -127,6 +127,18 @@ def test_a_malformed_topic_is_refused(tmp_path):
         read_topic(topic)
 
 
+def test_the_architectures_of_a_topic_are_read_from_its_text(tmp_path):
+    topic = tmp_path / "topic.py"
+    topic.write_text("TECHNIQUES = []\n")
+    assert read_topic(topic).architectures == ()
+    topic.write_text("ARCHITECTURES = (80, 120)\nTECHNIQUES = []\n")
+    assert read_topic(topic).architectures == (80, 120)
+    for bad in ("90", "('sm_90',)"):
+        topic.write_text(f"TECHNIQUES = []\nARCHITECTURES = {bad}\n")
+        with pytest.raises(CatalogError, match=r"ARCHITECTURES is .*; write \(80, 90\) for sm_80 and sm_90"):
+            read_topic(topic)
+
+
 def test_a_technique_that_cannot_be_read_keeps_the_others_company(tmp_path):
     topic = tmp_path / "topic.py"
     topic.write_text('"""Topic."""\nTECHNIQUES = ["gone.py", "latin.py"]\n')

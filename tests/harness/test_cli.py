@@ -558,6 +558,22 @@ def test_a_readers_own_program_may_be_anything(tmp_path, cli):
     assert cli(program).stdout == "fine\n"
 
 
+def test_a_topic_of_architectures_ends_with_their_table(cli, topic):
+    entry = (
+        "{'kernel': 'k', 'sm': 90, 'found': {'wgmma': 4}, 'registers': 168, 'spills': 0, 'shared': 1024, "
+        "'shared_limit': 232448}"
+    )
+    script = topic(good=f"{GOOD}\nh.record.codegen += [] if h.profile else [{entry}]")
+    table = "what each technique becomes on each architecture"
+    assert table not in cli(script).stdout
+    script.write_text(script.read_text().replace("\nif __name__", "ARCHITECTURES = (80, 90)\n\nif __name__"))
+    said = cli(script).stdout
+    assert said.count(table) == 1
+    assert said.index("PASSED") < said.index(table)
+    assert re.search(r"sm_80 +not compiled for it\n +sm_90 +wgmma x4 +168 +0 +1\.0$", said, re.M)
+    assert table not in cli(script, "--profile").stdout
+
+
 def test_check_only_and_profile_time_nothing(cli, topic, tmp_path):
     script = topic(table=TABLE)
     for option, tables in (("--check-only", 1), ("--profile", 0)):

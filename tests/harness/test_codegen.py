@@ -2,6 +2,7 @@
 
 import os
 import queue
+import re
 import subprocess
 import sys
 import textwrap
@@ -197,13 +198,58 @@ def test_what_cannot_be_passed_is_refused(probe):
 
 def test_shared_memory_beyond_the_limit_is_said():
     assert Kernel("k", 80, shared=163 * 1024, shared_limit=163 * 1024).fits
-    assert not Kernel("k", 80, shared=163 * 1024 + 1, shared_limit=163 * 1024).fits
+    over = Kernel("k", 80, shared=164 * 1024, shared_limit=163 * 1024)
+    assert not over.fits
+    assert over.too_much == "164.0 KiB of shared memory, and there are 163"
+    assert Kernel("k", 100, shared=0, shared_limit=1, tensor_memory=512).fits
+    over = Kernel("k", 100, shared=0, shared_limit=1, tensor_memory=544)
+    assert over.too_much == "544 columns of tensor memory, and there are 512"
+
+
+DOT = """
+    @triton.jit
+    def dot_kernel(x_ptr, y_ptr, M: tl.constexpr, N: tl.constexpr):
+        rows, cols, k = tl.arange(0, M)[:, None], tl.arange(0, N)[None, :], tl.arange(0, 64)
+        acc = tl.dot(tl.load(x_ptr + rows * 64 + k[None, :]), tl.load(x_ptr + k[:, None] * N + cols))
+        tl.store(y_ptr + rows * N + cols, acc)
+
+    def dot(x, n):
+        require_triton_device("dot", x)
+        y = torch.empty(128, n, device=x.device)
+        dot_kernel[(1,)](x, y, 128, n)
+        return y
+"""
+
+
+@pytest.mark.parametrize("n", [64, 256])
+def test_tensor_memory_is_what_the_program_allocates(tmp_path, n):
+    """A float32 accumulator of 128 rows has a column of tensor memory for each of its columns."""
+    module, x = technique(tmp_path, DOT), torch.empty(256 * 64, dtype=torch.float16, device="meta")
+    hopper, blackwell, desk = compile_for(module.dot, (x, n), sms=(90, 100, 120))
+    assert blackwell.found["tcgen05.alloc"] == 1
+    assert {"tcgen05.mma", "tcgen05.ld", "tcgen05.commit"} <= set(blackwell.found)
+    (allocated,) = re.findall(r"tcgen05\.alloc\S+ \[%r\d+\], (\d+);", dump(module.dot, (x, n), sm=100)["ptx"])
+    assert blackwell.tensor_memory == int(allocated) == n
+    assert (hopper.tensor_memory, desk.tensor_memory) == (None, None)
+
+
+def test_a_kernel_of_a_record_from_before_tensor_memory_still_loads():
+    old = Kernel("k", 90, registers=1).record()
+    del old["tensor_memory"]
+    assert Kernel(**old) == Kernel("k", 90, registers=1)
 
 
 def test_a_missing_instruction_fails_the_technique(h, probe):
     with pytest.raises(CodegenError, match="copy on sm_90: no wgmma: it is not in the PTX"):
         h.codegen(probe.copy, torch.empty(64, device="meta"), find={90: ("wgmma",)})
     assert h.record.codegen[0]["kernel"] == "copy_kernel"
+
+
+def test_the_record_tells_one_call_from_the_next(h, probe):
+    x = torch.empty(64, device="meta")
+    h.codegen(probe.copy, x, find={90: (), 100: ()})
+    h.codegen(probe.copy, x, find={90: ()})
+    assert [(entry["call"], entry["sm"]) for entry in h.record.codegen] == [(1, 90), (1, 100), (2, 90)]
 
 
 @pytest.mark.parametrize(
@@ -221,11 +267,14 @@ def test_a_missing_instruction_fails_the_technique(h, probe):
         ("mma tf32", "cvt.rna.tf32.f32 %r; mma.sync.aligned.m16n8k8.row.col.f32.tf32.tf32.f32 {%f};", 1),
         ("fma.f32", "fma.rn.f32 %f; fma.rn.ftz.f32 %f; fma.rn.f32x2 %f; fma.rn.f64 %d;", 3),
         ("setmaxnreg", "setmaxnreg.inc.sync.aligned.u32 240;", 1),
+        ("tcgen05.alloc", "tcgen05.alloc.cta_group::1.sync.aligned [%r], 512; tcgen05.dealloc.cta_group::1 %r;", 1),
+        ("tcgen05.ld", "tcgen05.ld.sync.aligned.32x32b.x64.b32 {%r}; tcgen05.wait::ld.sync.aligned;", 1),
+        ("tcgen05.commit", "tcgen05.commit.cta_group::1.mbarrier::arrive::one.shared::cluster.b64 [%r];", 1),
+        ("tcgen05.cp", "tcgen05.cp.cta_group::1.32x128b.warpx4 [%r], %rd; tcgen05.commit.cta_group::1;", 1),
+        ("cta_group::2", "tcgen05.mma.cta_group::2.kind::f16 [%r]; tcgen05.mma.cta_group::1.kind::f16 [%r];", 1),
     ],
 )
 def test_patterns_count_the_instruction_and_not_its_neighbours(name, ptx, count):
-    import re
-
     assert len(re.findall(codegen.INSTRUCTIONS[name], ptx)) == count
 
 

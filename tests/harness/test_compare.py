@@ -453,3 +453,40 @@ def test_the_floor_is_the_slower_of_moving_and_computing(h):
     copy = Work(bytes=2**30)
     assert gemm.floor_ms(ceilings) == pytest.approx(2 * n**3 / ceilings.gemm_tflops(torch.bfloat16) / 1e9)
     assert copy.floor_ms(ceilings) == pytest.approx(2**30 / ceilings.copy_tbps() / 1e9)
+
+
+def test_a_profiler_in_the_process_sees_one_warm_call_of_each_variant(h, monkeypatch):
+    from contextlib import contextmanager
+
+    calls, seen = [], []
+
+    @contextmanager
+    def capture(name, on_gpu):
+        before = len(calls)
+        yield
+        seen.append((name, calls[before:]))
+
+    monkeypatch.setattr("harness.compare.capture", capture)
+    h.profile = True
+    variants = {name: lambda x, name=name: calls.append(name) for name in ("torch", "triton")}
+    work = Work(bytes=64, flops=8, dtype=torch.float16)
+    table = h.compare(variants, reference, h.randn(4, 4), baseline="torch", work=work, title="t", case="4x4")
+    assert table is None
+    assert seen == [("t 4x4: torch", ["torch"]), ("t 4x4: triton", ["triton"])]
+    assert calls.count("triton") > 1  # it was warm
+    assert h.record.profiled == {name: work.record() for name, _ in seen}
+
+
+@pytest.mark.parametrize(
+    "work",
+    [
+        Work(),
+        Work(bytes=12),
+        Work(bytes=12, flops=3, dtype=torch.float8_e4m3fn),
+        Work.in_steps([(1, 2), (3, 4)], torch.bfloat16),
+    ],
+)
+def test_work_comes_back_from_a_record(work):
+    import json
+
+    assert Work.load(json.loads(json.dumps(work.record()))) == work

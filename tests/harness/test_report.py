@@ -6,6 +6,7 @@ import re
 import subprocess
 import threading
 
+from harness.codegen import Kernel
 from harness.compare import Comparison, Row
 from harness.hardware import ceilings, machine
 from harness.report import (
@@ -15,6 +16,8 @@ from harness.report import (
     git_state,
     load_record,
     results_tables,
+    show_architectures,
+    show_codegen,
     show_comparison,
     show_rows,
     show_summary,
@@ -149,6 +152,111 @@ def test_the_summary_shows_the_best_of_each_case():
     assert "the best of each case" in text
     assert re.search(r"modes: made +8x8 +CUDA graph +4\.0000 +50\.0% +2\.50 +torch eager", text)
     assert "PASSED  modes" in text
+
+
+SMS = (80, 89, 90, 100, 120)
+GIVEN = {"registers": 100, "spills": 0, "shared": 2048, "shared_limit": 232448}
+
+
+def entry(sm, call=1, kernel="k", **found):
+    return Kernel(kernel, sm, **(found if "error" in found else GIVEN | found)).record() | {"call": call}
+
+
+def closing(*examples, sms=SMS, width=100):
+    """The lines of the table, and its rows by technique: {"name": {"sm_90": the words after it}}."""
+    made = record()
+    made.examples += examples
+    console = Console(file=(said := io.StringIO()), width=width)
+    show_architectures(console, made, sms)
+    rows: dict[str, dict[str, str]] = {}
+    for line in said.getvalue().splitlines():
+        if re.match(r" [a-z]\w*( |$)", line):
+            current = rows.setdefault(line.split()[0], {})
+        elif match := re.match(r"   (sm_\d+) +(\S.*)", line):
+            sm = match[1]
+            current[sm] = f"{current[sm]} and {match[2]}" if sm in current else match[2]
+        elif line.startswith(" " * 10) and rows:
+            current[sm] += " " + line.strip()
+    return said.getvalue().splitlines(), rows
+
+
+MATMUL = ExampleRecord(
+    "tma_matmul",
+    "passed",
+    codegen=[
+        entry(90, found={"mma.sync": 1}, registers=1),  # of an evidence for one architecture, before the main call
+        entry(80, 2, error="TypeError: tma_matmul needs sm_90 [or newer], and this is sm_80; use a pointer"),
+        entry(89, 2, found={"ld.global.v4": 2}, shared=200 * 1024, shared_limit=99 * 1024),
+        entry(90, 2, found={"wgmma": 4, "cp.async.bulk.tensor": 12, "mbarrier": 3}, spills=8),
+        entry(100, 2, found={"fma.f32": 9, **{f"tcgen05.{i}": 1 for i in range(8)}}, tensor_memory=256),
+    ],
+)
+
+
+def test_the_closing_table_says_what_each_technique_becomes_on_each_architecture():
+    lines, rows = closing(MATMUL, ExampleRecord("later", "failed"))
+    assert lines[0] == "what each technique becomes on each architecture, compiled here"
+    assert list(rows["tma_matmul"]) == ["sm_80", "sm_89", "sm_90", "sm_100", "sm_120"]
+    rows = {sm: " ".join(text.split()) for sm, text in rows["tma_matmul"].items()}
+    assert rows["sm_80"] == (
+        "cannot, because TypeError: tma_matmul needs sm_90 [or newer], and this is sm_80; use a pointer"
+    )
+    assert rows["sm_89"] == "cannot, because a program takes 200.0 KiB of shared memory, and there are 99"
+    assert rows["sm_90"] == "wgmma x4, cp.async.bulk.tensor x12, mbarrier x3 100 8 2.0"
+    assert rows["sm_100"].startswith("tcgen05.0 x1, tcgen05.1 x1, ")
+    assert "fma.f32" not in rows["sm_100"]  # what every kernel has gives way
+    assert rows["sm_100"].endswith("and 1 more")
+    assert " 100 0 2.0 256" in rows["sm_100"]
+    assert rows["sm_120"] == "not compiled for it"
+    assert " later  nothing was compiled: failed" in lines
+
+
+@pytest.mark.parametrize("width", [40, 80, 100, 140, 170])
+def test_the_closing_table_keeps_to_the_terminal(width):
+    lines, rows = closing(MATMUL, width=width)
+    assert max(map(len, lines)) <= max(width, 80)
+    text = " ".join(rows["tma_matmul"]["sm_90"].split())
+    assert set(text.replace(",", "").split()) == {
+        "wgmma", "x4", "cp.async.bulk.tensor", "x12", "mbarrier", "x3", "100", "8", "2.0"
+    }  # fmt: skip
+    assert not any(re.match(r" +x\d", line) for line in lines)  # no count without its name
+    heads = next(line for line in lines if "registers" in line)
+    numbers = next(line for line in lines if line.startswith("   sm_100"))
+    for column, value in (("registers", "100"), ("bytes", "0"), ("KiB", "2.0"), ("memory", "256")):
+        end = heads.index(column) + len(column)
+        assert numbers[:end].endswith(" " + value)
+
+
+def test_kernels_of_one_call_are_named_and_those_of_one_are_not():
+    two = [entry(90, kernel="one", found={"wgmma": 1}), entry(90, kernel="two", error="X"), entry(80, found={})]
+    _, rows = closing(ExampleRecord("t", "passed", codegen=two))
+    assert re.fullmatch(r"one: wgmma x1 +100 +0 +2\.0 and two: cannot, because X", rows["t"]["sm_90"])
+    assert re.fullmatch(r"none of those counted +100 +0 +2\.0", rows["t"]["sm_80"])
+
+
+def test_entries_without_a_call_are_one_call():
+    bare = [{name: value for name, value in entry(sm).items() if name != "call"} for sm in (80, 90)]
+    assert set(closing(ExampleRecord("t", "passed", codegen=bare))[1]["t"]) == {f"sm_{sm}" for sm in SMS}
+
+
+def test_no_closing_table_without_architectures_or_without_code():
+    assert closing(MATMUL, sms=())[0] == []
+    assert closing(ExampleRecord("t", "passed"))[0] == []
+
+
+def test_tensor_memory_has_a_column_where_there_is_some():
+    def shown(*kernels):
+        console = Console(file=(said := io.StringIO()), width=200)
+        show_codegen(console, list(kernels))
+        return said.getvalue()
+
+    hopper, blackwell = Kernel("k", 90, **GIVEN), Kernel("k", 100, **GIVEN, tensor_memory=128)
+    assert "tensor memory" not in shown(hopper)
+    both = shown(hopper, blackwell)
+    assert "tensor memory" in both
+    assert re.search(r"sm_100 +- +100 +0 +2\.0 +128", both)
+    assert re.search(r"sm_90 +- +100 +0 +2\.0 *$", both, re.M)
+    assert "does not fit: 300.0 KiB" in shown(Kernel("k", 90, **(GIVEN | {"shared": 300 * 1024})))
 
 
 def test_rows_of_facts_are_kept_whole():

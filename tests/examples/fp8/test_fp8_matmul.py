@@ -1,6 +1,8 @@
 """fp8_matmul: every variant at every edge, formats, scales, bias, layouts, extremes, bad input, the code."""
 
 import functools
+import itertools
+import random
 import re
 from types import SimpleNamespace
 
@@ -9,7 +11,7 @@ from harness.hardware import SHARED_LIMIT, Limits
 
 import pytest
 import torch
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from examples.fp8 import fp8_matmul as module
@@ -379,25 +381,116 @@ def test_warps_with_roles(rows, out):
     assert (kernel.error, kernel.spills, kernel.fits) == (None, 0, True)
     text = dump(fp8_matmul, args, sm=90)
     assert "serialized" not in text["log"]
-    # The second consumer has one loop, the first another for the step by which it leads.
-    assert text["ttgir"].count("ttng.warp_group_dot ") == 3
+    # The first step, which nothing was summed before, and one loop; the second consumer has another after its pause.
+    assert text["ttgir"].count("ttng.warp_group_dot ") == 5
     assert "requestedRegisters = array<i32: 240, 24>" in text["ttgir"]
-    # One commit for each step of each loop: four products of K = 32 before it.
-    assert text["ptx"].count("wgmma.commit_group") == 3
-    assert kernel.found["wgmma"] == 4 * 3
+    # One commit for each of them: four products of K = 32 before it.
+    assert text["ptx"].count("wgmma.commit_group") == 5
+    assert kernel.found["wgmma"] == 4 * 5
     # By TMA: three boxes of operands, scales in three, the bias in one; nothing but two scales is loaded otherwise.
     assert len(re.findall(r"cp\.async\.bulk\.tensor\.2d\.shared::\w+\.global", text["ptx"])) == (7 if rows else 4)
     assert text["ptx"].count("ld.global") == (0 if rows else 2 * 2)
 
 
-@pytest.mark.parametrize(("K", "loops"), [(16, 2), (384, 2), (400, 3), (512, 3)])
-def test_only_a_tile_as_long_as_the_ring_is_started_in_turn(K, loops):
-    """Else the first consumer could signal twice before the second looks once, which then waits for ever."""
-    from harness.codegen import dump
+class Barrier:
+    """An mbarrier: a phase completes with `count` arrivals; a wait for parity p passes unless phase p is under way."""
 
-    inputs = (meta(4096, K), meta(4096, K).t(), *layer(True)[2:])
-    ttgir = dump(fp8_matmul, (*inputs, None, torch.bfloat16, "warp specialized"), sm=90)["ttgir"]
-    assert ttgir.count("ttng.warp_group_dot ") == loops
+    def __init__(self, count):
+        self.count, self.arrived, self.phase = count, 0, 0
+
+    def arrive(self):
+        self.arrived += 1
+        if self.arrived == self.count:
+            self.arrived, self.phase = 0, self.phase + 1
+
+    def passes(self, parity):
+        return self.phase % 2 != parity
+
+
+def roles(steps, tiles, stages, behind, log):
+    """The three roles of the warp-specialized kernel, barrier by barrier: generators that yield what they wait for."""
+    full, empty = [Barrier(1) for _ in range(stages)], [Barrier(2) for _ in range(stages)]
+    read, summed, last_full, last_empty = [Barrier(1), Barrier(1)], Barrier(1), Barrier(1), Barrier(2)
+    ring, results, reading = [None] * stages, [None], [0, 0]  # what lies where; stores that TMA has not read
+
+    def slots():
+        return ((i % stages, i // stages % 2) for i in itertools.count())
+
+    def produce():
+        ahead = slots()
+        for tile in range(tiles):
+            for step in range(steps):
+                slot, phase = next(ahead)
+                yield lambda slot=slot, phase=phase: empty[slot].passes(phase ^ 1)
+                ring[slot] = (tile, step)
+                full[slot].arrive()
+            yield lambda tile=tile: last_empty.passes(tile % 2 ^ 1)
+            last_full.arrive()
+
+    def consume(half):
+        mine = slots()
+
+        def multiply(tile, step):
+            slot, phase = next(mine)
+            yield lambda: full[slot].passes(phase)
+            assert ring[slot] == (tile, step)
+            yield lambda: True
+            if step == 0:
+                yield lambda: reading[half] == 0  # tma.store_wait
+                read[half].arrive()
+            assert ring[slot] == (tile, step), "overwritten while it was multiplied"
+            empty[slot].arrive()
+
+        for tile in range(tiles):
+            pause = max(1, steps - behind)
+            for step in range(steps):
+                if half == 1 and step == pause:
+                    yield lambda tile=tile: summed.passes(tile % 2)
+                yield from multiply(tile, step)
+            if half == 0:
+                yield lambda tile=tile: read[1].passes(tile % 2)
+                summed.arrive()
+            else:
+                if steps <= pause:
+                    yield lambda tile=tile: summed.passes(tile % 2)
+                yield lambda tile=tile: read[0].passes(tile % 2 ^ 1)
+            yield lambda tile=tile: last_full.passes(tile % 2)
+            assert not any(reading), "the buffer of results is still being read"
+            results[0] = (tile, half)
+            yield lambda: True
+            assert results[0] == (tile, half)
+            reading[half] = 1
+            last_empty.arrive()
+            log.append((tile, half))
+        yield lambda: reading[half] == 0
+        read[half].arrive()
+
+    def engine():  # TMA reads what was stored whenever it likes
+        while True:
+            yield lambda: any(reading)
+            for half in (0, 1):
+                reading[half] = 0
+
+    return [produce(), consume(0), consume(1)], engine()
+
+
+@given(st.integers(1, 9), st.integers(1, 6), st.integers(0, 2**32))
+@settings(max_examples=150)
+def test_the_roles_neither_wait_for_ever_nor_overwrite(steps, tiles, seed):
+    """A model of the barriers, its roles run in random turns; tiles of one step, too, and of fewer than the pause."""
+    chance, log = random.Random(seed), []
+    workers, engine = roles(steps, tiles, module.HOPPER_STAGES, module.HOPPER_BEHIND, log)
+    waits = {id(w): (w, next(w)) for w in (*workers, engine)}
+    while len(waits) > 1:
+        ready = [key for key, (_, condition) in waits.items() if condition()]
+        assert ready, f"all wait: {log}"
+        key = chance.choice(ready)
+        worker = waits[key][0]
+        try:
+            waits[key] = worker, next(worker)
+        except StopIteration:
+            del waits[key]
+    assert log == [(tile, half) for tile in range(tiles) for half in (0, 1)]
 
 
 def shared_for(sm, tiles, itemsize=2):

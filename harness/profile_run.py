@@ -1,0 +1,148 @@
+"""Run a script of this repository with something in its process watching it: what profiling/*.sh start.
+
+    python -m harness.profile_run launches OUT SCRIPT ARGS    count Triton's launches, by kernel, into the file OUT
+    python -m harness.profile_run unguarded OUT SCRIPT ARGS   the same, and outputs are neither poisoned nor guarded
+    python -m harness.profile_run torch OUT SCRIPT ARGS       torch.profiler, a trace per named call into the folder OUT
+    python -m harness.profile_run proton OUT SCRIPT ARGS      Triton's profiler, into OUT.hatchet
+
+torch and proton want --profile among ARGS: they put themselves around each call that it names, and see no warm-up.
+"""
+
+from __future__ import annotations
+
+import functools
+import json
+import re
+import runpy
+import sys
+from collections import Counter
+from collections.abc import Iterator
+from contextlib import contextmanager, nullcontext
+from pathlib import Path
+
+
+class Unavailable(Exception):
+    """This watcher cannot watch here; the message says why, and what can."""
+
+
+@contextmanager
+def launches_counted(out: Path, guarded: bool = True) -> Iterator[None]:
+    """Write {"kernel": launches} to `out` at the end. Nothing is launched, and counted, in the interpreter.
+
+    Memory that a check has poisoned counts as initialized, and its guarded edges as part of the tensor: a sanitizer
+    that looks for what is not initialized, or beyond a tensor's end, wants it not `guarded`.
+    """
+    from harness import check
+    from harness.hardware import interpreted, package_version
+
+    counted: Counter[str] = Counter()
+
+    def count(metadata) -> None:
+        counted[metadata.data["name"]] += 1  # not .get(), which would evaluate what a kernel says of its launch
+
+    chain = None
+    if package_version("triton") and not interpreted():
+        import triton
+
+        chain = triton.knobs.runtime.launch_enter_hook
+        chain.add(count)
+    before = check.poisoned_outputs
+    if not guarded:
+        check.poisoned_outputs = lambda what: nullcontext()
+    try:
+        yield
+    finally:
+        check.poisoned_outputs = before
+        if chain is not None:
+            chain.remove(count)
+        out.write_text(json.dumps(counted) + "\n", encoding="utf-8")
+
+
+@contextmanager
+def traced(out: Path) -> Iterator[None]:
+    """torch.profiler around each named call: a Chrome trace for each, and names.json with the name of each trace."""
+    from harness import compare
+
+    import torch
+    from torch.profiler import ProfilerActivity, profile, record_function
+
+    activities = [ProfilerActivity.CPU]
+    if torch.cuda.is_available():
+        activities.append(ProfilerActivity.CUDA)
+        with profile(activities=activities):  # the first one waits until CUPTI is ready
+            torch.zeros(1, device="cuda").add_(1)
+            torch.cuda.synchronize()
+    out.mkdir(parents=True, exist_ok=True)
+    for old in out.glob("*.json"):
+        old.unlink()
+    names: dict[str, str] = {}
+
+    @contextmanager
+    def capture(name: str, on_gpu: bool) -> Iterator[None]:
+        with profile(activities=activities, record_shapes=True) as seen, record_function(name):
+            yield
+            if on_gpu:
+                torch.cuda.synchronize()
+        file = f"{len(names) + 1:02}-{re.sub(r'[^a-zA-Z0-9]+', '-', name).strip('-')[:80]}.json"
+        seen.export_chrome_trace(str(out / file))
+        names[file] = name
+
+    before, compare.capture = compare.capture, capture
+    try:
+        yield
+    finally:
+        compare.capture = before
+        (out / "names.json").write_text(json.dumps(names, indent=1) + "\n", encoding="utf-8")
+
+
+@contextmanager
+def scoped(out: Path) -> Iterator[None]:
+    """Proton around each named call, which is a scope of its tree."""
+    from harness import compare
+    from harness.hardware import machine, package_version
+
+    if machine().mode != "gpu":
+        raise Unavailable("Proton profiles kernels on a GPU, and none is here; profiling/torch_profile.sh needs none")
+    if not package_version("triton"):
+        raise Unavailable("Proton is part of Triton: pip install triton; profiling/torch_profile.sh needs it not")
+
+    import torch
+    import triton.profiler as proton
+
+    session = proton.start(str(out))
+    proton.deactivate(session)
+
+    @contextmanager
+    def capture(name: str, on_gpu: bool) -> Iterator[None]:
+        proton.activate(session)
+        try:
+            with proton.scope(name):
+                yield
+                torch.cuda.synchronize()
+        finally:
+            proton.deactivate(session)
+
+    before, compare.capture = compare.capture, capture
+    try:
+        yield
+    finally:
+        compare.capture = before
+        proton.finalize(session)
+
+
+UNGUARDED = functools.partial(launches_counted, guarded=False)
+WATCHERS = {"launches": launches_counted, "unguarded": UNGUARDED, "torch": traced, "proton": scoped}
+
+
+def main(argv: list[str]) -> None:
+    watcher, out, script, *rest = argv
+    try:
+        with WATCHERS[watcher](Path(out)):
+            sys.argv = [script, *rest]
+            runpy.run_path(script, run_name="__main__")
+    except Unavailable as problem:
+        sys.exit(f"error: {problem}")
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])

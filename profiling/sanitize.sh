@@ -1,0 +1,74 @@
+#!/usr/bin/env bash
+# Compute Sanitizer over every Triton kernel of the techniques named, at small sizes; one command for a whole topic.
+usage='usage: profiling/sanitize.sh [--tool memcheck,racecheck,initcheck,synccheck] [--all-kernels] SCRIPT [TECHNIQUE ...]
+
+  --tool         which of the four tools, with commas between; all of them by default
+  --all-kernels  look at the kernels of torch and of libraries as well; slow
+
+  profiling/sanitize.sh triton_tma_blackwell.py
+  profiling/sanitize.sh --tool memcheck,racecheck triton_examples.py softmax
+
+Exit status: 0 nothing found, 1 something found (or a tool, or a technique, failed), 2 wrong usage.'
+. "$(dirname "${BASH_SOURCE[0]}")/common.sh"
+
+tools=memcheck,racecheck,initcheck,synccheck all_kernels='' arguments=()
+while [ $# -gt 0 ]; do
+    case $1 in
+        --tool | --tools) [ $# -gt 1 ] || refuse "$1 needs the name of a tool"; tools=$2; shift ;;
+        --tool=* | --tools=*) tools=${1#*=} ;;
+        --all-kernels) all_kernels=yes ;;
+        *) arguments+=("$1") ;;
+    esac
+    shift
+done
+IFS=, read -ra tools <<<"$tools"
+[ ${#tools[@]} -gt 0 ] || refuse "--tool needs the name of a tool"
+for one in "${tools[@]}"; do
+    case $one in
+        memcheck | racecheck | initcheck | synccheck) ;;
+        *) refuse "$one is not a tool of compute-sanitizer" ;;
+    esac
+done
+read_arguments ${arguments[@]+"${arguments[@]}"}
+[[ " ${options[*]:-} " != *" --full "* ]] || refuse "--full: everything is a hundred times slower here; only small sizes"
+packages=$("$python" -c 'import sysconfig; print(sysconfig.get_path("purelib"))')/nvidia
+find_tool compute-sanitizer COMPUTE_SANITIZER "$packages/*/bin" ||
+    missing compute-sanitizer "it comes with the CUDA toolkit, or: pip install nvidia-cuda-sanitizer-api" \
+        "python $(basename "$script") --check-only, whose outputs are poisoned and have guarded edges"
+
+mapfile -t kernels < <("$python" -m harness.profile_read kernels "$script" ${techniques[@]+"${techniques[@]}"})
+[ -n "${kernels[*]:-}" ] || { kernels=() all_kernels=yes; echo "no Triton kernel of their own: looking at all kernels"; }
+help=$("$tool" --help 2>&1 || true)
+knows() { [[ $help == *"$1"* ]]; }
+
+for one in "${tools[@]}"; do
+    # A child is a compiler, or looks for bugs of its own. Waiting takes as long as importing torch does. What CUDA's
+    # API says no to, torch asks and deals with; that a technique fails is in its record.
+    flags=(--tool "$one" --target-processes application-only --launch-timeout 0 --check-exit-code no --error-exitcode 99
+        --print-limit 10000 --show-backtrace no --log-file "$out.$one.log")
+    watcher=launches cached=()
+    case $one in
+        memcheck) # each tensor in an allocation of its own, with something between them: its bounds are then known
+            watcher=unguarded cached=(PYTORCH_NO_CUDA_MEMORY_CACHING=1)
+            flags+=(--report-api-errors no --padding 1024)
+            if knows --check-tensor-ops; then flags+=(--check-tensor-ops yes); fi
+            ;;
+        initcheck) # memory that was used before counts as initialized
+            watcher=unguarded cached=(PYTORCH_NO_CUDA_MEMORY_CACHING=1)
+            ;;
+    esac
+    # The float64 references are torch's, and slow to look into. But initcheck must see who initializes what.
+    which=all
+    if [ -z "$all_kernels" ] && { [ "$one" != initcheck ] || knows --initcheck-track-filtered-global-memory; }; then
+        which=ours
+        for kernel in "${kernels[@]}"; do flags+=(--kernel-name "kernel_name=$kernel"); done
+    fi
+    rm -f "$out.$one".{log,json,launches,txt,status}
+    echo "$one: $(basename "$script") ${techniques[*]:-}"
+    code=0 started=$SECONDS
+    say_and_run env ${cached[@]+"${cached[@]}"} "$tool" "${flags[@]}" \
+        "$python" -m harness.profile_run "$watcher" "$out.$one.launches" "$script" ${techniques[@]+"${techniques[@]}"} \
+        ${options[@]+"${options[@]}"} --check-only --quick --json "$out.$one.json" >"$out.$one.txt" || code=$?
+    echo "$code $((SECONDS - started)) $which" >"$out.$one.status"
+done
+"$python" -m harness.profile_read sanitizer "$out" "${tools[@]}" -- ${kernels[@]+"${kernels[@]}"}

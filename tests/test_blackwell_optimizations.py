@@ -1,0 +1,937 @@
+"""The GPU suite: does every hardware feature of this project still give right numbers, and the speed it is there for?
+
+    pytest tests/test_blackwell_optimizations.py -v                 all of it: under 4 minutes on an H200
+    pytest tests/test_blackwell_optimizations.py -k test_fp8        one group: test_fp8, test_tma, test_mx, test_codegen
+    pytest tests/test_blackwell_optimizations.py -m "not slow"      without the thousands of launches of the stress test
+
+Each test on the GPU first holds every variant to a float64 reference, ours on outputs filled with NaN before. Then it
+times them all in the same rounds, in a random order within each, and takes ratios within a round: a GPU that slows down
+as it warms slows both sides. TABLE below says which ratios are asked for; the run ends with what it measured beside it.
+Without a GPU every such test skips and says what it needs; the tests of generated code, and of TABLE, run anywhere.
+"""
+
+from __future__ import annotations
+
+import ast
+import dataclasses
+import functools
+import inspect
+import itertools
+import math
+import re
+import statistics
+import sys
+import textwrap
+from collections.abc import Callable
+from types import SimpleNamespace
+from typing import NamedTuple
+
+from harness.catalog import ROOT, Needs
+from harness.check import CheckError
+from harness.codegen import compile_for
+from harness.compare import is_compiled, is_ours, time_rounds
+from harness.hardware import enqueue_ms, machine
+
+import pytest
+import torch
+
+from examples.compiler import cuda_graphs
+from examples.fp8 import blockwise_matmul as blockwise
+from examples.fp8 import fp8_matmul as fp8
+from examples.fp8 import microscaling as mx
+from examples.tma import blackwell
+from examples.tma import gluon_matmul as by_hand
+from examples.tma import tma_copy as copying
+from examples.tma import tma_epilogues as epilogues
+from examples.tma import tma_persistent_matmul as persistent
+from examples.triton import fused_add_relu_mul as fused
+from examples.triton import softmax
+from examples.triton import tensor_cores as formats
+from examples.triton import warp_specialized_matmul as specialized
+from examples.triton.persistent_matmul import matmul_persistent
+from examples.triton.pipelined_matmul import matmul_pipelined
+
+SMS = (80, 89, 90, 100, 120)
+LAUNCHES = 2000  # of each kernel, under stress
+
+
+class Row(NamedTuple):
+    """One ratio that a test measures, on each architecture: what a GPU of it reached, or None where nobody measured."""
+
+    ratio: str  # "A over B": so many times as fast is variant A as variant B
+    margin: float  # how much less than what was measured still passes
+    sm_80: float | None
+    sm_89: float | None
+    sm_90: float | None
+    sm_100: float | None
+    sm_120: float | None
+
+    def measured(self, sm: int | None) -> float | None:
+        return getattr(self, f"sm_{sm}", None)
+
+    def least(self, sm: int | None) -> float | None:
+        """The threshold on this architecture; None asks nothing, so that correctness alone decides."""
+        measured = self.measured(sm)
+        return None if measured is None else measured * (1 - self.margin)
+
+
+# The thresholds: a ratio that was measured, in a run of results/h200 or of this suite, less the margin. The margin is
+# for what a power limit and another board change; where it is the host that is measured, hosts differ by more. sm_90 is
+# an H200 with torch 2.11 and Triton 3.6; nobody measured the others. None asks nothing, so that correctness alone
+# decides: the end of a run prints what to fill in. A name in a ratio is that of a variant in the test, or stands for
+# the fastest of those that start with it.
+TABLE = {
+    #                                              margin  sm_80  sm_89  sm_90  sm_100 sm_120
+    "test_tensor_core_formats": [
+        Row("tf32 over float32",                    0.10,  None,  None,  7.55,  None,  None),
+        Row("bfloat16 over tf32",                   0.10,  None,  None,  2.12,  None,  None),
+        Row("float16 over tf32",                    0.10,  None,  None,  2.10,  None,  None),
+        Row("float16 over cuBLAS float16",          0.10,  None,  None,  0.957, None,  None),
+    ],
+    "test_fp8_over_fp16": [
+        Row("FP8 over float16",                     0.10,  None,  None,  1.94,  None,  None),
+        Row("FP8 over _scaled_mm",                  0.10,  None,  None,  1.034, None,  None),
+    ],
+    "test_fp8_blockwise": [
+        Row("warp specialized over one role",       0.10,  None,  None,  1.91,  None,  None),
+        Row("warp specialized over _scaled_mm",     0.10,  None,  None,  1.081, None,  None),
+    ],
+    "test_mx_quantize[mxfp8]": [
+        Row("one kernel over torch.compile",        0.10,  None,  None,  1.80,  None,  None),
+    ],
+    "test_mx_quantize[mxfp4]": [
+        Row("one kernel over torch.compile",        0.10,  None,  None,  3.94,  None,  None),
+    ],
+    "test_mx_quantize[nvfp4]": [
+        Row("one kernel over torch.compile",        0.10,  None,  None,  3.50,  None,  None),
+    ],
+    "test_mx_matmul[mxfp8]": [
+        Row("block-scaled over cuBLAS",             0.10,  None,  None,  None,  None,  None),  # sm_90 decodes: slower
+    ],
+    "test_mx_matmul[mxfp4]": [
+        Row("block-scaled over cuBLAS",             0.10,  None,  None,  None,  None,  None),
+    ],
+    "test_mx_matmul[nvfp4]": [
+        Row("block-scaled over cuBLAS",             0.10,  None,  None,  None,  None,  None),
+    ],
+    "test_persistent[512]": [
+        Row("persistent over one program per tile", 0.10,  None,  None,  None,  None,  None),
+        Row("persistent over cuBLAS",               0.10,  None,  None,  None,  None,  None),
+    ],
+    "test_persistent[4096]": [
+        Row("persistent over cuBLAS",               0.10,  None,  None,  0.998, None,  None),
+    ],
+    "test_tma_copy": [
+        Row("TMA over torch copy",                  0.05,  None,  None,  None,  None,  None),
+        Row("TMA ahead over TMA walk",              0.10,  None,  None,  None,  None,  None),
+    ],
+    "test_tma_persistent_matmul[8192x8192x512]": [
+        Row("persistent over one program per tile", 0.10,  None,  None,  None,  None,  None),
+        Row("persistent over cuBLAS",               0.10,  None,  None,  None,  None,  None),
+    ],
+    "test_tma_persistent_matmul[8192x8192x8192]": [
+        Row("persistent over cuBLAS",               0.10,  None,  None,  None,  None,  None),
+    ],
+    "test_tma_persistent_matmul[4096x14336x4096]": [
+        Row("persistent over cuBLAS",               0.10,  None,  None,  None,  None,  None),
+    ],
+    "test_tma_descriptors": [
+        Row("prepared over each call",              0.30,  None,  None,  None,  None,  None),
+    ],
+    "test_tma_epilogues[bias + SiLU]": [
+        Row("fused over cuBLAS + torch.compile",    0.05,  None,  None,  None,  None,  None),
+    ],
+    "test_tma_epilogues[bias + GELU]": [
+        Row("fused over cuBLAS + torch.compile",    0.05,  None,  None,  None,  None,  None),
+    ],
+    "test_tma_epilogues[FP8, scale given]": [
+        Row("fused over cuBLAS + torch.compile",    0.05,  None,  None,  None,  None,  None),
+    ],
+    "test_tma_epilogues[FP8, per group]": [
+        Row("fused over cuBLAS + torch.compile",    0.05,  None,  None,  None,  None,  None),
+    ],
+    "test_tma_epilogues[SwiGLU]": [
+        Row("fused over cuBLAS + torch.compile",    0.05,  None,  None,  None,  None,  None),
+    ],
+    "test_tma_gluon_matmul[4096]": [
+        Row("ring over one buffer",                 0.10,  None,  None,  None,  None,  None),
+        Row("staggered over cuBLAS",                0.10,  None,  None,  None,  None,  None),
+    ],
+    "test_tma_gluon_matmul[8192]": [
+        Row("ring over one buffer",                 0.10,  None,  None,  None,  None,  None),
+        Row("staggered over cuBLAS",                0.10,  None,  None,  None,  None,  None),
+    ],
+    "test_tma_blackwell_matmul": [
+        Row("specialized over pipelined",           0.10,  None,  None,  None,  None,  None),
+        Row("by hand over cuBLAS",                  0.10,  None,  None,  None,  None,  None),
+    ],
+    "test_warp_specialized": [
+        Row("specialized over one role",            0.10,  None,  None,  None,  None,  None),  # on sm_90 a loss
+    ],
+    "test_pipelined": [
+        Row("2 stages over 1 stage",                0.10,  None,  None,  1.41,  None,  None),
+        Row("3 stages over 1 stage",                0.10,  None,  None,  1.76,  None,  None),
+    ],
+    "test_fusion": [
+        Row("fused over torch eager",               0.10,  None,  None,  2.38,  None,  None),
+    ],
+    "test_fused_softmax": [
+        Row("fused over torch.softmax",             0.10,  None,  None,  1.90,  None,  None),
+    ],
+    "test_torch_compile": [
+        Row("torch.compile over torch eager",       0.10,  None,  None,  2.37,  None,  None),
+    ],
+    "test_cuda_graph": [
+        Row("CUDA graph over torch eager",          0.50,  None,  None,  6.63,  None,  None),
+        Row("reduce-overhead over torch eager",     0.50,  None,  None,  13.4,  None,  None),
+    ],
+}  # fmt: skip
+
+
+def needs(what: str, sm: tuple[int, int] = (8, 0), only: bool = False) -> Callable:
+    """A test of `what`, which needs a GPU of architecture `sm` or newer (`only`: of that one); elsewhere it skips."""
+    here = machine()
+    reason = here.lacks(Needs(sm=sm, gpu=True))
+    if not reason and only and here.capability != sm:
+        reason = f"needs sm_{sm[0]}{sm[1]} and no other (this is sm_{here.sm})"
+    where = f"sm_{sm[0]}{sm[1]}{'' if only else ' or newer'}"
+    skip = pytest.mark.skipif(bool(reason), reason=f"{what} ({where}): {reason}")
+    return lambda test: pytest.mark.gpu(skip(test))
+
+
+def ratio_of(rounds: dict[str, list[float]], ratio: str) -> float | None:
+    """The median over rounds of "A over B", from each variant's times; None where A or B was not run."""
+
+    def fastest(name: str) -> list[float] | None:
+        named = [times for each, times in rounds.items() if each == name] or [
+            times for each, times in rounds.items() if each.startswith(f"{name} ")
+        ]
+        return min(named, key=statistics.median, default=None)
+
+    ours, over = map(fastest, ratio.split(" over "))
+    if ours is None or over is None:
+        return None
+    return statistics.median(base / own for own, base in zip(ours, over, strict=True))
+
+
+def shortfalls(rows: list[Row], found: dict[str, float | None], sm: int | None) -> list[str]:
+    """What is below its threshold on this architecture, or was asked for and not measured."""
+    short = []
+    for row in rows:
+        least, got = row.least(sm), found.get(row.ratio)
+        if least is not None and (got is None or not got >= least):
+            reached = "was not measured" if got is None else f"is {got:.3f}x"
+            short.append(f"{row.ratio} {reached}, at least {least:.3f}x is asked (once {row.measured(sm):.3f}x)")
+    return short
+
+
+class Speed:
+    """The variants of one test: each is found right before any is timed."""
+
+    def __init__(self, h, test: str, keep: Callable) -> None:
+        self.h, self.rows, self.keep = h, TABLE[test], keep
+        self.calls: dict[str, Callable] = {}
+
+    def add(self, name: str, fn: Callable, *inputs, want, **budget) -> None:
+        """Hold fn(*inputs) to the float64 `want`, ours on poisoned memory, and enter it into the race as `name`."""
+        poison = is_ours(name) and not is_compiled(fn)
+        self.h.check(fn, lambda *_: want, *inputs, what=name, poison=poison, **budget)
+        self.calls[name] = functools.partial(fn, *inputs)
+
+    def race(self, whole_calls: bool = False) -> None:
+        """Time all variants and hold this test's rows of TABLE to their thresholds. Lets go of the inputs.
+
+        What falls short is measured once more before it fails: for a moment something else may have had the GPU.
+        """
+        sm, found = self.h.machine.sm, {}
+        enqueue = {name: enqueue_ms(call) for name, call in self.calls.items()}
+        for _ in range(2):
+            samples = time_rounds(self.calls, enqueue, whole_calls)
+            rounds = {name: [statistics.median(times) for times in each] for name, each in samples.items()}
+            for row in self.rows:
+                both = [x for x in (found.get(row.ratio), ratio_of(rounds, row.ratio)) if x is not None]
+                found[row.ratio] = max(both, default=None)
+            if not (short := shortfalls(self.rows, found, sm)):
+                break
+        self.calls.clear()
+        for row in self.rows:
+            self.keep(row.ratio, found[row.ratio], row.measured(sm), row.least(sm))
+        assert not short, f"sm_{sm}: {'; '.join(short)}"
+
+
+@pytest.fixture
+def speed(request, h):
+    """The race of the test that asks for it; conftest.py prints what is kept here at the end of the run."""
+
+    def keep(ratio: str, found: float | None, measured: float | None, least: float | None) -> None:
+        request.node.user_properties.append(("speed", [request.node.name, ratio, found, measured, least]))
+
+    yield Speed(h, request.node.name, keep)
+    torch.compiler.reset()
+    torch.cuda.empty_cache()
+
+
+def product(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
+    return a.double() @ b.double()
+
+
+def square(h, n: int, dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Two matrices of n x n and their product in float64."""
+    a, b = h.randn(n, n, dtype=dtype), h.randn(n, n, dtype=dtype)
+    return a, b, product(a, b)
+
+
+# --- tensor-core formats
+
+
+@needs("TF32, FP16 and BF16 tensor cores")
+def test_tensor_core_formats(h, speed):
+    n = 4096
+    names = {"ieee": "float32", "tf32": "tf32", "bfloat16": "bfloat16", "float16": "float16"}
+    for name, label in names.items():
+        precision = formats.PRECISIONS[name].input_precision
+        dot = functools.partial(formats.dot, input_precision=precision)
+        ragged = formats.operands(h, name, 257, 130, 129)
+        h.check(dot, product, *ragged, what=f"{label} ragged", **formats.budget(name, 129))
+        a, b = formats.operands(h, name, n, n, n)
+        speed.add(label, dot, a, b, want=product(a, b), **formats.budget(name, n))
+        if name == "float16":
+            speed.add("cuBLAS float16", torch.matmul, a, b, want=product(a, b), terms=n)
+    speed.race()
+
+
+@needs("FP8 tensor cores", (8, 9))
+def test_fp8_over_fp16(h, speed):
+    """The same numbers, which float16 holds exactly, in both formats, by the library and by our fastest kernels."""
+    n, one = 8192, torch.ones((), device=h.device)
+    for variant in fp8.runnable(h):
+        inputs = fp8.operands(h, 257, 272, 144, rows=True)
+        fn = functools.partial(fp8.fp8_matmul, variant=variant)
+        h.check(fn, fp8.reference, *inputs, what=f"{variant} ragged", dtype=torch.bfloat16, **fp8.budget(h, 144))
+    a, b = h.randn(n, n, dtype=fp8.E4M3), h.randn(n, n, dtype=fp8.E4M3).t()
+    wide, want = (a.half(), b.half().contiguous()), product(a, b)
+    speed.add("float16 cuBLAS", torch.matmul, *wide, want=want, terms=n)
+    if h.machine.sm >= 90:
+        speed.add("float16 triton", matmul_persistent, *wide, want=want, terms=n)
+    budget = {"dtype": torch.bfloat16} | fp8.budget(h, n)
+    library = functools.partial(torch._scaled_mm, out_dtype=torch.bfloat16, use_fast_accum=True)
+    speed.add("_scaled_mm", library, a, b, one, one, want=want, **budget)
+    for variant in fp8.runnable(h):
+        fn = functools.partial(fp8.fp8_matmul, variant=variant, check_scales=False)
+        speed.add(f"FP8 {variant}", fn, a, b, one, one, want=want, **budget)
+    speed.race()
+
+
+@needs("FP8 tensor cores", (8, 9))
+def test_fp8_blockwise(h, speed):
+    """Scales along K: promoted sums. Specialized warps promote while others multiply."""
+    n = 8192
+    inputs = blockwise.operands(h, n, n, n)
+    want, budget = blockwise.reference(*inputs), {"dtype": torch.bfloat16} | blockwise.budget(h, n)
+    if blockwise.works(h, "_scaled_mm", blockwise.scaled_mm_blockwise, *inputs):
+        speed.add("_scaled_mm", blockwise.scaled_mm_blockwise, *inputs, want=want, **budget)
+    for variant in blockwise.runnable(h):
+        fn = functools.partial(blockwise.blockwise_matmul, variant=variant, check_scales=False)
+        name = {"tiles": "one role", "warp specialized": "warp specialized"}[variant]
+        speed.add(name, fn, *inputs, want=want, **budget)
+    speed.race()
+
+
+@needs("FP8 tensor cores", (8, 9))
+def test_fp8_formats(h):
+    """e4m3 and e5m2 in each pair, scales per tensor and per row, to each dtype, by each kernel that runs here."""
+    pairs = [(x, y) for x in (fp8.E4M3, fp8.E5M2) for y in (fp8.E4M3, fp8.E5M2)]
+    for variant in fp8.runnable(h):
+        for i, (pair, out) in enumerate(zip(pairs, itertools.cycle(fp8.OUT_DTYPES), strict=False)):
+            fn = functools.partial(fp8.fp8_matmul, out_dtype=out, variant=variant)
+            inputs = fp8.operands(h, 513, 776, 528, i % 2 == 0, pair)
+            h.check(fn, fp8.reference, *inputs, what=f"{variant} {pair} {out}", dtype=out, **fp8.budget(h, 528))
+
+
+@needs("descriptors of scales", (9, 0))
+@pytest.mark.parametrize("fmt", mx.FORMATS)
+def test_mx_matmul(h, speed, fmt):
+    """Block-scaled products, by the instruction from sm_100 on and decoded in the kernel before. K has a tail."""
+    for M, N, K, out in [(130, 129, 160, torch.float32), (4096, 4096, 4096, h.half)]:
+        x = mx.Operands.random(h, M, N, K, fmt)
+        whole_a, whole_b = x.tensor_scales
+        fn = functools.partial(mx.mx_matmul, fmt=fmt, out_dtype=out, a_tensor_scale=whole_a, b_tensor_scale=whole_b)
+        h.check(fn, x.reference, *x.packed, what=f"{fmt} {M}x{N}x{K}", dtype=out, **mx.budget(K))
+    alpha = math.prod(1.0 if whole is None else whole.item() for whole in x.tensor_scales)
+    (a, b), want, budget = x.decoded, x.reference(), {"dtype": h.half} | mx.budget(K)
+    unused = torch.empty(M, N, dtype=h.half, device=h.device)  # beta=0: it is not read
+    speed.add("cuBLAS", functools.partial(torch.addmm, beta=0, alpha=alpha), unused, a, b.T, want=want, **budget)
+    speed.add("block-scaled", functools.partial(fn, check_scales=False), *x.packed, want=want, **budget)
+    speed.race()
+
+
+@needs("Triton", (9, 0))
+@pytest.mark.parametrize("fmt", mx.FORMATS)
+def test_mx_quantize(h, speed, fmt):
+    """Every bit of values and scales, of matrices with tails and of a large one."""
+    for shape in [(1, 32), (130, 160)]:
+        x = h.randn(*shape, dtype=h.half, scale=3.0)
+        h.check(mx.quantized_bytes, mx.expected_bytes, x, fmt, what=f"{fmt} {shape}", dtype=torch.uint8)
+    n = h.fit(16384, bytes_each=64 * 16384)
+    x = h.randn(n, n, dtype=h.half)
+    whole = mx.mx_quantize(x, fmt)[2]
+    want = mx.expected_bytes(x, fmt, "floor", whole)
+    compiled = h.compiled(mx.quantize_torch)
+    library = lambda x: tuple(part.view(torch.uint8) for part in compiled(x, fmt, whole))  # noqa: E731
+    ours = functools.partial(mx.quantized_bytes, fmt=fmt, tensor_scale=whole)
+    speed.add("torch.compile", library, x, want=want, dtype=torch.uint8)
+    speed.add("one kernel", ours, x, want=want, dtype=torch.uint8)
+    speed.race()
+
+
+# --- how a kernel is scheduled
+
+
+@needs("Triton's GEMM")
+def test_pipelined(h, speed):
+    """The same tile with 1, 2 and 3 stages: loads that run ahead of the products."""
+    ragged = h.randn(257, 129, dtype=h.half), h.randn(129, 130, dtype=h.half)
+    a, b, want = square(h, 4096, h.half)
+    for stages, name in enumerate(("1 stage", "2 stages", "3 stages"), 1):
+        fn = functools.partial(matmul_pipelined, num_stages=stages)
+        h.check(fn, product, *ragged, what=f"{name} ragged", terms=129)
+        speed.add(name, fn, a, b, want=want, terms=4096)
+    speed.race()
+
+
+@needs("one program per SM, loads by TMA", (9, 0))
+@pytest.mark.parametrize("K", [512, 4096])
+def test_persistent(h, speed, K):
+    """A loop over tiles in each program: what it wins is the start and the end of a tile, so most where K is short."""
+    M = N = 8192 if K == 512 else 4096
+    a, b = h.randn(M, K, dtype=h.half), h.randn(K, N, dtype=h.half)
+    ragged = h.randn(257, 264, dtype=h.half), h.randn(264, 520, dtype=h.half)
+    want = product(a, b)
+    speed.add("cuBLAS", torch.matmul, a, b, want=want, terms=K)
+    for variant, name in {"tile": "one program per tile", "split": "persistent"}.items():
+        fn = functools.partial(matmul_persistent, variant=variant)
+        h.check(fn, product, *ragged, what=f"{name} ragged", terms=264)
+        speed.add(name, fn, a, b, want=want, terms=K)
+    speed.race()
+
+
+@needs("TMA", (9, 0))
+def test_tma_copy(h, speed):
+    """Every form, on matrices with edges in both dimensions and on one of 512 MiB."""
+    n = h.fit(16384, bytes_each=30 * 16384)
+    ragged = [copying.padded(h, M, N, torch.float16) for M, N in [(3, 781), (129, 640)]]
+    x = h.randn(n, n, dtype=torch.float16)
+    want = copying.reference(x)
+    speed.add("torch copy", copying.torch_copy, x, want=want, terms=0)
+    for name in ("pointers", "TMA host", "TMA device", "TMA walk", "TMA ahead", "TMA ahead device", "TMA ring"):
+        fn = functools.partial(copying.tma_copy, form=name.removeprefix("TMA "))
+        for small in ragged:
+            h.check(fn, copying.reference, small, what=f"{name} ragged", terms=0)
+        assert copying.written_outside(ragged[1][:101, :203], name.removeprefix("TMA ")) == 0
+        speed.add(name, fn, x, want=want, terms=0)
+    speed.race()
+
+
+@needs("TMA", (9, 0))
+@pytest.mark.parametrize("case", ["8192x8192x512", "8192x8192x8192", "4096x14336x4096"])
+def test_tma_persistent_matmul(h, speed, case):
+    """The schedule that its rule takes; every schedule on a ragged shape, b either way."""
+    x, w = h.randn(257, 328, dtype=h.half), h.randn(520, 328, dtype=h.half)
+    for schedule in (None, *persistent.SCHEDULES):
+        for b in (w.t(), w.t().contiguous()):
+            fn = functools.partial(persistent.matmul_tma_persistent, schedule=schedule)
+            h.check(fn, product, x, b, what=f"{schedule} ragged", terms=328)
+    M, N, K = map(int, case.split("x"))
+    a, b = h.randn(M, K, dtype=h.half), h.randn(K, N, dtype=h.half)
+    want = product(a, b)
+    speed.add("cuBLAS", torch.matmul, a, b, want=want, terms=K)
+    speed.add("persistent", persistent.matmul_tma_persistent, a, b, want=want, terms=K)
+    per_tile = functools.partial(persistent.matmul_tma_persistent, schedule="tile")
+    speed.add("one program per tile", per_tile, a, b, want=want, terms=K)
+    speed.race()
+
+
+@needs("TMA", (9, 0))
+def test_tma_descriptors(h, speed):
+    """Made by the host for each call, or once: what a caller in a loop waits for. On the device: the same result."""
+    a, b, want = square(h, 1024, h.half)
+    for where in persistent.DESCRIPTORS:
+        fn = functools.partial(persistent.matmul_tma_persistent, schedule="split", descriptors=where)
+        h.check(fn, product, a[:257], b, what=f"descriptors by {where}", terms=1024)
+    prepared = persistent.prepare_matmul(a, b, torch.full_like(a, math.nan))
+    speed.add("prepared", prepared, want=want, dtype=h.half, terms=1024)
+    speed.add("each call", persistent.matmul_tma_persistent, a, b, want=want, terms=1024)
+    speed.race(whole_calls=True)
+
+
+@needs("TMA", (9, 0))
+@pytest.mark.parametrize("form", ["bias + SiLU", "bias + GELU", "FP8, scale given", "FP8, per group", "SwiGLU"])
+def test_tma_epilogues(h, speed, form):
+    """In the GEMM's store, against cuBLAS and then the epilogue as one kernel by torch.compile."""
+    for sizes in [(513, 528, 72), (8192, 14336, 4096)]:
+        every = epilogues.forms(h, *sizes)
+        _, inputs, reference, ours, two_kernels, _, dtype, _ = next(each for each in every if each[0] == form)
+        want, budget = reference(*inputs), {"dtype": dtype} | epilogues.budget(h, sizes[2])
+        for variant in epilogues.runnable(h):
+            speed.add(f"fused {variant}", ours(variant), *inputs, want=want, **budget)
+    speed.add("cuBLAS + torch.compile", two_kernels, *inputs, want=want, **budget)
+    speed.race()
+
+
+@needs("wgmma by hand", (9, 0), only=True)
+@pytest.mark.parametrize("n", [4096, 8192])
+def test_tma_gluon_matmul(h, speed, n):
+    a, b, want = square(h, n, h.half)
+    x, w = h.randn(257, 328, dtype=h.half), h.randn(520, 328, dtype=h.half)
+    for i, step in enumerate(("one buffer", "ring", "roles", "persistent", "staggered")):
+        fn = functools.partial(by_hand.gluon_matmul, step=step)
+        h.check(fn, product, x, w.t() if i % 2 else w.t().contiguous(), what=f"{step} ragged", terms=328)
+        speed.add(step, fn, a, b, want=want, terms=n)
+    speed.add("cuBLAS", torch.matmul, a, b, want=want, terms=n)
+    speed.race()
+
+
+@needs("TMA", (9, 0))
+def test_tma_blackwell_matmul(h, speed):
+    """By hand in tensor memory where there is some; the two that the compiler schedules anywhere with TMA."""
+    for M, N, K, dtype in itertools.chain(*([(*edge, h.half), (*edge, fp8.E4M3)] for edge in blackwell.EDGES)):
+        a, b = h.randn(M, K, dtype=dtype), h.randn(N, K, dtype=dtype)
+        for variant in blackwell.runnable(h):
+            fn = functools.partial(blackwell.blackwell_matmul, variant=variant, out_dtype=h.half)
+            what, budget = f"{variant} {dtype} {M}x{N}x{K}", blackwell.budget(h, K, dtype)
+            h.check(fn, blackwell.reference, a, b, what=what, dtype=h.half, **budget)
+    a, b, _ = square(h, 4096, h.half)
+    want = blackwell.reference(a, b)
+    speed.add("cuBLAS", lambda a, b: a @ b.T, a, b, want=want, terms=4096)
+    for variant in ("pipelined", "specialized", "by hand"):
+        if variant in blackwell.runnable(h):
+            fn = functools.partial(blackwell.blackwell_matmul, variant=variant)
+            speed.add(variant, fn, a, b, want=want, terms=4096)
+    speed.race()
+
+
+@needs("tensor memory", (10, 0))
+@pytest.mark.parametrize("fmt", blackwell.FORMATS)
+def test_mx_by_hand(h, fmt):
+    """Block-scaled products by hand: scales in tensor memory. A tail in each dimension, then more tiles than SMs."""
+    if not blackwell.has_tensor_memory(h):
+        pytest.skip(f"needs tensor memory (sm_{h.machine.sm} has none)")
+    for M, N, K in [(130, 136, 160), (4096, 4096, 4096)]:
+        x = mx.Operands.random(h, M, N, K, fmt)
+        wholes = dict(zip(("a_tensor_scale", "b_tensor_scale"), x.tensor_scales, strict=True))
+        fn = functools.partial(blackwell.blackwell_mx_matmul, fmt=fmt, **wholes)
+        what = f"{fmt} {M}x{N}x{K}"
+        h.check(fn, x.reference, *x.packed, what=what, dtype=torch.bfloat16, **mx.budget(K))
+
+
+@needs("warp specialization, loads by TMA", (9, 0))
+def test_warp_specialized(h, speed):
+    """Triton's own, one word in tl.range: over the loop of K, over that of tiles, over both as one."""
+    a, b, want = square(h, 4096, h.half)
+    x = h.randn(257, 264, dtype=h.half), h.randn(264, 520, dtype=h.half)
+    for word, asked in {"one role": False, "specialized": True}.items():
+        for loop in specialized.LOOPS:
+            fn = functools.partial(specialized.matmul_specialized, loop=loop, warp_specialize=asked)
+            try:
+                fn(*x)
+            except RuntimeError as error:  # not every compiler and GPU has each form; sm_90 has these
+                if h.machine.sm == 90 or not str(error).startswith("matmul_specialized: "):
+                    raise
+                continue
+            h.check(fn, product, *x, what=f"{loop} {word} ragged", terms=264)
+            speed.add(f"{word} {loop}", fn, a, b, want=want, terms=4096)
+    speed.race()
+
+
+# --- fusion, torch.compile, CUDA graphs
+
+
+@needs("Triton")
+def test_fusion(h, speed):
+    n = h.fit(1 << 28, bytes_each=48)
+    h.check(fused.fused_add_relu_mul, fused.reference, h.randn(997), h.randn(997), 1.5, terms=0, roundings=2)
+    x, y = h.randn(n), h.randn(n)
+    want = fused.reference(x, y, 2.0)
+    speed.add("torch eager", fused.eager, x, y, 2.0, want=want, terms=0, roundings=2)
+    speed.add("fused", fused.fused_add_relu_mul, x, y, 2.0, want=want, terms=0, roundings=2)
+    speed.race()
+
+
+@needs("torch.compile")
+def test_torch_compile(h, speed):
+    """The same three elementwise kernels, fused by the compiler."""
+    n = h.fit(1 << 28, bytes_each=48)
+    x, y = h.randn(n), h.randn(n)
+    want = fused.reference(x, y, 2.0)
+    speed.add("torch eager", fused.eager, x, y, 2.0, want=want, terms=0, roundings=2)
+    speed.add("torch.compile", h.compiled(fused.eager), x, y, 2.0, want=want, terms=0, roundings=2)
+    speed.race()
+
+
+@needs("Triton")
+def test_fused_softmax(h, speed):
+    """A row that is read once, by each kernel whose rows may be so long."""
+    for kernel in (softmax.softmax_rows, softmax.softmax_resident, softmax.softmax_loop, softmax.softmax_split):
+        x = h.randn(9, 4097, dtype=h.half, scale=2.0)
+        h.check(kernel, softmax.reference, x, **softmax.BUDGET)
+    x = h.randn(h.fit(16384, bytes_each=16 * 16384), 16384, dtype=h.half, scale=2.0)
+    want = softmax.reference(x)
+    speed.add("torch.softmax", softmax.torch_softmax, x, want=want, **softmax.BUDGET)
+    speed.add("fused", softmax.softmax, x, want=want, **softmax.BUDGET)
+    speed.race()
+
+
+@needs("CUDA graphs")
+def test_cuda_graph(h, speed):
+    """A hundred tiny kernels: launched one by one, replayed as one graph, compiled, both. Whole calls are timed."""
+    torch.compiler.reset()
+    chain, x = cuda_graphs.make_chain(h), h.randn(cuda_graphs.WIDTH)
+    want, terms = chain.float64(x), cuda_graphs.STEPS
+    captured = cuda_graphs.Captured(chain, h.randn(cuda_graphs.WIDTH))  # on other numbers than it is replayed with
+    speed.add("torch eager", chain, x, want=want, terms=terms)
+    speed.add("CUDA graph", captured, x, want=want, terms=terms)
+    speed.add("torch.compile", torch.compile(chain, fullgraph=True), x, want=want, terms=terms)
+    reduced = torch.compile(chain, fullgraph=True, mode="reduce-overhead")
+    for _ in range(3):  # it runs, then records, then replays
+        speed.add("reduce-overhead", reduced, x, want=want, terms=terms)
+    speed.race(whole_calls=True)
+
+
+# --- under stress
+
+
+@pytest.mark.slow
+@needs("kernels whose warps wait for each other", (9, 0))
+def test_same_bits_in_every_launch(h):
+    """Thousands of launches of each asynchronous kernel, in turn: a missing barrier shows only now and then."""
+    a, b = h.randn(1025, 520, dtype=h.half), h.randn(520, 776, dtype=h.half)
+    a8, b8, scale_a, scale_b = fp8.operands(h, 1025, 776, 528, rows=True)
+    grouped = blockwise.operands(h, 1025, 776, 512)
+    calls = {"softmax split": functools.partial(softmax.softmax_split, h.randn(64, 65537, dtype=h.half))}
+    calls |= {f"persistent {v}": functools.partial(matmul_persistent, a, b, v) for v in ("tile", "flattened", "split")}
+    calls |= {
+        f"FP8 {variant}": functools.partial(
+            fp8.fp8_matmul, a8, b8, scale_a, scale_b, variant=variant, check_scales=False
+        )
+        for variant in fp8.runnable(h)
+    }
+    calls |= {
+        f"FP8 blockwise {variant}": functools.partial(
+            blockwise.blockwise_matmul, *grouped, variant=variant, check_scales=False
+        )
+        for variant in blockwise.runnable(h)
+    }
+    calls |= {
+        f"TMA {schedule}": functools.partial(persistent.matmul_tma_persistent, a, b, schedule=schedule)
+        for schedule in persistent.SCHEDULES
+    }
+    calls |= {
+        f"epilogue {variant}": functools.partial(
+            epilogues.linear, a, b.t().contiguous(), activation="silu", variant=variant
+        )
+        for variant in epilogues.runnable(h)
+    }
+    if by_hand.runnable(h):
+        calls |= {f"gluon {step}": functools.partial(by_hand.gluon_matmul, a, b, step) for step in by_hand.STEPS}
+    calls |= {
+        f"blackwell {variant}": functools.partial(blackwell.blackwell_matmul, a, b.t().contiguous(), variant)
+        for variant in blackwell.runnable(h)
+    }
+    calls |= {
+        f"copy {form}": functools.partial(copying.tma_copy, copying.padded(h, 1025, 777, h.half), form)
+        for form in copying.runnable()
+    }
+    first = {name: call() for name, call in calls.items()}
+    differ = {name: torch.zeros((), dtype=torch.int64, device=h.device) for name in calls}
+    for _ in range(LAUNCHES):
+        for name, call in calls.items():
+            differ[name] += (call() != first[name]).any()
+    assert {name: int(count) for name, count in differ.items() if count} == {}
+
+
+# --- the code, compiled offline: no GPU is needed
+
+
+class Code(NamedTuple):
+    """What a wrapper becomes on each architecture: instructions, or the reason it gives for not compiling."""
+
+    wrapper: Callable
+    args: tuple
+    find: dict[int, tuple[str, ...] | str]
+
+
+def matrix(rows: int, cols: int, dtype: torch.dtype = torch.bfloat16) -> torch.Tensor:
+    return torch.empty(rows, cols, dtype=dtype, device="meta")
+
+
+X, F32, F8 = (matrix(4096, 4096, dtype) for dtype in (torch.bfloat16, torch.float32, fp8.E4M3))
+ONE = torch.empty(1, device="meta")
+SCALES = torch.empty(32, 32, 32, 16, dtype=torch.float8_e8m0fnu, device="meta")  # of F8, one for 32 values, in tiles
+MMA = {80: "mma.sync", 89: "mma.sync", 90: "wgmma", 100: "tcgen05.mma", 120: "mma.sync"}
+TMA = ("cp.async.bulk.tensor", "mbarrier")
+WIDE = ("ld.global.v4", "st.global.v4")
+NO_FP8, NO_TMA = "FP8 tensor cores come with sm_89", "TMA comes with sm_90"
+
+
+def on_each(*wanted: str, without: dict[int, tuple[str, ...] | str] | None = None) -> dict:
+    """What is wanted on each architecture, and its tensor-core instruction; `without` says where it is otherwise."""
+    return {sm: (*wanted, mma) for sm, mma in MMA.items()} | (without or {})
+
+
+# Triton turns descriptors into ordinary loads where there is no TMA.
+LOADS = {80: (MMA[80],), 89: (MMA[89],)}
+CODE = {
+    "fused": Code(fused.fused_add_relu_mul, (X, X, 2.0), dict.fromkeys(SMS, WIDE)),
+    "softmax": Code(softmax.softmax, (matrix(4096, 16384),), dict.fromkeys(SMS, WIDE)),
+    "tf32": Code(formats.dot, (F32, F32.t(), "tf32"), on_each("cp.async", "mma tf32")),
+    "pipelined": Code(matmul_pipelined, (X, X), on_each("cp.async")),
+    "specialized": Code(specialized.matmul_specialized, (X, X), on_each(*TMA, "setmaxnreg", without=LOADS)),
+}
+FP8_CODE = {
+    "persistent": Code(
+        fp8.fp8_matmul, (F8, F8.t(), ONE, ONE), on_each(*TMA, "mma f8", without={80: NO_FP8, 89: NO_TMA})
+    ),
+    "warp specialized": Code(
+        fp8.fp8_matmul,
+        (F8, F8.t(), ONE, ONE, None, torch.bfloat16, "warp specialized"),
+        {80: NO_FP8, 89: NO_TMA, 90: (*TMA, "mma f8", "wgmma", "setmaxnreg"), 100: "needs sm_90", 120: "needs sm_90"},
+    ),
+    "blockwise": Code(
+        blockwise.blockwise_matmul,
+        (
+            F8,
+            F8.t(),
+            matrix(32, 4096, torch.float32).t(),
+            matrix(32, 32, torch.float32),
+            torch.bfloat16,
+            "warp specialized",
+        ),
+        {80: NO_FP8, 90: (*TMA, "mma f8", "wgmma", "setmaxnreg")}
+        | dict.fromkeys((89, 100, 120), "Gluon kernel for sm_90"),
+    ),
+    "mxfp8": Code(
+        mx.mx_matmul,
+        (F8, SCALES, F8, SCALES, "mxfp8"),
+        on_each(
+            *TMA, "block_scale", "kind::mxf8f6f4", without={80: "not supported", 89: LOADS[89], 90: (*TMA, "wgmma")}
+        ),
+    ),
+}
+
+
+TMA_CODE = {
+    "copy": Code(
+        copying.tma_copy, (matrix(16384, 16384), "ring"),
+        dict.fromkeys((90, 100, 120), TMA) | dict.fromkeys((80, 89), "sm_90"),
+    ),
+    "persistent": Code(persistent.matmul_tma_persistent, (X, X), on_each(*TMA, without=LOADS)),
+    "epilogue": Code(
+        epilogues.linear, (X, X, torch.empty(4096, dtype=X.dtype, device="meta"), "silu"),
+        on_each(*TMA, without={80: NO_TMA, 89: NO_TMA}),
+    ),
+    "gluon": Code(
+        by_hand.gluon_matmul, (X, X),
+        {90: (*TMA, "wgmma", "setmaxnreg")} | dict.fromkeys((80, 89, 100, 120), "needs sm_90"),
+    ),
+    "blackwell": Code(
+        blackwell.blackwell_matmul, (X, X, "by hand"),
+        {100: (*TMA, "tcgen05.mma", "tcgen05.alloc", "tcgen05.ld", "tcgen05.commit", "setmaxnreg")}
+        | dict.fromkeys((90, 120), "tensor memory"),
+    ),
+    "block-scaled": Code(
+        blackwell.blackwell_mx_matmul, (F8, SCALES, F8, SCALES, "mxfp8"),
+        {100: (*TMA, "tcgen05.mma", "tcgen05.cp", "block_scale", "kind::mxf8f6f4", "setmaxnreg")}
+        | dict.fromkeys((90, 120), "tensor memory"),
+    ),
+}  # fmt: skip
+
+
+def check_code(code: Code) -> None:
+    kernels = compile_for(code.wrapper, code.args, sms=tuple(code.find))
+    for sm, wanted in code.find.items():
+        compiled = [kernel for kernel in kernels if kernel.sm == sm]
+        assert compiled, f"nothing was launched on sm_{sm}"
+        for kernel in compiled:
+            if isinstance(wanted, str):
+                assert kernel.error, f"{kernel.kernel} compiles on sm_{sm}; a reason was expected: {wanted}"
+                assert wanted in kernel.error
+                continue
+            assert kernel.error is None, f"sm_{sm}: {kernel.error}"
+            assert kernel.fits, (
+                f"{kernel.kernel} takes {kernel.shared} bytes on sm_{sm}, which has {kernel.shared_limit}"
+            )
+            assert set(wanted) <= set(kernel.found), f"{kernel.kernel} on sm_{sm}: {sorted(kernel.found)}"
+            assert kernel.spills == 0 or sm != 90, f"{kernel.kernel} spills {kernel.spills} bytes on sm_{sm}"
+
+
+@pytest.mark.parametrize("name", CODE)
+def test_codegen(name):
+    check_code(CODE[name])
+
+
+@pytest.mark.parametrize("name", FP8_CODE)
+def test_fp8_codegen(name):
+    check_code(FP8_CODE[name])
+
+
+@pytest.mark.parametrize("name", TMA_CODE)
+def test_tma_codegen(name):
+    check_code(TMA_CODE[name])
+
+
+def test_code_that_lacks_its_instruction_is_found():
+    pipelined = CODE["pipelined"]
+    with pytest.raises(AssertionError, match=r"on sm_90: .*wgmma"):
+        check_code(pipelined._replace(find={90: ("cp.async.bulk.tensor",)}))
+    with pytest.raises(AssertionError, match="a reason was expected"):
+        check_code(pipelined._replace(find={90: "no reason"}))
+    with pytest.raises(AssertionError, match=r"sm_80: .*FP8"):
+        check_code(FP8_CODE["persistent"]._replace(find={80: ("mma f8",)}))
+
+
+# --- TABLE and what holds to it
+
+
+def timed_tests() -> dict[str, Callable]:
+    """The tests that ask for a race, under each name that they run by."""
+    found = {}
+    for name, test in list(globals().items()):
+        if not name.startswith("test_") or "speed" not in inspect.signature(test).parameters:
+            continue
+        values = [mark.args[1] for mark in test.pytestmark if mark.name == "parametrize"]
+        found |= {f"{name}[{value}]": test for value in values[0]} if values else {name: test}
+    return found
+
+
+def test_table_has_a_row_for_every_race():
+    assert set(TABLE) == set(timed_tests())
+    for rows in TABLE.values():
+        assert rows
+        assert len({row.ratio for row in rows}) == len(rows)
+
+
+@pytest.mark.parametrize("test", TABLE)
+def test_table_names_variants(test):
+    """Both sides of a ratio stand in the test's source, as the name of a variant or the beginning of some."""
+    tree = ast.parse(textwrap.dedent(inspect.getsource(timed_tests()[test])))
+    texts = {node.value for node in ast.walk(tree) if isinstance(node, ast.Constant) and isinstance(node.value, str)}
+    for row in TABLE[test]:
+        for side in row.ratio.split(" over "):
+            assert any(text == side or text.startswith(f"{side} ") for text in texts), side
+
+
+HOST_BOUND = ("test_cuda_graph", "test_tma_descriptors")
+
+
+def test_table_asks_for_what_it_can_notice():
+    """A margin is 5 to 10 %, but where hosts differ. A technique that does nothing is as fast as none: too slow."""
+    for test, rows in TABLE.items():
+        for row in rows:
+            assert 0.05 <= row.margin <= (0.5 if test in HOST_BOUND else 0.1)
+            for sm in SMS:
+                library = row.ratio.split(" over ")[1].startswith(("cuBLAS", "_scaled_mm", "torch copy"))
+                assert row.least(sm) is None or library or row.least(sm) > 1
+
+
+@pytest.mark.parametrize("sm", [None, 75, 86, 103])
+def test_an_unknown_gpu_is_asked_for_correctness_only(sm):
+    assert all(row.least(sm) is None for rows in TABLE.values() for row in rows)
+    assert shortfalls([row for rows in TABLE.values() for row in rows], {}, sm) == []
+
+
+MADE_UP = [
+    Row("fast over slow", 0.1, None, None, 2.0, 1.5, None),
+    Row("fast over library", 0.1, None, None, None, 1.0, None),
+]
+
+
+@pytest.mark.parametrize(
+    ("sm", "found", "short"),
+    [
+        (90, {"fast over slow": 1.81}, []),
+        (90, {"fast over slow": 1.79}, ["fast over slow is 1.790x, at least 1.800x is asked (once 2.000x)"]),
+        (90, {"fast over slow": math.nan}, ["fast over slow is nanx"]),
+        (90, {"fast over slow": None}, ["fast over slow was not measured, at least 1.800x"]),
+        (90, {}, ["fast over slow was not measured"]),
+        (100, {"fast over slow": 1.0, "fast over library": 0.5}, ["fast over slow is", "fast over library is"]),
+        (80, {"fast over slow": 0.1}, []),
+        (None, {"fast over slow": 0.1}, []),
+    ],
+)  # fmt: skip
+def test_shortfalls(sm, found, short):
+    got = shortfalls(MADE_UP, found, sm)
+    assert len(got) == len(short)
+    assert all(said.startswith(want) for said, want in zip(got, short, strict=True))
+
+
+def test_a_ratio_is_taken_within_rounds():
+    """A GPU that slows down threefold from round to round slows both sides, and the ratio stays."""
+    rounds = {"ours": [1.0, 3.0, 9.0], "theirs": [2.0, 6.0, 18.0]}
+    assert ratio_of(rounds, "ours over theirs") == 2.0
+    assert ratio_of(rounds, "theirs over ours") == 0.5
+    assert ratio_of(rounds, "ours over nobody") is None
+    several = rounds | {"their slow": [5.0] * 3, "their fast": [3.0] * 3, "theirs too": [0.1] * 3}
+    assert ratio_of(several, "their over ours") == 1.0  # the fastest of both, and none whose name begins otherwise
+    assert ratio_of(several, "ours over theirs") == 2.0  # a name that is a variant's is that variant's
+
+
+@pytest.fixture
+def race(h, monkeypatch):
+    """Race two real calls on made-up times: race(sm, times of each measurement) -> what was kept."""
+
+    def run(sm: int | None, *measurements: dict[str, float]):
+        module, kept, left = sys.modules[__name__], [], list(measurements)
+        monkeypatch.setitem(TABLE, "made up", MADE_UP)
+        monkeypatch.setattr(module, "enqueue_ms", lambda call: call() is None and 0.0)
+        monkeypatch.setattr(module, "time_rounds", lambda calls, *_: {n: [[t] * 5] * 7 for n, t in left.pop(0).items()})
+        monkeypatch.setattr(h, "machine", dataclasses.replace(h.machine, capability=sm and divmod(sm, 10)))
+        speed = Speed(h, "made up", lambda *row: kept.append(row))
+        x = h.randn(64, 64)
+        for name in measurements[0]:
+            speed.add(name, lambda x: x * 2, x, want=x.double() * 2)
+        try:
+            speed.race()
+        finally:
+            assert not left, "it was not measured again"
+            assert not speed.calls, "inputs would stay in memory"
+        return kept
+
+    return run
+
+
+def test_a_slow_variant_fails(race):
+    with pytest.raises(AssertionError, match=r"sm_90: fast over slow is 1\.000x, at least 1\.800x"):
+        race(90, {"fast": 1.0, "slow": 1.0}, {"fast": 1.0, "slow": 0.9})
+
+
+def test_what_is_fast_at_the_second_measurement_passes(race):
+    kept = race(90, {"fast": 1.0, "slow": 1.0}, {"fast": 1.0, "slow": 2.0})
+    assert kept == [("fast over slow", 2.0, 2.0, 1.8), ("fast over library", None, None, None)]
+
+
+def test_a_fast_variant_is_measured_once_and_a_slow_one_passes_where_nothing_is_asked(race):
+    assert race(90, {"fast": 1.0, "slow": 1.9})[0] == ("fast over slow", 1.9, 2.0, 1.8)
+    assert race(86, {"fast": 1.0, "slow": 0.1})[0] == ("fast over slow", 0.1, None, None)
+
+
+def test_a_wrong_variant_is_not_timed(h):
+    speed, x = Speed(h, "test_fusion", lambda *_: None), h.randn(64, 64)
+    with pytest.raises(CheckError, match="fused"):
+        speed.add("fused", lambda x: x * 2.001, x, want=x.double() * 2)
+    with pytest.raises(CheckError, match="nobody wrote"):
+        speed.add("fused", torch.empty_like, x, want=x.double() * 2)
+    assert not speed.calls
+
+
+def test_the_run_ends_with_what_was_measured(request):
+    rows = [["test_x", "a over b", 1.5, 1.6, 1.44], ["test_y", "c over d", 0.7, None, None]]
+    report = SimpleNamespace(when="call", user_properties=[("other", 1), *(("speed", row) for row in rows)])
+    lines = []
+    reporter = SimpleNamespace(
+        getreports=lambda status: [report] if status == "failed" else [],
+        section=lambda title, **_: lines.append(title),
+        write_line=lines.append,
+    )
+    request.config.pluginmanager.get_plugin(str(ROOT / "tests" / "conftest.py")).pytest_terminal_summary(reporter)
+    assert re.search(r"test_x +a over b +1\.500x +1\.440x +1\.600x", "\n".join(lines))
+    assert re.search(r"test_y +c over d +0\.700x +- +-", "\n".join(lines))

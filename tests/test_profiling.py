@@ -1,0 +1,421 @@
+"""profiling/*.sh as a reader runs them, with profilers that are made for the test; torch.profiler is the real one."""
+
+import glob
+import json
+import os
+import re
+import shutil
+import subprocess
+import sys
+import sysconfig
+import textwrap
+
+from harness.catalog import ROOT
+
+import pytest
+
+SCRIPTS = sorted(path.name for path in (ROOT / "profiling").glob("*.sh") if path.name != "common.sh")
+TOOLS = {"ncu.sh": "ncu", "nsys.sh": "nsys", "sanitize.sh": "compute-sanitizer"}
+CALL = "softmax 4096x4096 bfloat16: triton"
+
+
+@pytest.fixture
+def profiling(tmp_path):
+    """Run one of the scripts: profiling("ncu.sh", "triton_examples.py", "softmax", ncu="body of a fake in Python").
+
+    A fake finds `argv` and `after(option)`; profiling.calls() are the arguments of each call of a fake.
+    """
+
+    def run(script, *args, cwd=ROOT, env=None, **fakes):
+        folder = tmp_path / "bin"
+        folder.mkdir(exist_ok=True)
+        for name, body in fakes.items():
+            path = folder / name.replace("_", "-")
+            path.write_text(
+                f"#!{sys.executable} -SE\nimport json, sys\nfrom pathlib import Path\nargv = sys.argv[1:]\n"
+                f"with open({str(tmp_path / 'calls')!r}, 'a') as calls:\n    calls.write(json.dumps(argv) + '\\n')\n"
+                "def after(option):\n    return argv[argv.index(option) + 1]\n" + textwrap.dedent(body)
+            )
+            path.chmod(0o755)
+        inherited = {k: v for k, v in os.environ.items() if k not in ("CUDA_HOME", "CUDA_PATH", "NCU", "NSYS")}
+        environment = inherited | {
+            "PATH": f"{folder}:/usr/bin:/bin", "PYTHON": sys.executable, "PROFILING_OUT": str(tmp_path / "out"),
+        }  # fmt: skip
+        return subprocess.run(
+            [ROOT / "profiling" / script, *map(str, args)], cwd=cwd, env=environment | (env or {}),
+            capture_output=True, text=True, timeout=120,
+        )  # fmt: skip
+
+    run.calls = lambda: [json.loads(line) for line in (tmp_path / "calls").read_text().splitlines()]
+    run.out = tmp_path / "out"
+    return run
+
+
+def installed(tool):
+    folders = ["/usr/local/cuda/bin", *glob.glob("/opt/nvidia/nsight*/*"), *glob.glob("/opt/nvidia/nsight*/*/bin")]
+    folders += glob.glob(f"{sysconfig.get_path('purelib')}/nvidia/*/bin")
+    return shutil.which(tool, path=":".join(["/usr/bin:/bin", *folders, os.path.expanduser("~/nsight-compute")]))
+
+
+def record(status="passed"):
+    work = {"bytes": 67108864, "flops": 0, "dtype": None, "steps": []}
+    example = {"name": "softmax", "status": status, "reason": "Oops: no" if status == "failed" else None}
+    return {"machine": {"mode": "gpu"}, "examples": [example | {"profiled": {CALL: work}}]}
+
+
+def flat(text):
+    return [" ".join(line.split()) for line in text.splitlines()]
+
+
+# --- all of them
+
+
+def test_each_is_a_program_and_the_folder_of_results_is_not_kept():
+    assert SCRIPTS == ["ncu.sh", "nsys.sh", "profile_pytorch.sh", "proton.sh", "sanitize.sh", "torch_profile.sh"]
+    for name in SCRIPTS:
+        assert os.access(ROOT / "profiling" / name, os.X_OK)
+        assert (ROOT / "profiling" / name).read_text().startswith("#!/usr/bin/env bash\n# ")
+    assert "profiling/out/\n" in (ROOT / ".gitignore").read_text()
+
+
+@pytest.mark.parametrize(
+    ("args", "complaint"),
+    [
+        ([], r"which script\? One of: .*triton_examples\.py"),
+        (["nowhere.py"], r"nowhere\.py: no such script"),
+        (["triton_examples.py", "sofmax"], r"no technique 'sofmax'; did you mean softmax"),
+        (["harness/catalog.py"], "lists its technique files in TECHNIQUES"),
+        (["triton_examples.py", "--fast"], "unknown option --fast"),
+        (["triton_examples.py", "--seed"], "--seed needs a number"),
+    ],
+)
+def test_wrong_usage_is_2_and_says_what_is_right(profiling, args, complaint):
+    done = profiling("torch_profile.sh", *args)
+    assert done.returncode == 2, done.stderr
+    assert re.search(f"^error: .*{complaint}", done.stderr, re.M)
+    assert done.stdout == ""
+
+
+@pytest.mark.parametrize("script", SCRIPTS)
+def test_wrong_usage_of_any_of_them_says_its_own_usage(profiling, script):
+    done = profiling(script, "nowhere.py")
+    assert done.returncode == 2
+    name = "torch_profile.sh" if script == "profile_pytorch.sh" else script
+    assert f"error: nowhere.py: no such script\nusage: profiling/{name} " in done.stderr
+
+
+@pytest.mark.parametrize("script", SCRIPTS)
+def test_help_is_the_usage(profiling, script):
+    done = profiling(script, "--help")
+    assert done.returncode == 0
+    assert done.stdout.startswith("usage: profiling/")
+    assert "Exit status" in done.stdout
+
+
+@pytest.mark.parametrize("script", TOOLS)
+def test_a_missing_profiler_is_one_line_with_a_way_and_an_alternative(profiling, script):
+    if installed(TOOLS[script]):  # it would really profile
+        pytest.skip(f"{TOOLS[script]} is installed here")
+    done = profiling(script, "triton_examples.py", "softmax")
+    assert done.returncode == 1
+    assert done.stderr.count("\n") == 1
+    assert done.stderr.startswith(f"{TOOLS[script]} is not here: it ")
+    assert "Without it: " in done.stderr
+
+
+@pytest.mark.parametrize(("script", "variable"), [("ncu.sh", "NCU"), ("nsys.sh", "NSYS")])
+def test_a_profiler_that_is_named_and_is_not_there(profiling, script, variable):
+    done = profiling(script, "triton_examples.py", "softmax", env={variable: "/nowhere/tool"})
+    assert done.returncode == 1
+    assert f"{variable}=/nowhere/tool: no such program" in done.stderr
+
+
+def test_a_python_without_torch_is_said(profiling, tmp_path):
+    bare = tmp_path / "python"
+    bare.write_text(f'#!/bin/sh\nexec {sys.executable} -S "$@"\n')
+    bare.chmod(0o755)
+    done = profiling("torch_profile.sh", "triton_examples.py", env={"PYTHON": str(bare), "PYTHONPATH": ""})
+    assert done.returncode == 1
+    assert "has no torch, or no rich" in done.stderr
+
+
+# --- ncu and nsys
+
+NCU_ROWS = (
+    '"ID","thread Domain:Push/Pop_Range:PL_Type:PL_Value:CLR_Type:Color:Msg_Type:Msg","Kernel Name",'
+    '"dram__bytes_read.sum","dram__bytes_write.sum","gpu__time_duration.sum","launch__registers_per_thread"\n'
+    '"","","","byte","byte","ns","register/thread"\n'
+    f'"0","1  ""<default domain>:{CALL}:none:none:none:none:none:none""","softmax_kernel",'
+    '"33554432","33554432","16000","32"\n'
+)
+NCU = f"""
+if "--import" in argv:
+    assert Path(after("--import")).exists()
+    print({NCU_ROWS!r}, end="")
+else:
+    Path(after("--export")).touch()
+    Path(after("--json")).write_text({json.dumps(record())!r})
+"""
+
+
+def test_ncu_sees_the_named_calls_alone_and_leaves_the_clocks(profiling):
+    done = profiling("ncu.sh", "triton_examples.py", "softmax", "--quick", ncu=NCU)
+    assert done.returncode == 0, done.stderr
+    profile, export = profiling.calls()
+    assert profile[profile.index("--profile-from-start") + 1] == "off"
+    assert profile[profile.index("--clock-control") + 1] == "none"
+    assert profile[profile.index(sys.executable) + 1 :] == [
+        str(ROOT / "triton_examples.py"), "softmax", "--profile", "--quick",
+        "--json", str(profiling.out / "triton_examples-softmax.ncu.json"),
+    ]  # fmt: skip
+    assert export[export.index("--page") + 1] == "raw"
+    assert f"report: {profiling.out}/triton_examples-softmax.ncu-rep" in done.stdout
+    assert f"{CALL} 1 16.0 4.19" in flat(done.stdout)
+    assert "softmax_kernel 1 16.0 4.19 32" in flat(done.stdout)
+
+
+def test_ncu_that_may_not_count_is_explained(profiling):
+    body = """
+        print("==ERROR== ERR_NVGPUCTRPERM - The user does not have permission", file=sys.stderr)
+        sys.exit(1)
+    """
+    done = profiling("ncu.sh", "triton_examples.py", "softmax", ncu=body)
+    assert done.returncode == 1
+    assert "ERR_NVGPUCTRPERM" in done.stderr
+    assert "no kernel was captured" in done.stdout
+
+
+def test_a_technique_that_fails_under_ncu_fails_the_script(profiling):
+    done = profiling("ncu.sh", "triton_examples.py", "softmax", ncu=NCU.replace('"passed"', '"failed"'))
+    assert done.returncode == 1
+    assert "softmax failed" in done.stdout
+    assert "softmax_kernel" in done.stdout
+
+
+NSYS_ROWS = (
+    "NVTX Range,Style,PID,TID,NVTX Inst,Kern Inst,Total Time (ns),Avg (ns),Kernel Name\n"
+    ":{},PushPop,4,4,1,1,16000,16000.0,softmax_kernel\n"
+)
+NSYS = f"""
+if argv[0] == "stats":
+    print({NSYS_ROWS!r}.format(Path(argv[-1]).read_text()), end="")
+else:
+    for i, call in enumerate(({CALL!r}, "another")):
+        Path(f"{{after('--output')}}.{{i + 1}}.nsys-rep").write_text(call)
+    Path(after("--json")).write_text({json.dumps(record())!r})
+"""
+
+
+def test_nsys_has_a_report_for_each_call_and_one_table(profiling):
+    profiling.out.mkdir()
+    (profiling.out / "triton_examples-softmax.nsys.9.nsys-rep").write_text("of an earlier run")
+    done = profiling("nsys.sh", "triton_examples.py", "softmax", nsys=NSYS)
+    assert done.returncode == 0, done.stderr
+    profile = profiling.calls()[0]
+    assert profile[profile.index("--capture-range") + 1] == "cudaProfilerApi"
+    assert profile[profile.index("--capture-range-end") + 1] == "repeat"
+    assert f"reports: {profiling.out}/triton_examples-softmax.nsys*.nsys-rep (2)" in done.stdout
+    assert f"{CALL} 1 16.0 4.19" in flat(done.stdout)
+    assert "another 1 16.0" in flat(done.stdout)
+
+
+# --- torch.profiler and Proton
+
+TECHNIQUE = '''"""A technique made for a test.
+
+Question   does it run?
+Needs      torch
+"""
+from harness import Work, run
+import torch
+
+
+def demo(h):
+    x = h.randn(64, 64)
+    variants = {"torch": lambda x: x @ x, "ours": lambda x: (x @ x).relu()}
+    h.compare(variants, lambda x: x, x, baseline="torch", work=Work(2 * x.nbytes, 2 * 64**3, torch.float32))
+
+
+if __name__ == "__main__":
+    run(demo)
+'''
+
+
+def test_torch_profiler_writes_a_trace_for_each_call(profiling, tmp_path):
+    (tmp_path / "made.py").write_text(TECHNIQUE)
+    done = profiling("profile_pytorch.sh", "made.py", cwd=tmp_path)  # a path as the shell completes it, from any folder
+    assert done.returncode == 0, done.stdout + done.stderr
+    folder = profiling.out / "made.torch"
+    assert f"traces: {folder}/" in done.stdout
+    names = json.loads((folder / "names.json").read_text())
+    assert list(names.values()) == ["made 64x64 float32: torch", "made 64x64 float32: ours"]
+    for file, name in names.items():
+        events = json.loads((folder / file).read_text())["traceEvents"]
+        assert any(e["name"] == name for e in events)
+        assert sum(e["name"] == "aten::mm" for e in events) == 1  # one call, and not those that warmed it
+    lines = flat(done.stdout)
+    assert any(line.startswith("made 64x64 float32: ours") for line in lines)
+    assert any(line.startswith("aten::clamp_min 1 ") or line.startswith("aten::relu 1 ") for line in lines)
+    assert any("TFLOP/s" in line for line in lines)
+    work = json.loads((profiling.out / "made.torch.json").read_text())["examples"][0]["profiled"]
+    assert work["made 64x64 float32: ours"] == {
+        "bytes": 2 * 64 * 64 * 4, "flops": 2 * 64**3, "dtype": "float32", "steps": []
+    }  # fmt: skip
+
+
+def test_proton_without_a_gpu_says_so(profiling):
+    import torch
+
+    if torch.cuda.is_available():
+        pytest.skip("there is a GPU")
+    done = profiling("proton.sh", "triton_examples.py", "vector_add")
+    assert done.returncode == 1
+    assert (
+        "error: Proton profiles kernels on a GPU, and none is here; profiling/torch_profile.sh needs none"
+        in done.stderr
+    )
+
+
+@pytest.mark.gpu
+def test_proton_and_torch_see_the_kernels_of_a_gpu(profiling):
+    for script in ("proton.sh", "torch_profile.sh"):
+        done = profiling(script, "triton_examples.py", "vector_add", "--quick")
+        assert done.returncode == 0, done.stdout + done.stderr
+        assert "add_kernel" in done.stdout
+        assert "-> " in done.stdout
+
+
+# --- compute-sanitizer
+
+SANITIZER = f"""
+if "--help" in argv:
+    print("  --check-bulk-copy arg (=yes)  ... HELP")
+    sys.exit()
+tool = after("--tool")
+launches = argv[argv.index("harness.profile_run") + 2]
+kernels = [a.split("=")[1] for a in argv if a.startswith("kernel_name=")] or ["softmax_rows_kernel"]
+Path(launches).write_text(json.dumps(dict.fromkeys(kernels, 5)))
+Path(after("--json")).write_text({json.dumps(record())!r})
+error = "Invalid __global__ read of size 4 bytes\\n=========     at softmax_rows_kernel+0x20 in s.py:41\\n========= "
+found = tool in FOUND
+summary = "RACECHECK SUMMARY: %d hazard displayed" if tool == "racecheck" else "ERROR SUMMARY: %d errors"
+log = "========= COMPUTE-SANITIZER\\n========= " + (error if found else "") + summary % found + "\\n"
+Path(after("--log-file")).write_text(log)
+sys.exit(99 if found else 0)
+"""
+
+
+def sanitizer(*found):
+    return f"FOUND = {found!r}\n" + SANITIZER
+
+
+def test_sanitize_runs_all_tools_over_the_kernels_of_the_technique(profiling):
+    done = profiling("sanitize.sh", "triton_examples.py", "softmax", compute_sanitizer=sanitizer())
+    assert done.returncode == 0, done.stdout + done.stderr
+    runs = [call for call in profiling.calls() if "--help" not in call]
+    assert [run[run.index("--tool") + 1] for run in runs] == ["memcheck", "racecheck", "initcheck", "synccheck"]
+    for run in runs:
+        tool = run[run.index("--tool") + 1]
+        assert run[run.index("--target-processes") + 1] == "application-only"
+        assert run[run.index("--launch-timeout") + 1] == "0"
+        assert int(run[run.index("--error-exitcode") + 1])
+        assert ("kernel_name=softmax_rows_kernel" in run) == (tool != "initcheck")
+        assert run[run.index(sys.executable) :][:3] == [sys.executable, "-m", "harness.profile_run"]
+        watcher = "unguarded" if tool in ("memcheck", "initcheck") else "launches"
+        assert run[run.index("harness.profile_run") + 1] == watcher
+        assert run[run.index("--check-only") :][:3] == ["--check-only", "--quick", "--json"]
+        assert f"{tool} 1 passed " in " ".join(done.stdout.split())
+        assert (profiling.out / f"triton_examples-softmax.{tool}.log").exists()
+    assert "PYTORCH_NO_CUDA_MEMORY_CACHING=1" in done.stderr
+    assert "--check-tensor-ops" not in done.stderr
+
+
+def test_sanitize_fails_when_one_tool_finds_something(profiling):
+    fake = sanitizer("racecheck")
+    done = profiling(
+        "sanitize.sh", "--tool", "memcheck,racecheck", "triton_examples.py", "softmax", compute_sanitizer=fake
+    )
+    assert done.returncode == 1
+    assert "racecheck: softmax_rows_kernel: 1 printed, first: Invalid __global__ read" in done.stdout
+    assert "memcheck: " not in done.stdout.replace("memcheck: triton_examples.py", "")
+    done = profiling("sanitize.sh", "--tool=memcheck", "triton_examples.py", "softmax", compute_sanitizer=fake)
+    assert done.returncode == 0, done.stdout + done.stderr
+
+
+def test_sanitize_runs_at_small_sizes_alone(profiling):
+    done = profiling("sanitize.sh", "--full", "triton_examples.py", "softmax", compute_sanitizer=sanitizer())
+    assert done.returncode == 2
+    assert "only small sizes" in done.stderr
+
+
+def test_sanitize_looks_at_all_kernels_when_it_is_told_to(profiling):
+    args = ("--all-kernels", "--tool=memcheck", "triton_examples.py", "softmax")
+    done = profiling("sanitize.sh", *args, compute_sanitizer=sanitizer())
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert "--kernel-name" not in done.stderr
+
+
+def test_sanitize_uses_what_a_newer_tool_knows(profiling):
+    options = "--check-tensor-ops arg (=no) --initcheck-track-filtered-global-memory arg (=yes)"
+    fake = sanitizer().replace("HELP", options)
+    done = profiling(
+        "sanitize.sh", "--tool=memcheck,initcheck", "triton_examples.py", "softmax", compute_sanitizer=fake
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    memcheck, initcheck = (call for call in profiling.calls() if "--help" not in call)
+    assert memcheck[memcheck.index("--check-tensor-ops") + 1] == "yes"
+    assert "kernel_name=softmax_rows_kernel" in initcheck
+
+
+def test_a_sanitizer_that_never_starts_the_program_is_a_failure(profiling):
+    fake = """
+        if "--help" not in argv:
+            text = "========= COMPUTE-SANITIZER\\n========= Error: Device not supported\\n"
+            Path(after("--log-file")).write_text(text)
+            sys.exit(255)
+    """
+    done = profiling("sanitize.sh", "--tool=synccheck", "triton_examples.py", "softmax", compute_sanitizer=fake)
+    assert done.returncode == 1
+    assert "synccheck did not come to its end: Error: Device not supported" in done.stdout
+
+
+@pytest.mark.parametrize("wrong", ["leakcheck", "memcheck,", ",", ""])
+def test_an_unknown_tool_is_wrong_usage(profiling, wrong):
+    done = profiling("sanitize.sh", "--tool", wrong, "triton_examples.py", compute_sanitizer=sanitizer())
+    if wrong == "memcheck,":  # a comma too many is understood
+        assert done.returncode == 0
+        return
+    assert done.returncode == 2
+    assert "--tool" in done.stderr
+
+
+@pytest.mark.parametrize("guarded", [True, False])
+def test_a_sanitizer_meets_memory_that_is_not_poisoned(tmp_path, guarded):
+    import harness.check
+    from harness.profile_run import launches_counted
+
+    import torch
+
+    with launches_counted(tmp_path / "launches", guarded=guarded), harness.check.poisoned_outputs("x"):
+        made = torch.empty(1000)
+    assert (made.untyped_storage().nbytes() > 4000) == guarded
+    with harness.check.poisoned_outputs("x"):
+        assert torch.empty(8).isnan().all()
+
+
+def test_launches_are_counted_and_the_script_keeps_its_status(tmp_path, cli):
+    script, out = tmp_path / "made.py", tmp_path / "launches"
+    script.write_text("import sys\nprint(sys.argv)\nsys.exit(7)\n")
+    done = cli(("-m", "harness.profile_run"), "launches", out, script, "--quick")
+    assert done.returncode == 7
+    assert "made.py', '--quick']" in done.stdout
+    assert json.loads(out.read_text()) == {}
+
+
+@pytest.mark.gpu
+def test_launches_of_a_gpu_are_counted_by_kernel(tmp_path, cli):
+    out = tmp_path / "launches"
+    script = ROOT / "triton_examples.py"
+    done = cli(("-m", "harness.profile_run"), "launches", out, script, "vector_add", "--quick", "--check-only")
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert json.loads(out.read_text())["vector_add_kernel"] >= 5
