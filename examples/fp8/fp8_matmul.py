@@ -227,18 +227,20 @@ def _produce(
 
 @gluon.jit
 def _store_parts(
-    c_desc, c_buf, acc, row, col, scale_a, scale_b, bias, ROWS: gl.constexpr, BIAS: gl.constexpr, FIRST: gl.constexpr,
-    PARTS: gl.constexpr,
+    c_desc, c_buf, free, phase, acc, row, col, scale_a, scale_b, bias, ROWS: gl.constexpr, BIAS: gl.constexpr,
+    HALF: gl.constexpr, FIRST: gl.constexpr, PARTS: gl.constexpr,
 ):  # fmt: skip
-    """_store of a consumer's half of a tile, through c_buf. The caller knows that c_buf is free."""
+    """_store of a consumer's half of a tile, through c_buf. The first consumer knows that c_buf is free."""
     width: gl.constexpr = acc.shape[1]
     if PARTS > 1:
         left, right = acc.reshape(acc.shape[0], 2, width // 2).permute(0, 2, 1).split()
-        _store_parts(c_desc, c_buf, left, row, col, scale_a, scale_b, bias, ROWS, BIAS, FIRST, PARTS // 2)
-        second: gl.constexpr = FIRST + PARTS // 2
         _store_parts(
-            c_desc, c_buf, right, row, col + width // 2, scale_a, scale_b, bias, ROWS, BIAS, second, PARTS // 2
+            c_desc, c_buf, free, phase, left, row, col, scale_a, scale_b, bias, ROWS, BIAS, HALF, FIRST, PARTS // 2
         )
+        _store_parts(
+            c_desc, c_buf, free, phase, right, row, col + width // 2, scale_a, scale_b, bias, ROWS, BIAS,
+            HALF, FIRST + PARTS // 2, PARTS // 2,
+        )  # fmt: skip
     else:
         columns: gl.constexpr = gl.SliceLayout(0, acc.type.layout)
         if ROWS:
@@ -248,9 +250,12 @@ def _store_parts(
             acc = acc * scale_a
         if BIAS:
             acc += bias.slice(FIRST * width, width).load(columns)[None, :].to(gl.float32)
+        out = acc.to(c_desc.dtype)
         if FIRST > 0:
             tma.store_wait(0)  # the part before has been read
-        c_buf.store(acc.to(c_desc.dtype))
+        elif HALF == 1:
+            mbarrier.wait(free, phase)
+        c_buf.store(out)
         fence_async_shared()
         tma.async_copy_shared_to_global(c_desc, [row, col], c_buf)
 
@@ -325,7 +330,6 @@ def _consume(
             acc, slot, phase = _sum_products(
                 acc, a_bufs, b_bufs, full, empty, slot, phase, pause, K, BLOCK_K, HALF, STAGES
             )
-            mbarrier.wait(read.index(0), tile_phase ^ 1)
         by_row, by_column, bias = scale, scale, scale
         if ROWS or BIAS:
             mbarrier.wait(last_full, tile_phase)
@@ -335,7 +339,10 @@ def _consume(
         if BIAS:
             bias = bias_buf.reshape([BLOCK_N])
         row += HALF * HALF_M
-        _store_parts(c_desc, c_buf, acc, row, col, by_row, by_column, bias, ROWS, BIAS, 0, PARTS)
+        _store_parts(
+            c_desc, c_buf, read.index(0), tile_phase ^ 1, acc, row, col, by_row, by_column, bias, ROWS, BIAS,
+            HALF, 0, PARTS,
+        )  # fmt: skip
         if ROWS or BIAS:
             mbarrier.arrive(last_empty)
         tile_phase ^= 1

@@ -79,7 +79,7 @@ ASSEMBLY = tl.constexpr(not interpreted())  # of which the interpreter has none
 # GROUP_M is the rows of tiles in a band.
 TILES = [(128, 256, 64, 8), (128, 128, 64, 8)]
 BUFFERS = (4, 3, 2)
-GROUP_M = 16
+GROUP_M = 8
 STORE_COLUMNS = {2: 64, 1: 128}  # of a tile stored at a time, by bytes an element; for FP8 a whole group
 FAST = True  # tanh.approx in the persistent kernel, whose epilogue is not hidden
 # Warp specialized: the tile, stages of K in the ring, rows and columns that the finisher stores at a time, buffers it

@@ -66,8 +66,8 @@ SCHEDULES = tuple(PARTS)
 DESCRIPTORS = ("host", "program", "tile")  # made by the host, by each program once, by each program for each tile
 # GROUP_M, the rows of tiles in a band, of each schedule, and the bytes of a and b from which whole is taken: the best
 # of a sweep over SQUARES and LAYERS on an H200.
-BANDS = {"tile": 8, "whole": 16, "split": 16, "late": 8}
-WHOLE_FROM = 512 * 2**20
+BANDS = {"tile": 8, "whole": 16, "split": 8, "late": 8}
+WHOLE_FROM = 384 * 2**20
 
 
 @triton.jit

@@ -15,6 +15,7 @@ from hypothesis import strategies as st
 
 from examples.tma import descriptors
 from examples.tma.descriptors import (
+    COPIES,
     DTYPES,
     FORMS,
     MAX_BLOCK,
@@ -24,8 +25,7 @@ from examples.tma.descriptors import (
     TILE,
     WORKSPACE,
     Workspace,
-    copy_by,
-    copy_pointers,
+    copy,
     default_block,
     demo,
     every_form,
@@ -298,13 +298,27 @@ def test_the_allocator_of_a_launch(h):
         assert workspace["asked"].startswith(f"{workspace['predicted bytes']} bytes, ")
 
 
-def test_copies(h):
+@pytest.mark.parametrize("shape", [(1, 1), (3, 72), (64, 64), (65, 136), (700, 130)])
+@pytest.mark.parametrize("form", COPIES)
+def test_copies(h, shape, form):
+    x = h.randn(shape[0], (shape[1] + 7) // 8 * 8, dtype=h.half)[:, : shape[1]]
+    h.check(functools.partial(copy, form), lambda x: x.double(), x, what=form, **EXACT)
+
+
+def test_copies_without_checks(h):
     x = h.randn(130, 72, dtype=h.half)
     for form in FORMS:
-        assert torch.equal(copy_by(form, x), x)
-    assert torch.equal(copy_pointers(x), x)
-    assert torch.equal(unchecked("host", x, "zero", *TILE), x)
-    assert torch.equal(unchecked("device", x, "zero", *TILE), x)
+        assert torch.equal(unchecked(form, x, "zero", *TILE), x)
+
+
+@pytest.mark.parametrize(
+    ("form", "shape", "message"),
+    [("tma", (4, 8), "form is 'tma'; take one of"), (None, (4, 8), "form is None"), ("host", (8,), "need a matrix"),
+     ("pointers", (4, 9), r"strides \(9, 1\)"), ("device", (0, 8), "is empty")],
+)  # fmt: skip
+def test_bad_copies(h, form, shape, message):
+    with pytest.raises(ValueError, match=f"copy: .*{message}"):
+        copy(form, torch.zeros(shape, dtype=torch.half, device=h.device))
 
 
 def test_host_times_are_of_each_call(h):
@@ -317,11 +331,11 @@ def test_host_times_are_of_each_call(h):
 @pytest.mark.parametrize("sm", [80, 89, 90, 100, 120])
 def test_code(sm):
     x = torch.empty(4096, 4096, dtype=torch.float16, device="meta")
-    for form in FORMS:
-        (kernel,) = compile_for(copy_by, (form, x), sms=(sm,))
+    for form in COPIES:
+        (kernel,) = compile_for(copy, (form, x), sms=(sm,))
         assert kernel.error is None
         assert kernel.spills == 0
-        if sm < 90:
+        if sm < 90 or form == "pointers":
             assert not {"cp.async.bulk.tensor", "mbarrier"} & set(kernel.found)
             assert ("ld.global.v4" in kernel.found) == (form != "host")
         else:
@@ -329,11 +343,23 @@ def test_code(sm):
             assert kernel.found["mbarrier"]
 
 
+@pytest.mark.parametrize("rank", [1, 2, 3, 4, 5])
+@pytest.mark.parametrize("sm", [90, 100, 120])
+def test_windows_of_every_rank_are_tma(sm, rank):
+    x = torch.empty(*([4] * (rank - 1)), 64, dtype=torch.bfloat16, device="meta")
+    for form in FORMS:
+        for padding in ("zero", "nan"):
+            (kernel,) = compile_for(unchecked, (form, x, padding, *([2] * (rank - 1)), 16), sms=(sm,))
+            assert kernel.error is None
+            assert kernel.spills == 0
+            assert kernel.found["cp.async.bulk.tensor"] == 2
+
+
 def test_only_the_device_form_writes_descriptors():
     x = torch.empty(4096, 4096, dtype=torch.float16, device="meta")
-    for form in FORMS:
-        ptx = dump(copy_by, (form, x), sm=90)["ptx"]
-        assert ("tensormap.replace" in ptx) == (form != "host")
+    for form in COPIES:
+        ptx = dump(copy, (form, x), sm=90)["ptx"]
+        assert ("tensormap.replace" in ptx) == form.startswith("device")
         assert len(re.findall(r"\.param \.align 64 \.b8 \w+\[128\]", ptx)) == (2 if form == "host" else 0)
 
 
@@ -348,7 +374,7 @@ def test_the_demo_and_what_it_finds(h):
     assert rows["16 bytes a block row"]["device descriptor"] == "ValueError"
     assert all(row["require_descriptor"] in ("ValueError", "TypeError") for row in rows.values())
     table = h.record.facts["PTX of a copy on sm_90"]
-    assert table["device"]["tensormap"] > table["host"]["tensormap"] == 0
+    assert table["device"]["tensormap"] > table["host"]["tensormap"] == table["pointers"]["tensormap"] == 0
     assert table["host"]["bytes of arguments"] > 2 * WORKSPACE
     assert [kernel["sm"] for kernel in h.record.codegen] == [80, 89, 90, 100, 120]
 
@@ -363,15 +389,16 @@ def test_broken_rules_on_the_gpu(h):
             if words[form] == "accepted" and rule not in OFFLINE:
                 assert not words[f"{form}, run"].startswith("no result"), (rule, form)
     x = h.randn(64, 64)  # this process's use of the GPU goes on
-    assert torch.equal(copy_by("host", x), x)
+    assert torch.equal(copy("host", x), x)
 
 
 @pytest.mark.gpu
 def test_bfloat16_and_the_same_bits_each_time(h):
     x = h.randn(3000, 4104, dtype=torch.bfloat16)
     for _ in range(3):
+        for form in COPIES:
+            assert torch.equal(copy(form, x), x)
         for form in FORMS:
-            assert torch.equal(copy_by(form, x), x)
             assert torch.equal(window(x, (-5, 8), (3010, 4096), (32, 64), "zero", form)[5:3005], x[:, 8:])
 
 
@@ -386,8 +413,8 @@ def test_odd_starts_on_the_gpu(h):
 def test_more_elements_than_an_int32_counts(h, gpu_gib):
     gpu_gib(14)
     x = torch.empty(2**31 // 8192 + 65, 8192, dtype=torch.bfloat16, device=h.device).normal_()
-    for form in FORMS:
-        assert torch.equal(copy_by(form, x), x)
+    for form in COPIES:
+        assert torch.equal(copy(form, x), x)
 
 
 @pytest.mark.gpu
@@ -395,7 +422,7 @@ def test_a_device_descriptor_in_a_new_thread(h):
     import threading
 
     x, got = h.randn(64, 64), []
-    thread = threading.Thread(target=lambda: got.append(copy_by("device", x)))
+    thread = threading.Thread(target=lambda: got.append(copy("device", x)))
     thread.start()
     thread.join()
     assert torch.equal(got[0], x)

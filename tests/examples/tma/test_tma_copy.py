@@ -257,7 +257,7 @@ def test_where_the_time_goes_follows_from_the_times(told):
     assert table["host"]["ns of a program for a tile"] == round(0.2e6 * 8 / 100)
     assert table["ring"]["KiB of loads under way"] == PLANS["ring"].programs * 4 * 16
     assert "TMA at 0.500x the speed of pointers" in said[0]
-    assert "take 8000 ns of its 24000" in said[0]
+    assert "cost +8000 ns on 16000; made once" in said[0]
     assert said[2] == "best by TMA: host, 0.100 of the copy ceiling; pointers 0.050, torch 0.050"
 
 

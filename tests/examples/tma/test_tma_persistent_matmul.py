@@ -216,7 +216,7 @@ def test_the_rule(gpu_of):
     gpu_of(132)
     for M, N, K in SQUARES + LAYERS:
         p = plan(M, N, K, cpu)
-        expected = "split" if M == N == 2048 else "whole" if M * K * N >= 8192 * 28672 * 8192 else "late"
+        expected = "split" if M == N == 2048 else "whole" if (M + N) * K * 2 > technique.WHOLE_FROM else "late"
         assert (p.schedule, p.stages) == (expected, 3 if expected == "whole" else 4)
         assert p.programs == min(132, triton.cdiv(M, 128) * triton.cdiv(N, 256))
         assert p.band == BANDS[expected]
