@@ -32,9 +32,19 @@ done
 read_arguments ${arguments[@]+"${arguments[@]}"}
 [[ " ${options[*]:-} " != *" --full "* ]] || refuse "--full: everything is a hundred times slower here; only small sizes"
 packages=$("$python" -c 'import sysconfig; print(sysconfig.get_path("purelib"))')/nvidia
-find_tool compute-sanitizer COMPUTE_SANITIZER "$packages/*/bin" ||
+# That of the environment first: somebody installed it because the toolkit's is older.
+for found in "$packages"/*/bin/compute-sanitizer; do
+    if [ -x "$found" ]; then COMPUTE_SANITIZER=${COMPUTE_SANITIZER:-$found}; fi
+done
+find_tool compute-sanitizer COMPUTE_SANITIZER ||
     missing compute-sanitizer "it comes with the CUDA toolkit, or: pip install nvidia-cuda-sanitizer-api" \
         "python $(basename "$script") --check-only, whose outputs are poisoned and have guarded edges"
+# Seen on an H200: 2025.3, of CUDA 13.0, reports races where warps of several roles start, and breaks library kernels.
+version=$("$tool" --version 2>/dev/null | sed -n 's/^Version \([0-9]*\).*/\1/p' || true)
+if [ "${version:-2026}" -lt 2026 ] && [[ " ${tools[*]} " == *" racecheck "* ]]; then
+    echo "this compute-sanitizer is of $version, whose racecheck errs on warp-specialized kernels of Hopper and later:" \
+        "pip install -U nvidia-cuda-sanitizer-api" >&2
+fi
 
 mapfile -t kernels < <("$python" -m harness.profile_read kernels "$script" ${techniques[@]+"${techniques[@]}"})
 [ -n "${kernels[*]:-}" ] || { kernels=() all_kernels=yes; echo "no Triton kernel of their own: looking at all kernels"; }

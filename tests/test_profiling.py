@@ -291,6 +291,9 @@ SANITIZER = f"""
 if "--help" in argv:
     print("  --check-bulk-copy arg (=yes)  ... HELP")
     sys.exit()
+if "--version" in argv:
+    print("NVIDIA (R) Compute Sanitizer\\nVersion YEAR.3.1.0 (build 36400806) (public-release)")
+    sys.exit()
 tool = after("--tool")
 launches = argv[argv.index("harness.profile_run") + 2]
 kernels = [a.split("=")[1] for a in argv if a.startswith("kernel_name=")] or ["softmax_rows_kernel"]
@@ -312,7 +315,7 @@ def sanitizer(*found):
 def test_sanitize_runs_all_tools_over_the_kernels_of_the_technique(profiling):
     done = profiling("sanitize.sh", "triton_examples.py", "softmax", compute_sanitizer=sanitizer())
     assert done.returncode == 0, done.stdout + done.stderr
-    runs = [call for call in profiling.calls() if "--help" not in call]
+    runs = [call for call in profiling.calls() if not {"--help", "--version"} & set(call)]
     assert [run[run.index("--tool") + 1] for run in runs] == ["memcheck", "racecheck", "initcheck", "synccheck"]
     for run in runs:
         tool = run[run.index("--tool") + 1]
@@ -340,6 +343,16 @@ def test_sanitize_fails_when_one_tool_finds_something(profiling):
     assert "memcheck: " not in done.stdout.replace("memcheck: triton_examples.py", "")
     done = profiling("sanitize.sh", "--tool=memcheck", "triton_examples.py", "softmax", compute_sanitizer=fake)
     assert done.returncode == 0, done.stdout + done.stderr
+
+
+@pytest.mark.parametrize(
+    ("year", "tool", "said"), [(2025, "racecheck", 1), (2025, "memcheck", 0), (2026, "racecheck", 0)]
+)
+def test_an_old_racecheck_is_not_to_be_believed(profiling, year, tool, said):
+    fake = sanitizer().replace("YEAR", str(year))
+    done = profiling("sanitize.sh", "--tool", tool, "triton_examples.py", "softmax", compute_sanitizer=fake)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert done.stderr.count("pip install -U nvidia-cuda-sanitizer-api") == said
 
 
 def test_sanitize_runs_at_small_sizes_alone(profiling):
