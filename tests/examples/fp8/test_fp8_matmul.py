@@ -180,7 +180,7 @@ def test_layouts(h, variant):
 def test_extremes(h, variant, rows):
     """NaN and infinity reach what torch says they reach: not the rows and columns beside the tail of a tile."""
     runs(h, variant)
-    scales = (h.randn(130, 1).exp_(), h.randn(1, 264, scale=0.5).exp_()) if rows else (h.randn(1).exp_(), h.randn(1).exp_())
+    scales = (h.randn(130, 1).exp_(), h.randn(1, 264).exp_()) if rows else (h.randn(1).exp_(), h.randn(1).exp_())
     a, b = h.randn(130, 144), h.randn(264, 144)
     a[3, 5], b[9, 2] = float("nan"), float("nan")  # e4m3fn has no infinity
     check(h, (a.to(E4M3), b.to(E4M3).t(), *scales), variant, what="NaN")
@@ -192,7 +192,7 @@ def test_extremes(h, variant, rows):
     least = (h.randn(130, 144) * 2.0**-8).to(E4M3)  # mostly subnormal
     small = tuple(2.0**-30 * scale for scale in scales)
     check(h, (least, b.nan_to_num(0, 1, 1).to(E5M2).t(), *small), variant, torch.float32, what="subnormal")
-    huge = tuple(200.0 * scale for scale in scales)
+    huge = tuple(40.0 * scale for scale in scales)
     finite = a.nan_to_num(0, 1, 1).to(E4M3), b.nan_to_num(0, 1, 1).to(E4M3).t()
     check(h, (*finite, *huge), variant, torch.float16, what="beyond the range of float16, in part")
 
