@@ -350,16 +350,18 @@ def doctor() -> int:
 
 
 def readme(check: bool) -> int:
-    """Renew README's generated tables, or with `check` only say whether they are up to date."""
-    from harness.report import readme_text
+    """Renew the generated tables of README.md and docs/, or with `check` only say whether they are up to date."""
+    from harness.report import documents
 
-    path = ROOT / "README.md"
-    old = path.read_text(encoding="utf-8")
-    new = readme_text(old)
-    if check:
-        if old != new:
-            print("README.md differs from the docstrings and results/; run: python -m harness readme", file=sys.stderr)
-        return int(old != new)
-    path.write_text(new, encoding="utf-8")
-    print("README.md: unchanged" if old == new else "README.md: renewed")
-    return 0
+    texts = documents()
+    differing = [path for path, (old, new) in texts.items() if old != new]
+    for path, (_, new) in texts.items():
+        name = path.relative_to(ROOT)
+        if check and path in differing:
+            said = f"{name} differs from the docstrings and results/; run: python -m harness readme"
+            print(said, file=sys.stderr)
+        elif not check:
+            if path in differing:
+                path.write_text(new, encoding="utf-8")
+            print(f"{name}: {'renewed' if path in differing else 'unchanged'}")
+    return int(check and bool(differing))

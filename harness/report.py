@@ -12,16 +12,19 @@ from dataclasses import dataclass, field
 from datetime import datetime, timezone
 from pathlib import Path
 from textwrap import wrap
+from typing import TYPE_CHECKING
 
 from harness.catalog import ROOT, Technique, Topic, topics
 from harness.codegen import Kernel
-from harness.compare import Comparison
-from harness.hardware import Ceilings, Machine
 
 from rich import box
 from rich.console import Console
 from rich.table import Table
 from rich.text import Text
+
+if TYPE_CHECKING:  # they import torch, which reading a record does without
+    from harness.compare import Comparison
+    from harness.hardware import Ceilings, Machine
 
 SCHEMA = 1
 
@@ -364,27 +367,90 @@ def load_record(path: Path) -> dict:
     """A record of a run. Raises ValueError when the file is no record of this schema."""
     try:
         record = json.loads(path.read_text(encoding="utf-8"))
-    except json.JSONDecodeError as error:
+    except ValueError as error:  # of JSON, or of UTF-8
         raise ValueError(f"{path}: not JSON ({error}); expected what --json writes") from None
     if not isinstance(record, dict) or record.get("schema") != SCHEMA:
         raise ValueError(f"{path}: not a record of schema {SCHEMA}; expected what --json writes")
     return record
 
 
-def techniques_table(found: list[Topic]) -> str:
-    """README's map: one row per technique, from the docstrings."""
-    lines = ["| technique | the question it answers | needs | run |", "| --- | --- | --- | --- |"]
+def techniques_table(found: list[Topic], records: dict[str, dict] | None = None) -> str:
+    """README's map: one row per technique, from the docstrings, with what `records` (by topic) say of it."""
+    lines = ["| technique | the question it answers | needs | measured | run |", "| --- | --- | --- | --- | --- |"]
     for topic in found:
+        record = (records or {}).get(topic.name)
+        recorded = {example["name"]: example for example in record["examples"]} if record else {}
         for t in topic.techniques:
             if t.error:
                 raise ValueError(t.error)
             python = ".venv-xla/bin/python" if t.needs.xla else "python"
-            lines.append(f"| [{t.name}]({t.file}) | {t.question} | {t.needs.text} | `{python} {topic.file} {t.name}` |")
+            measured = measured_cell(recorded[t.name]) if t.name in recorded else "not recorded yet"
+            run = f"`{python} {topic.file} {t.name}`"
+            lines.append(f"| [{t.name}]({t.file}) | {t.question} | {t.needs.text} | {measured} | {run} |")
+    return "\n".join(lines)
+
+
+def measured_cell(example: dict) -> str:
+    """The cases of a technique in one line: the least and the most that its best variants reach.
+
+    Over the fastest library call of each table, or where all are library calls, over the table's baseline.
+    """
+    if example["status"] != "passed":
+        return f"{example['status']}: {example['reason']}"
+    ratios, ceilings, others = [], [], []
+    for table in example["comparisons"]:
+        if best := best_row(table):
+            ceilings += [best["of_ceiling"]] if best["of_ceiling"] else []
+            beside = {row["variant"]: best["speedup"] / row["speedup"] for row in _beside(table, best)}
+            if beside:
+                ratios.append(min(beside.values()))
+                others.append(list(beside))
+    said = []
+    if ratios:
+        names = list(dict.fromkeys(name for each in others for name in each))
+        most = max(map(len, others))
+        if len(names) == 1:
+            name = names[0]
+        elif most == 1:
+            name = "each case's baseline"
+        else:
+            name = f"the better of {' and '.join(names)}" if len(names) == 2 else f"the best of {most} calls"
+        said.append(f"{_span([f'{ratio:.2f}' for ratio in (min(ratios), max(ratios))])}x {name}")
+    if ceilings:
+        said.append(f"{_span([f'{100 * share:.0f}' for share in (min(ceilings), max(ceilings))])} % of ceiling")
+    if not said:
+        checks = len(example["checks"])
+        return f"{checks} check{'s' if checks > 1 else ''}" if checks else "counts"
+    return ", ".join(said)
+
+
+def _span(ends: list[str]) -> str:
+    return " to ".join(dict.fromkeys(ends))
+
+
+def coverage_table(found: list[Topic], records: dict[str, dict]) -> str:
+    """What ran where: one row per topic, from its record; what was compiled for other GPUs was not run on them."""
+    lines = ["| topic | ran on | with | techniques | compiled, not run |", "| --- | --- | --- | --- | --- |"]
+    for topic in found:
+        record = records.get(topic.name)
+        if record is None:
+            lines.append(f"| {topic.file} | not recorded yet | | {len(topic.techniques)} | |")
+            continue
+        m = record["machine"]
+        own = "sm_{}{}".format(*m["capability"]) if m["gpu"] else None
+        where = f"{m['gpu']} ({own})" if own else f"{m['cpu']}, {m['cores']} cores"
+        versions = [f"torch {m['torch']}"]
+        versions += [f"torch_xla {m['torch_xla']}"] if m.get("torch_xla") else [f"Triton {m['triton']}"]
+        passed = [example for example in record["examples"] if example["status"] == "passed"]
+        code = {k["sm"] for example in passed for k in example["codegen"] if not k["error"] and not k.get("too_much")}
+        compiled = ", ".join(f"sm_{sm}" for sm in sorted(code) if f"sm_{sm}" != own)
+        count = f"{len(passed)} of {len(topic.techniques)}"
+        lines.append(f"| {topic.file} | {where} | {', '.join(versions)} | {count} | {compiled} |")
     return "\n".join(lines)
 
 
 def results_tables(folder: Path) -> str:
-    """README's measured results: one table per recorded topic of one machine."""
+    """All cases of the recorded topics of one machine, a table for each topic, for a file in docs/."""
     parts = []
     for path in sorted(folder.glob("*.json")):
         record = load_record(path)
@@ -397,7 +463,7 @@ def results_tables(folder: Path) -> str:
         commit = (record["commit"] or "unknown")[:12]
         parts.append(
             f"**{record['topic']}** on {m['gpu'] or m['cpu']}{power}, torch {m['torch']}, {beside}{measured} "
-            f"([record]({path.relative_to(ROOT)}), commit `{commit}`)\n"
+            f"([record](../results/{folder.name}/{path.name}), commit `{commit}`)\n"
         )
         lines = [
             "| technique | case | variant | ms | rate | % of ceiling | speed-up |",
@@ -431,17 +497,42 @@ def label(technique: str, title: str) -> str:
     return title if title.startswith(technique) else f"{technique}: {title}"
 
 
-def readme_text(text: str, root: Path = ROOT) -> str:
-    """README with its generated parts renewed. Raises ValueError when a marker is missing."""
+DOCUMENTS = {  # each generated part, in the document that has its markers
+    "README.md": ("techniques", "coverage"),
+    "docs/results.md": ("results", "results on a CPU"),
+}
+_START, _END = "<!-- {}: python -m harness readme -->", "<!-- end of {} -->"
+
+
+def documents(root: Path = ROOT) -> dict[Path, tuple[str, str]]:
+    """README.md and docs/: what each is, and what it is with its generated parts renewed.
+
+    Raises ValueError when a marker is missing.
+    """
+    found = sorted(topics(root), key=lambda topic: any(t.needs.xla for t in topic.techniques))  # as README tells them
+    machines = ("cpu", "h200")  # the GPU's record of a topic counts where there are both
+    paths = (path for machine in machines for path in sorted((root / "results" / machine).glob("*.json")))
+    records = {record["topic"]: record for record in map(load_record, paths)}
     parts = {
-        "techniques": techniques_table(topics(root)),
+        "techniques": techniques_table(found, records),
+        "coverage": coverage_table(found, records),
         "results": results_tables(root / "results" / "h200"),
         "results on a CPU": results_tables(root / "results" / "cpu"),
     }
+    texts = {}
+    for name, names in DOCUMENTS.items():
+        path = root / name
+        old = path.read_text(encoding="utf-8")
+        texts[path] = (old, renewed(old, {part: parts[part] for part in names}, name))
+    return texts
+
+
+def renewed(text: str, parts: dict[str, str], where: str) -> str:
+    """`text` with each part between its markers replaced. Raises ValueError when a marker is missing."""
     for name, body in parts.items():
-        start, end = f"<!-- {name}: python -m harness readme -->", f"<!-- end of {name} -->"
+        start, end = _START.format(name), _END.format(name)
         if start not in text or end not in text:
-            raise ValueError(f"README.md: the markers {start} and {end} are missing")
+            raise ValueError(f"{where}: the markers {start} and {end} are missing")
         head, rest = text.split(start, 1)
         text = f"{head}{start}\n{body}\n{end}{rest.split(end, 1)[1]}"
     return text

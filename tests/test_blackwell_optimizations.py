@@ -116,61 +116,61 @@ TABLE = {
         Row("block-scaled over cuBLAS",             0.10,  None,  None,  None,  None,  None),
     ],
     "test_persistent[512]": [
-        Row("persistent over one program per tile", 0.10,  None,  None,  None,  None,  None),
-        Row("persistent over cuBLAS",               0.10,  None,  None,  None,  None,  None),
+        Row("persistent over one program per tile", 0.10,  None,  None,  1.206, None,  None),
+        Row("persistent over cuBLAS",               0.10,  None,  None,  0.961, None,  None),
     ],
     "test_persistent[4096]": [
         Row("persistent over cuBLAS",               0.10,  None,  None,  0.998, None,  None),
     ],
     "test_tma_copy": [
         Row("TMA over torch copy",                  0.05,  None,  None,  None,  None,  None),
-        Row("TMA ahead over TMA walk",              0.10,  None,  None,  None,  None,  None),
+        Row("TMA ahead over TMA walk",              0.10,  None,  None,  None,  None,  None),  # on sm_90 a loss
     ],
     "test_tma_matmul[4096x4096x4096]": [
-        Row("loads over pointers",                  0.05,  None,  None,  None,  None,  None),
-        Row("parts over cuBLAS",                    0.10,  None,  None,  None,  None,  None),
+        Row("loads over pointers",                  0.05,  None,  None,  None,  None,  None),  # 1.014 on sm_90
+        Row("parts over cuBLAS",                    0.10,  None,  None,  0.960, None,  None),
     ],
     "test_tma_matmul[4072x4104x4072]": [
-        Row("loads over pointers",                  0.10,  None,  None,  None,  None,  None),  # pointers need masks
+        Row("loads over pointers",                  0.10,  None,  None,  1.213, None,  None),  # pointers need masks
     ],
     "test_tma_persistent_matmul[8192x8192x512]": [
-        Row("persistent over one program per tile", 0.10,  None,  None,  None,  None,  None),
-        Row("persistent over cuBLAS",               0.10,  None,  None,  None,  None,  None),
+        Row("persistent over one program per tile", 0.10,  None,  None,  1.291, None,  None),
+        Row("persistent over cuBLAS",               0.10,  None,  None,  1.008, None,  None),
     ],
     "test_tma_persistent_matmul[8192x8192x8192]": [
-        Row("persistent over cuBLAS",               0.10,  None,  None,  None,  None,  None),
+        Row("persistent over cuBLAS",               0.10,  None,  None,  1.021, None,  None),
     ],
     "test_tma_persistent_matmul[4096x14336x4096]": [
-        Row("persistent over cuBLAS",               0.10,  None,  None,  None,  None,  None),
+        Row("persistent over cuBLAS",               0.10,  None,  None,  0.998, None,  None),
     ],
     "test_tma_descriptors": [
-        Row("prepared over each call",              0.30,  None,  None,  None,  None,  None),
+        Row("prepared over each call",              0.30,  None,  None,  5.13,  None,  None),
     ],
     "test_tma_epilogues[bias + SiLU]": [
-        Row("fused over cuBLAS + torch.compile",    0.05,  None,  None,  None,  None,  None),
+        Row("fused over cuBLAS + torch.compile",    0.05,  None,  None,  1.116, None,  None),
     ],
     "test_tma_epilogues[bias + GELU]": [
-        Row("fused over cuBLAS + torch.compile",    0.05,  None,  None,  None,  None,  None),
+        Row("fused over cuBLAS + torch.compile",    0.05,  None,  None,  1.140, None,  None),
     ],
     "test_tma_epilogues[FP8, scale given]": [
-        Row("fused over cuBLAS + torch.compile",    0.05,  None,  None,  None,  None,  None),
+        Row("fused over cuBLAS + torch.compile",    0.05,  None,  None,  1.079, None,  None),
     ],
     "test_tma_epilogues[FP8, per group]": [
-        Row("fused over cuBLAS + torch.compile",    0.05,  None,  None,  None,  None,  None),
+        Row("fused over cuBLAS + torch.compile",    0.05,  None,  None,  1.089, None,  None),
     ],
     "test_tma_epilogues[SwiGLU]": [
-        Row("fused over cuBLAS + torch.compile",    0.05,  None,  None,  None,  None,  None),
+        Row("fused over cuBLAS + torch.compile",    0.05,  None,  None,  None,  None,  None),  # 1.037 on sm_90
     ],
     "test_tma_gluon_matmul[4096]": [
-        Row("ring over one buffer",                 0.10,  None,  None,  None,  None,  None),
-        Row("staggered over cuBLAS",                0.10,  None,  None,  None,  None,  None),
+        Row("ring over one buffer",                 0.10,  None,  None,  2.30,  None,  None),
+        Row("staggered over cuBLAS",                0.10,  None,  None,  0.998, None,  None),
     ],
     "test_tma_gluon_matmul[8192]": [
-        Row("ring over one buffer",                 0.10,  None,  None,  None,  None,  None),
-        Row("staggered over cuBLAS",                0.10,  None,  None,  None,  None,  None),
+        Row("ring over one buffer",                 0.10,  None,  None,  2.29,  None,  None),
+        Row("staggered over cuBLAS",                0.10,  None,  None,  1.031, None,  None),
     ],
     "test_tma_blackwell_matmul": [
-        Row("specialized over pipelined",           0.10,  None,  None,  None,  None,  None),
+        Row("specialized over pipelined",           0.10,  None,  None,  None,  None,  None),  # on sm_90 none
         Row("by hand over cuBLAS",                  0.10,  None,  None,  None,  None,  None),
     ],
     "test_warp_specialized": [
@@ -435,7 +435,7 @@ def test_tma_copy(h, speed):
         fn = functools.partial(copying.tma_copy, form=name.removeprefix("TMA "))
         for small in ragged:
             h.check(fn, copying.reference, small, what=f"{name} ragged", terms=0)
-        assert copying.written_outside(ragged[1][:101, :203], name.removeprefix("TMA ")) == 0
+        copying.written(ragged[1][:101, :203], name.removeprefix("TMA "))  # raises beyond the last 16 bytes of a row
         speed.add(name, fn, x, want=want, terms=0)
     speed.race()
 

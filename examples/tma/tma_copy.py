@@ -7,31 +7,38 @@ Technique  A copy computes nothing, so what is left is to keep memory busy: by L
                          loaded is the tile to store, so it never enters registers. The host made both descriptors;
            device        the same, but each program makes its descriptors itself (tl.make_tensor_descriptor), in
                          memory that an allocator must provide;
-           walk          few programs, each walks over many tiles and waits for every one: too little on its way;
+           walk          few programs, each walks over many tiles and waits for every one before it asks for the next;
            ahead         the same loop with num_stages: loads of tiles to come are on their way. The pipelined loop
                          moves each tile through registers into one more buffer, from which it is stored;
            ahead device  the same with descriptors made by each program, once, before its loop;
            ring          the loop in Gluon: TMA loads into a ring of buffers and TMA stores out of the same ones. One
-                         warp issues all of it, and no value enters a register.
-           Edges take no code: TMA fills what it loads outside the matrix and drops what it would store there, while
-           pointers need a mask, which keeps them from wide accesses where rows are no multiple of 16 bytes long.
+                         warp issues all of it, and no value enters a register. So nobody minds banks: its buffers
+                         lie unswizzled, and a row of a box may be longer than the 128 bytes of the widest swizzle.
+           Edges take no code, while pointers need a mask, which keeps them from wide accesses where rows are no
+           multiple of 16 bytes long. Loads end at the element: what lies outside arrives as zeros. Stores end at the
+           row, but in it at the next multiple of 16 bytes: what the tile holds there is written, zeros in a copy. In
+           memory of its own that is padding; an `out` whose rows end elsewhere is refused. The demo measures both
+           ends; the interpreter, and Triton's code for GPUs without TMA, stop at the element.
 Question   Is TMA slower than ordinary loads for a plain copy, why, and what makes it as fast as torch's?
 Needs      triton, sm_90
 Shapes     x [M, N], contiguous rows; for TMA, start and row stride multiples of 16 bytes -> y [M, N], rows apart by a
            multiple of 16 bytes. Any sizes (0 too) below 2**31 - 256.
 Dtypes     float32, float16, bfloat16: the bits are moved as they are.
 Errors     TypeError for another dtype; ValueError for rank, strides, sizes, a layout TMA cannot load, a form that does
-           not exist, an out of another kind or in x's own memory, a tile, stages or programs that cannot be;
+           not exist, an out of another kind, in x's own memory or, for TMA, whose rows are no multiple of 16 bytes
+           long; a tile, stages or programs that cannot be;
            RuntimeError for a device without Triton, an architecture without TMA, Gluon in the interpreter, an input
            that requires grad.
 Wins when  the copy is part of something else. A copy alone is torch's: x.clone(). TMA keeps its rate on ragged rows.
-Source     chapter section "TMA", whose claim is a faster copy; Little's law for memory as in vendor tuning guides.
+Source     chapter section "TMA", whose claim is a faster copy; Little's law for memory as in vendor tuning guides;
+           where a store ends: seen on an H200, and triton issue 11583.
 Run        python examples/tma/tma_copy.py
 """
 
 from __future__ import annotations
 
 import contextvars
+import dataclasses
 import functools
 import re
 from collections.abc import Callable
@@ -76,14 +83,17 @@ class Plan(NamedTuple):
     programs: int
 
 
+# The same tile in every form: 16 KiB in rows of 512 bytes, long stretches of memory, and of 16-bit values the most that
+# a box may have in a row (256), which the ring asks for at once. One warp where each program makes its descriptors: one
+# makes them, and more would only wait.
 PLANS = {
-    "pointers": Plan(64, 256, 4, 1, 0),
-    "host": Plan(64, 256, 4, 1, 0),
-    "device": Plan(64, 256, 4, 1, 0),
-    "walk": Plan(64, 256, 4, 1, 3),
-    "ahead": Plan(64, 256, 4, 4, 3),
-    "ahead device": Plan(64, 256, 4, 4, 3),
-    "ring": Plan(64, 256, 1, 6, 2),
+    "pointers": Plan(32, 512, 4, 1, 0),
+    "host": Plan(32, 512, 4, 1, 0),
+    "device": Plan(32, 512, 1, 1, 0),
+    "walk": Plan(32, 512, 4, 1, 3),
+    "ahead": Plan(32, 512, 4, 4, 3),
+    "ahead device": Plan(32, 512, 4, 4, 3),
+    "ring": Plan(32, 512, 1, 6, 2),
 }
 FORMS = tuple(PLANS)
 TMA_FORMS = FORMS[1:]
@@ -175,7 +185,7 @@ def copy_ring_kernel(x_desc, y_desc, M, N, STAGES: gl.constexpr, LAG: gl.constex
 
 def lag(stages: int) -> int:
     """Turns that a store gets to read its buffer; the other buffers have loads on their way."""
-    return stages // 3
+    return 1 if stages > 2 else 0
 
 
 def loads_under_way(form: str, plan: Plan) -> int:
@@ -257,35 +267,59 @@ def tma_copy(
         _require_out(x, out)
     if form != "pointers":
         require_tma_layout("tma_copy", x=x, **({} if out is None else {"out": out}))
+        if out is not None and (length := out.shape[1] * out.element_size()) % 16:
+            raise ValueError(
+                f"tma_copy: rows of out are {length} bytes long, and a TMA store goes on to the next multiple of 16: "
+                "it would write beside out; leave out, pass one in whole 16 bytes, or form='pointers'"
+            )
     if form == "ring" and interpreted():
         raise RuntimeError("tma_copy: form 'ring' is Gluon, which has no interpreter; take 'ahead' here, or a GPU")
     if form == "ring" and not has_tma(x.device):
         sm = hardware.OFFLINE_SM or "{}{}".format(*torch.cuda.get_device_capability(x.device))
         raise RuntimeError(f"tma_copy: form 'ring' issues TMA itself, which comes with sm_90, and this is sm_{sm}")
 
-    block = plan.rows, plan.row_bytes // x.element_size()
-    sms, limit = device_limits(x.device)
-    shared = plan.stages * plan.rows * plan.row_bytes + 16 * plan.stages  # buffers and barriers
+    shared, limit = shared_bytes(plan), device_limits(x.device).shared_bytes
     if form != "pointers" and shared > limit:
         raise ValueError(
             f"tma_copy: {plan.stages} tiles of {plan.rows} rows x {plan.row_bytes} bytes take {shared} bytes of shared "
             f"memory, and a program may have {limit} here; pass fewer stages or smaller tiles"
         )
     y = rows_apart(x) if out is None else out
-    if not x.numel():
-        return y
+    if x.numel():
+        _launch(x, y, form, plan)
+    return y
+
+
+def shared_bytes(plan: Plan) -> int:
+    """Of a program: buffers and barriers."""
+    return plan.stages * plan.rows * plan.row_bytes + 16 * plan.stages
+
+
+def _ring_descriptor(x: torch.Tensor, block: list[int]):
+    """Unswizzled: a swizzle spreads rows over the banks for threads that read columns, and here no thread reads.
+
+    Without it a box is as wide as the tile, up to 256 elements; with it a tile would be asked for 128 bytes at a time.
+    """
+    layout = gl.NVMMASharedLayout(swizzle_byte_width=0, element_bitwidth=8 * x.element_size(), rank=2)
+    return dataclasses.replace(gluon_descriptor(x, block), layout=layout)
+
+
+def _launch(x: torch.Tensor, y: torch.Tensor, form: str, plan: Plan) -> None:
+    """The copy, without a check. By TMA it writes y's rows up to the next multiple of 16 bytes."""
     (M, N), warps = x.shape, plan.warps
+    block = plan.rows, plan.row_bytes // x.element_size()
     grid = triton.cdiv(M, block[0]) * triton.cdiv(N, block[1])
+    sms, limit = device_limits(x.device)
     if plan.programs:
         # Programs beyond what an SM holds would wait for others to end, with their share of the tiles.
-        grid = min(grid, sms * max(1, min(plan.programs, (limit + 1024) // (shared + 1024))))
+        grid = min(grid, sms * max(1, min(plan.programs, (limit + 1024) // (shared_bytes(plan) + 1024))))
     if form == "pointers":
         copy_pointers_kernel[(grid,)](x, y, M, N, x.stride(0), y.stride(0), *block, num_warps=warps)
-        return y
+        return
     if form == "ring":
-        x_desc, y_desc = (gluon_descriptor(each, list(block)) for each in (x, y))
+        x_desc, y_desc = (_ring_descriptor(each, list(block)) for each in (x, y))
         copy_ring_kernel[(grid,)](x_desc, y_desc, M, N, STAGES=plan.stages, LAG=lag(plan.stages), num_warps=warps)
-        return y
+        return
 
     described = tuple(tma_descriptor(each, list(block)) for each in (x, y))
     strides = [each.strides[0] for each in described]  # a multiple of 16 bytes also where there is but one row
@@ -300,7 +334,7 @@ def tma_copy(
 
     if not on_device:
         launch()
-        return y
+        return
 
     # A kernel that writes descriptors needs memory for them, from an allocator that is set for everybody: a copy of
     # the context keeps it to this call.
@@ -309,7 +343,6 @@ def tma_copy(
         launch()
 
     contextvars.copy_context().run(with_allocator)
-    return y
 
 
 def reference(x: torch.Tensor) -> torch.Tensor:
@@ -341,24 +374,45 @@ def bits(x: torch.Tensor) -> torch.Tensor:
     return x.contiguous().view(torch.int16 if x.element_size() == 2 else torch.int32)
 
 
-def written_outside(x: torch.Tensor, form: str, margin: int = 16, **options) -> int:
-    """Elements that a copy into the middle of a larger, poisoned matrix wrote outside.
+def up_to_16_bytes(x: torch.Tensor) -> int:
+    """Elements between the rows of x and the next multiples of 16 bytes: what a TMA store may write outside."""
+    return x.shape[0] * (-x.shape[1] % (16 // x.element_size()))
 
-    x is read from the middle of another, of which nothing else may arrive. CheckError for a wrong element inside.
+
+class Written(NamedTuple):
+    """Elements that a copy wrote: of x, beside it up to the next multiple of 16 bytes of each row, anywhere else."""
+
+    inside: int
+    up_to_16_bytes: int
+    elsewhere: int
+
+
+def written(x: torch.Tensor, form: str, margin: int = 16, **options) -> Written:
+    """What a copy into the middle of a larger, poisoned matrix writes, an output that tma_copy itself would refuse.
+
+    x is read from the middle of another, of which nothing else may arrive. CheckError for a wrong element inside, for
+    one written elsewhere, and for any outside that pointers wrote.
     """
     M, N = x.shape
-    whole = M + 2 * margin, N + 2 * margin + (-N) % 8
+    end = N + up_to_16_bytes(x[:1])
+    whole = M + 2 * margin, end + 2 * margin
     around, canvas = torch.full(whole, 7.0, dtype=x.dtype, device=x.device), x.new_full(whole, float("nan"))
     middle = slice(margin, margin + M), slice(margin, margin + N)
     around[middle] = x
     before = bits(canvas).clone()
-    tma_copy(around[middle], form, out=canvas[middle], **options)
-    after = bits(canvas)
-    wanted = bits(around)
+    if x.numel():
+        plan = make_plan(form, **(dict.fromkeys(("rows", "row_bytes", "stages", "programs")) | options))
+        _launch(around[middle], canvas[middle], form, plan)
+    after, wanted = bits(canvas), bits(around)
     if not torch.equal(after[middle], wanted[middle]):
         raise CheckError(f"tma_copy {form}: {int((after[middle] != wanted[middle]).sum())} elements are not those of x")
-    after[middle] = before[middle]
-    return int((after != before).sum())
+    changed = after != before
+    changed[middle] = False
+    beside = int(changed[middle[0], margin + N : margin + end].sum())
+    found = Written(x.numel(), beside, int(changed.sum()) - beside)
+    if found.elsewhere or (form == "pointers" and beside):
+        raise CheckError(f"tma_copy {form} wrote outside its output: {found}")
+    return found
 
 
 def copy_each(x: torch.Tensor) -> tuple[torch.Tensor, ...]:
@@ -368,6 +422,19 @@ def copy_each(x: torch.Tensor) -> tuple[torch.Tensor, ...]:
 
 def references(x: torch.Tensor) -> tuple[torch.Tensor, ...]:
     return (reference(x),) * len(runnable())
+
+
+def show_edges(h: Harness, x: torch.Tensor) -> None:
+    """Where each form's stores end, within a larger matrix."""
+    found = {form: written(x, form) for form in runnable()}
+    size = "x".join(map(str, x.shape))
+    h.table(f"elements written by a copy of {size}", {form: counts._asdict() for form, counts in found.items()})
+    wide = [form for form, counts in found.items() if counts.up_to_16_bytes]
+    h.say(
+        f"outside a copy of {size}, {up_to_16_bytes(x)} elements lie between a row's end and the next multiple of 16 "
+        f"bytes; forms that write there: {', '.join(wide) or 'none'}"
+        + (" (the interpreter's stores end at the element, those of TMA need not)" if h.interpreted else "")
+    )
 
 
 def show_code(h: Harness) -> None:
@@ -515,10 +582,7 @@ def demo(h: Harness) -> None:
     for M, N in [(0, 8), (1, 1), (3, 781), (65, 129), (129, 640)]:
         h.check(copy_each, references, padded(h, M, N, dtype), terms=0)
     if not h.profile:
-        outside = {form: written_outside(h.randn(101, 203, dtype=dtype), form) for form in runnable()}
-        h.fact("elements written outside a 101x203 output within a larger matrix", outside)
-        if any(outside.values()):
-            raise CheckError(f"tma_copy wrote outside its output: {outside}")
+        show_edges(h, h.randn(101, 203, dtype=dtype))
 
     show_code(h)
 

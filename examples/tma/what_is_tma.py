@@ -127,7 +127,10 @@ def _check(name: str, x: torch.Tensor, factor: float, num_stages: int | None = N
 
 
 def _output(x: torch.Tensor) -> torch.Tensor:
-    """Memory for y, its rows apart by a multiple of 16 bytes as a descriptor wants, in every form alike."""
+    """Memory for y, its rows apart by a multiple of 16 bytes as a descriptor wants, in every form alike.
+
+    What lies between belongs to y: a TMA store may write there, as it ends at a multiple of 16 bytes.
+    """
     step = 16 // x.element_size()
     rows = torch.empty((x.shape[0], triton.cdiv(x.shape[1], step) * step), dtype=x.dtype, device=x.device)
     return rows[:, : x.shape[1]]

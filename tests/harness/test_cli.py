@@ -15,7 +15,13 @@ from harness.report import load_record
 
 import pytest
 
-TOPICS = ["torch_compiler_examples", "torch_xla_examples", "triton_examples", "triton_fp8_advanced"]
+TOPICS = [
+    "torch_compiler_examples",
+    "torch_xla_examples",
+    "triton_examples",
+    "triton_fp8_advanced",
+    "triton_tma_blackwell",
+]
 NAMES = {topic: [t.name for t in read_topic(ROOT / f"{topic}.py").techniques] for topic in TOPICS}
 
 NO_TRITON = machine().lacks(Needs.parse("triton"))  # or a numpy too new for an old interpreter

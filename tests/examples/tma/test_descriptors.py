@@ -15,6 +15,8 @@ from hypothesis import strategies as st
 
 from examples.tma import descriptors
 from examples.tma.descriptors import (
+    BOX_BLOCK,
+    BOXES,
     COPIES,
     DTYPES,
     FORMS,
@@ -24,7 +26,11 @@ from examples.tma.descriptors import (
     RULES,
     TILE,
     WORKSPACE,
+    Box,
     Workspace,
+    box_of,
+    box_outcome,
+    broken_by,
     copy,
     default_block,
     demo,
@@ -34,12 +40,14 @@ from examples.tma.descriptors import (
     reference,
     references,
     refused,
+    require_box,
     require_descriptor,
     show_allocator,
     show_rules,
     tensor_of,
     truncated,
     unchecked,
+    unchecked_box,
     window,
     windows,
     with_workspace,
@@ -188,9 +196,99 @@ def test_a_rule_breaks_nothing_else(h, rule, monkeypatch):
     require_descriptor("probe", x, block, padding)
 
 
+BOX_SAID = {
+    "last coordinate of 16 bytes": r"coordinates \(0, 1\) .*multiple of 16 bytes, here of 8: begin at 0",
+    "last coordinate of 16 bytes (outside)": r"coordinates \(0, 300\) .*here of 8: begin at 296",
+    "last coordinate of 16 bytes (store)": r"coordinates \(0, 1\) .*multiple of 16 bytes",
+    "no negative stores (rows)": r"coordinates \(-3, 0\) .*TMA stores to no negative ones",
+    "no negative stores (columns)": r"coordinates \(0, -8\) .*TMA stores to no negative ones",
+    "16 bytes a stored row": r"shape \(64, 63\), rows of 126 bytes; .*pad the last dimension",
+}
+
+
+@pytest.mark.parametrize("rule", BOXES)
+def test_each_rule_of_boxes_is_refused_by_name(h, rule):
+    x, y, into, starts = box_of(rule, h.device)
+    with pytest.raises(ValueError, match=f"probe: .*{BOX_SAID[rule]}"):
+        require_box("probe", y if into else x, starts, store=into)
+    for tensor in (x, y):  # and it breaks no rule of descriptors
+        require_descriptor("probe", tensor, BOX_BLOCK)
+    assert refused(rule, h.device).startswith("ValueError: copy: ")
+    assert broken_by(rule) == BOXES[rule].broken_by
+
+
+@given(
+    corner=st.lists(st.integers(-300, 300), min_size=1, max_size=5),
+    itemsize=st.sampled_from([1, 2, 4, 8]),
+    store=st.booleans(),
+    cols=st.integers(1, 40),
+)
+def test_what_a_box_may(corner, itemsize, store, cols):
+    """Exactly: whole 16 bytes in the last coordinate; to store, none negative and whole 16 bytes of a row."""
+    dtype = {1: torch.int8, 2: torch.half, 4: torch.float32, 8: torch.float64}[itemsize]
+    x = torch.empty(*(2 for _ in corner[1:]), cols, dtype=dtype)
+    fine = corner[-1] * itemsize % 16 == 0
+    if store:
+        fine = fine and min(corner) >= 0 and cols * itemsize % 16 == 0
+    try:
+        require_box("probe", x, tuple(corner), store=store)
+    except ValueError:
+        assert not fine
+    else:
+        assert fine
+
+
+@pytest.mark.parametrize(
+    ("corner", "error", "message"),
+    [(3, TypeError, "coordinates 3 for weights"), ((0, 8.0), TypeError, "pass a tuple of ints"),
+     ((8,), ValueError, r"\(8,\) for weights of shape \(4, 8\); one for each"),
+     ((2**31, 0), ValueError, "coordinates are int32"), ((0, -(2**31) - 8), ValueError, "coordinates are int32")],
+)  # fmt: skip
+def test_bad_boxes(corner, error, message):
+    with pytest.raises(error, match=f"probe: .*{message}"):
+        require_box("probe", torch.zeros(4, 8), corner, label="weights")
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_boxes_that_keep_the_rules_are_right(h, form, monkeypatch):
+    """The measure of a broken box is sound: nothing is wrong where no rule is broken, each wrong value is counted."""
+    fine = {
+        "loads": ((-3, -8), False),
+        "stores": ((3, 8), True),
+        "beyond": ((200, 64), True),
+        "far": ((64, 296), False),
+    }
+    for name, (starts, into) in fine.items():
+        monkeypatch.setitem(BOXES, name, Box(name, starts, into))
+        assert box_outcome(form, name, h.device.type) == "right", name
+    monkeypatch.setattr(descriptors, "unchecked_box", lambda form, x, y, *_: y.as_strided((64, 66), (128, 1)).zero_())
+    assert box_outcome(form, "stores", h.device.type) == "4096 of 4096 wrong, and 128 beside them, to column 65"
+    monkeypatch.setattr(descriptors, "unchecked_box", lambda form, x, y, *_: y.zero_())
+    assert box_outcome(form, "far", h.device.type) == "right"
+    assert box_outcome(form, "loads", h.device.type) == "3416 of 4096 wrong"
+
+
+def test_what_a_broken_box_does(h):
+    """What the interpreter makes of them; on a GPU it is the demo's, in a process of its own each."""
+    if not h.interpreted:
+        pytest.skip("an illegal instruction ends the process's use of the GPU")
+    for form in FORMS:
+        for rule, box in BOXES.items():
+            odd = "AssertionError: block offset start must be 16-byte aligned"
+            assert box_outcome(form, rule, "cpu") == (odd if box.starts[1] % 8 else "right")
+
+
+@pytest.mark.parametrize("rule", ["no negative stores (rows)", "16 bytes a stored row"])
+def test_a_broken_box_is_tma(rule):
+    x, y, into, starts = box_of(rule, "meta")
+    for form in FORMS:
+        (kernel,) = compile_for(unchecked_box, (form, x, y, into, *starts), sms=(90,))
+        assert (kernel.error, kernel.found["cp.async.bulk.tensor"]) == (None, 2)
+
+
 def test_a_rule_that_is_let_through_fails_the_demo(h, monkeypatch):
     monkeypatch.setitem(RULES, "nothing", ("nothing", lambda d: (torch.zeros(8, 8, device=d), "zero", (8, 8))))
-    with pytest.raises(AssertionError, match="require_descriptor let 'nothing' pass"):
+    with pytest.raises(AssertionError, match="our check let 'nothing' pass, broken by nothing"):
         refused("nothing", h.device)
 
 
@@ -223,13 +321,16 @@ def test_bad_input(h, name):
         window(*args, **kwargs)
 
 
-def test_an_odd_start_the_interpreter_does_not_know(h):
-    x = h.randn(4, 16, dtype=h.half)
-    if h.interpreted:
-        with pytest.raises(ValueError, match=r"window: starts \(0, 1\); Triton's interpreter"):
-            window(x, (0, 1), (4, 8))
-    else:
-        check(h, x, (0, 1), (4, 16))
+@pytest.mark.parametrize("dtype", [torch.int8, torch.float16, torch.float32, torch.float64])
+@pytest.mark.parametrize("form", FORMS)
+def test_odd_starts_are_refused(h, form, dtype):
+    """Before anything is launched, on every device: on a GPU they end in an illegal instruction."""
+    step = 16 // dtype.itemsize
+    x = torch.zeros(4, 2 * step, dtype=dtype, device=h.device)
+    for start in {-step - 1, -1, 1, step // 2, 3 * step + 1} - {0}:
+        with pytest.raises(ValueError, match=rf"window: coordinates \(1, {start}\) for x .* here of {step}"):
+            window(x, (1, start), (4, 8), form=form)
+    assert window(x, (1, -step), (4, 8), form=form).shape == (4, 8)
 
 
 def test_what_a_launch_does_with_a_broken_rule(h):
@@ -372,7 +473,10 @@ def test_the_demo_and_what_it_finds(h):
     assert rows["row stride of 16 bytes"]["device descriptor"] == "accepted"  # triton issue 10927
     assert rows["16 bytes a block row"]["host descriptor"] == "accepted"
     assert rows["16 bytes a block row"]["device descriptor"] == "ValueError"
-    assert all(row["require_descriptor"] in ("ValueError", "TypeError") for row in rows.values())
+    assert all(row["our check"] in ("ValueError", "TypeError") for row in rows.values())
+    assert set(BOXES) <= set(rows)
+    for rule in BOXES:  # nobody else notices before the launch
+        assert {rows[rule][f"{form} descriptor"] for form in FORMS} == {"accepted"}
     table = h.record.facts["PTX of a copy on sm_90"]
     assert table["device"]["tensormap"] > table["host"]["tensormap"] == table["pointers"]["tensormap"] == 0
     assert table["host"]["bytes of arguments"] > 2 * WORKSPACE
@@ -388,6 +492,8 @@ def test_broken_rules_on_the_gpu(h):
         for form in ("host", "device"):
             if words[form] == "accepted" and rule not in OFFLINE:
                 assert not words[f"{form}, run"].startswith("no result"), (rule, form)
+                # Loads and stores of boxes that break a rule are never right; a store may end at the element one day.
+                assert rule not in BOXES or words[f"{form}, run"] != "right" or BOXES[rule].columns == 63, (rule, form)
     x = h.randn(64, 64)  # this process's use of the GPU goes on
     assert torch.equal(copy("host", x), x)
 
@@ -403,10 +509,11 @@ def test_bfloat16_and_the_same_bits_each_time(h):
 
 
 @pytest.mark.gpu
-def test_odd_starts_on_the_gpu(h):
-    x = h.randn(70, 136, dtype=torch.float16)
-    for start in (-3, -1, 1, 5, 127):
-        check(h, x, (start, start), (80, 150), (16, 32))
+def test_starts_of_16_bytes_on_the_gpu(h):
+    """Negative and beyond the end, in every dimension, with rows that end anywhere."""
+    x = h.randn(70, 136, dtype=torch.float16)[:, :131]
+    for row, col in ((-3, -8), (-200, 16), (1, -256), (69, 128), (5, 136), (200, 296)):
+        check(h, x, (row, col), (80, 150), (16, 32))
 
 
 @pytest.mark.gpu
