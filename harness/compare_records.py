@@ -362,7 +362,8 @@ class Page:
         say(self.console, f"{first:{self.first}}{numbers}".rstrip(), style)
 
     def rule(self) -> None:
-        say(self.console, "─" * (self.first + sum(NUMBERS.values())), "dim")
+        line = "─" if self.console.encoding.startswith("utf") else "-"
+        say(self.console, line * (self.first + sum(NUMBERS.values())), "dim")
 
 
 def _ratio(value: float) -> str:

@@ -58,10 +58,12 @@ for one in "${tools[@]}"; do
         --print-limit 10000 --show-backtrace no --log-file "$out.$one.log")
     watcher=launches cached=()
     case $one in
-        memcheck) # each tensor in an allocation of its own, with something between them: its bounds are then known
+        # Each tensor in an allocation of its own, with something between them: its bounds are then known. What TMA reads
+        # and writes is not looked at: --check-tensor-ops of 2026.4 took boxes that pass the end of a matrix, as they
+        # may, for misaligned accesses on an H200. The techniques' own checks guard the edges of their outputs.
+        memcheck)
             watcher=unguarded cached=(PYTORCH_NO_CUDA_MEMORY_CACHING=1)
             flags+=(--report-api-errors no --padding 1024)
-            if knows --check-tensor-ops; then flags+=(--check-tensor-ops yes); fi
             ;;
         initcheck) # memory that was used before counts as initialized
             watcher=unguarded cached=(PYTORCH_NO_CUDA_MEMORY_CACHING=1)

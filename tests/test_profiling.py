@@ -369,14 +369,13 @@ def test_sanitize_looks_at_all_kernels_when_it_is_told_to(profiling):
 
 
 def test_sanitize_uses_what_a_newer_tool_knows(profiling):
-    options = "--check-tensor-ops arg (=no) --initcheck-track-filtered-global-memory arg (=yes)"
+    options = "--initcheck-track-filtered-global-memory arg (=yes)"
     fake = sanitizer().replace("HELP", options)
     done = profiling(
         "sanitize.sh", "--tool=memcheck,initcheck", "triton_examples.py", "softmax", compute_sanitizer=fake
     )
     assert done.returncode == 0, done.stdout + done.stderr
-    memcheck, initcheck = (call for call in profiling.calls() if not {"--help", "--version"} & set(call))
-    assert memcheck[memcheck.index("--check-tensor-ops") + 1] == "yes"
+    _, initcheck = (call for call in profiling.calls() if not {"--help", "--version"} & set(call))
     assert "kernel_name=softmax_rows_kernel" in initcheck
 
 

@@ -612,6 +612,12 @@ def test_a_reader_who_closes_the_pipe_gets_the_exit_status(tmp_path):
     assert done.stdout == f"{mine} beside {REFERENCE}\n"
 
 
+def test_where_only_ascii_can_be_printed(cli):
+    done = cli(("-m", "harness"), "compare", REFERENCE, REFERENCE, "--fail-under", 1, PYTHONIOENCODING="ascii")
+    assert (done.returncode, done.stderr) == (0, "")
+    assert "-" * 80 in done.stdout
+
+
 def test_the_help_says_what_the_exit_status_means(cli):
     said = " ".join(cli(("-m", "harness"), "compare", "--help").stdout.split())
     assert "--fail-under RATIO" in said
