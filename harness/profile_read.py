@@ -408,7 +408,10 @@ def _shares(us: float, work: dict | None, limits: Limits) -> tuple[float | None,
 
 
 def show(console: Console, seen: list[Seen], works: dict[str, dict], limits: Limits, most: int = 8) -> None:
-    """A heading for each call with its total, its kernels below it, and what that says. Empty columns are left out."""
+    """A heading for each call with its total, its kernels below it, and what that says. Empty columns are left out.
+
+    A terminal too narrow for the table gets the same as lines of text.
+    """
     columns = {
         "TB/s": lambda one: one.bytes / one.us / 1e6 if one.bytes is not None and one.us else None,
         "tensor cores": lambda one: one.tensor,
@@ -418,27 +421,37 @@ def show(console: Console, seen: list[Seen], works: dict[str, dict], limits: Lim
     columns = {head: cell for head, cell in columns.items() if any(cell(one) is not None for one in seen)}
     shown = {"TB/s": "{:.3g}", "tensor cores": "{:.0f} %", "occupancy": "{:.0f} %", "registers": "{}"}
     of_work = [head for head, name in (("TB/s of work", "bytes"), ("TFLOP/s", "flops")) if _any(seen, works, name)]
-    table = Table(box=box.SIMPLE_HEAD)
-    table.add_column("call, and its kernels", no_wrap=True)
-    for head in ("launches", "us", *columns, *of_work):
-        table.add_column(head, justify="right", no_wrap=True)
+    heads = ["launches", "us", *columns, *of_work]
+    rows: list[tuple[str, list[str], str]] = []  # what, its numbers, style
     for call in dict.fromkeys(one.call for one in seen):
         kernels = [one for one in seen if one.call == call]
         us = sum(one.us for one in kernels)
         rates = [_rate(works.get(call), us, "bytes" if head == "TB/s of work" else "flops") for head in of_work]
         total = [str(sum(one.launches for one in kernels)), f"{us:.1f}", *[""] * len(columns), *rates]
-        table.add_row(Text(call or "outside every range"), *total, style="bold")
+        rows.append((call or "outside every range", total, "bold"))
         for one in kernels[:most]:
             cells = [cell(one) for cell in columns.values()]
             known = [shown[head].format(c) if c is not None else "" for head, c in zip(columns, cells, strict=True)]
-            table.add_row(Text(f"  {short(one.kernel)}"), str(one.launches), f"{one.us:.1f}", *known)
+            rows.append((f"  {short(one.kernel)}", [str(one.launches), f"{one.us:.1f}", *known], ""))
         if rest := kernels[most:]:
             left = sum(one.us for one in rest)
-            table.add_row(f"  and {len(rest)} more", str(sum(one.launches for one in rest)), f"{left:.1f}")
+            rows.append((f"  and {len(rest)} more", [str(sum(one.launches for one in rest)), f"{left:.1f}"], ""))
         if said := verdict(kernels, works.get(call), limits):
-            table.add_row(Text(f"  -> {said}"), style="dim")
-    console.width = max(console.width, console.measure(table).maximum)
-    console.print(table)
+            rows.append((f"  -> {said}", [], "dim"))
+    table = Table(box=box.SIMPLE_HEAD)
+    table.add_column("call, and its kernels", no_wrap=True)
+    for head in heads:
+        table.add_column(head, justify="right", no_wrap=True)
+    for what, numbers, style in rows:
+        table.add_row(Text(what), *numbers, style=style)
+    width = console.measure(table, options=console.options.update(max_width=1000)).maximum
+    if width <= console.width or not console.is_terminal:
+        console.width = max(console.width, width)
+        console.print(table)
+        return
+    for what, numbers, style in rows:
+        said = ", ".join(f"{head} {number}" for head, number in zip(heads, numbers, strict=False) if number)
+        console.print(Text(f"{what}: {said}" if said else what, style=style))
 
 
 def _any(seen: list[Seen], works: dict[str, dict], name: str) -> bool:
