@@ -510,7 +510,8 @@ def test_exercise_of_tma(edited):
     loads = [found[which, "scale_pointers"].found["ld.global.v4"] for which in (False, True)]
     assert loads[1] == 2 * loads[0]
     sees(
-        "the same count, twice the shared memory, and twice as many `LDG`: one instruction moves a tile of either size"
+        "the same count, twice the shared memory, and twice as many `LDG`: one instruction stands in the code for a "
+        "tile of either size"
     )
 
 

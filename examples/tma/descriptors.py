@@ -27,6 +27,7 @@ Errors     TypeError for another dtype, starts or sizes that are no ints; ValueE
            or an input that requires grad.
 Wins when  host: the launch knows the tensor. device: only the kernel does (groups of tensors, a list of pointers), and
            many tiles share a descriptor, since each program that makes one executes some dozens of instructions more.
+           In the copy below, whose tiles are small, the walk that shares it costs about what that saves.
 Source     Triton's own checks: triton/tools/tensor_descriptor.py and make_tensor_descriptor in triton/language; limits:
            cuTensorMapEncodeTiled in the CUDA driver API; the silent case: triton issue 10927. Of boxes, each seen on
            an H200: no negative stores, CUDA programming guide on TMA; the last coordinate, triton pull request 9112

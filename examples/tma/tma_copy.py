@@ -29,7 +29,8 @@ Errors     TypeError for another dtype; ValueError for rank, strides, sizes, a l
            long; a tile, stages or programs that cannot be;
            RuntimeError for a device without Triton, an architecture without TMA, Gluon in the interpreter, an input
            that requires grad.
-Wins when  the copy is part of something else. A copy alone is torch's: x.clone(). TMA keeps its rate on ragged rows.
+Wins when  the copy is part of something else. A copy alone is torch's: x.clone(). On ragged rows all are slower, but
+           host, walk and ring lose less of their rate than pointers do.
 Source     chapter section "TMA", whose claim is a faster copy; Little's law for memory as in vendor tuning guides;
            where a store ends: seen on an H200, and triton issue 11583.
 Run        python examples/tma/tma_copy.py
@@ -84,8 +85,8 @@ class Plan(NamedTuple):
 
 
 # The same tile in every form: 16 KiB in rows of 512 bytes, long stretches of memory, and of 16-bit values the most that
-# a box may have in a row (256), which the ring asks for at once. One warp where each program makes its descriptors: one
-# makes them, and more would only wait.
+# a box may have in a row (256), which the ring asks for at once. One warp where each tile's program makes its
+# descriptors: one makes them, and more would only wait.
 PLANS = {
     "pointers": Plan(32, 512, 4, 1, 0),
     "host": Plan(32, 512, 4, 1, 0),

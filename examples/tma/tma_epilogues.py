@@ -30,7 +30,8 @@ Errors     TypeError for another dtype or different ones; ValueError for rank, s
            for a device without Triton, an architecture without TMA or (warp specialized: sm_90 alone, nor is Gluon
            interpreted) Hopper's tensor cores, too little shared memory, or an input that requires grad.
 Wins when  nobody needs the sums themselves, as training does. What is saved is 4 bytes an element, whatever K is: the
-           shorter the sums, the larger its share. But where K is a few hundred, consumers wait for the finisher.
+           shorter the sums, the larger its share. But where K is a few hundred, consumers wait for the finisher. And
+           swiglu on an H200 wins warp specialized only: persistent, it is slower than two kernels.
 Source     chapter section "TMA"; SwiGLU: Shazeer 2020; GELU: Hendrycks and Gimpel 2016; roles of warps: fp8_matmul.py.
 Run        python examples/tma/tma_epilogues.py
 """

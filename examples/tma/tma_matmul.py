@@ -4,10 +4,11 @@ Technique  The same program for the same tile: TILE of c, BLOCK_K deep, the same
            tile in the same order. Each step changes one thing and keeps the others:
            pointers  tl.load: all threads copy to shared memory, 16 bytes at a time (cp.async), and advance a pointer
                      for each of those copies; what lies past an edge is masked or loaded twice;
-           loads     descriptor.load: one thread asks TMA for the whole tile of a and of b; an mbarrier counts bytes;
+           loads     descriptor.load: one thread asks TMA for each box of 128 bytes a row; an mbarrier counts bytes;
            store     descriptor.store: the tile of c goes to shared memory, and TMA writes it out from there. It takes
                      the memory that a and b had, which the loop has left;
-           parts     the same in PARTS parts, one after the other, through less shared memory.
+           parts     the same in PARTS parts, one after the other, through less shared memory: of use to a persistent
+                     kernel, whose store has memory of its own. Here it has that of a and b.
            A claim such as "TMA is 20 to 30 % faster" often compares another tile or number of stages, too.
 Question   How much faster is a matmul by TMA, with nothing else changed?
 Needs      triton, sm_90
@@ -223,10 +224,12 @@ def show_code(h: Harness) -> None:
         rows = {}
         for step, kernel in zip(STEPS, kernels, strict=False):
             loop = loop_of(dump(tma_matmul, (x, x, step, block_n, stages), sm=90)["sass"])
-            # A TMA copy stands in the code of every warp, and one thread of one warp issues it.
+            # A TMA copy stands once in the code. A warp for each box issues it, by one thread; a box of a swizzled tile
+            # is 128 bytes wide: one for a, several for b.
+            boxes = 2 * (BLOCK_K + block_n) // 128 if loop["UTMALDG"] else 0
             rows[step] = {
                 "instructions of the loop": loop.total(),
-                "copies that a program issues in it": 32 * WARPS * loop["LDGSTS"] + loop["UTMALDG"],
+                "copies that a program issues in it": 32 * WARPS * loop["LDGSTS"] + boxes,
                 "barriers in it": loop["BAR"] + loop["SYNCS"],
                 "registers": kernel.registers,
                 "spilled bytes": kernel.spills,

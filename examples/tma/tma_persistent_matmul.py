@@ -23,9 +23,9 @@ Shapes     a [M, K] with contiguous rows, b [K, N] with contiguous rows or colum
 Dtypes     float16, bfloat16, both the same; sums are float32.
 Errors     TypeError for another dtype or two dtypes; ValueError for rank, inner sizes that differ, a layout TMA cannot
            load (one dimension contiguous, other strides and the start multiples of 16 bytes), a schedule, band or place
-           of descriptors that does not exist, late elsewhere or with too short a K, an out of another kind;
-           RuntimeError for a device without Triton or with too little shared memory for any tile, or an input that
-           requires grad.
+           of descriptors that does not exist, late elsewhere or with too short a K, an out of another kind or over the
+           memory of a or b; RuntimeError for a device without Triton or with too little shared memory for any tile, or
+           an input that requires grad.
 Wins when  there are several tiles per SM, and K is long enough to hide the store of the tile before. Calls shorter
            than their launch gain most from being prepared.
 Source     chapter section "TMA"; tile order as in Triton tutorial 03, the flattened loop as in tutorial 09.
@@ -233,6 +233,19 @@ class _Call(NamedTuple):
         return self.c
 
 
+def _overlap(x: torch.Tensor, y: torch.Tensor) -> bool:
+    """Whether the memory of two tensors, from the first to the last element of each, has bytes in common."""
+
+    def ends(t: torch.Tensor) -> tuple[int, int]:
+        last = sum((size - 1) * step for size, step in zip(t.shape, t.stride(), strict=True))
+        return t.data_ptr(), t.data_ptr() + (last + 1) * t.element_size()
+
+    if x.device.type == "meta" or not (x.numel() and y.numel()):
+        return False
+    (x_first, x_end), (y_first, y_end) = ends(x), ends(y)
+    return x_first < y_end and y_first < x_end
+
+
 def _call(name, a, b, out, schedule, band, descriptors="host") -> _Call:
     require_triton_device(name, a, b, *([] if out is None else [out]))
     if a.dtype not in DTYPES or b.dtype != a.dtype:
@@ -241,8 +254,8 @@ def _call(name, a, b, out, schedule, band, descriptors="host") -> _Call:
         raise ValueError(f"{name}: shapes {tuple(a.shape)} and {tuple(b.shape)}; need [M, K] and [K, N]")
     if schedule is not None and (not isinstance(schedule, str) or schedule not in SCHEDULES):
         raise ValueError(f"{name}: schedule {schedule!r} is not one of {SCHEDULES}, nor None for the rule")
-    if band is not None and (type(band) is not int or band < 1):
-        raise ValueError(f"{name}: band is {band!r}; take a positive number of rows of tiles, or None for the rule")
+    if band is not None and (type(band) is not int or not 1 <= band <= 4096):  # times tiles_n in int32
+        raise ValueError(f"{name}: band is {band!r}; take 1 to 4096 rows of tiles, or None for the rule")
     if not isinstance(descriptors, str) or descriptors not in DESCRIPTORS:
         raise ValueError(f"{name}: descriptors {descriptors!r} is not one of {DESCRIPTORS}")
     if descriptors != "host" and schedule not in ("whole", "split"):
@@ -262,6 +275,9 @@ def _call(name, a, b, out, schedule, band, descriptors="host") -> _Call:
         )
     else:
         require_tma_layout(name, out=out)
+        for label, x in (("a", a), ("b", b)):
+            if _overlap(out, x):
+                raise ValueError(f"{name}: out lies over {label}, which is still read then: pass memory of its own")
         c = out
     if not (M and N and K):
         return _Call(None, 0, (), {}, c)

@@ -20,7 +20,8 @@ Errors     TypeError for another dtype or a factor that is no number; ValueError
            sizes of 2**31 - 256 or more, a layout TMA cannot load, an eviction policy that does not exist or a number
            of stages outside 1 to 4; RuntimeError for a device without Triton or an input that requires grad.
 Wins when  other threads need the tile (the operands of tl.dot), or registers and instructions are short. Data that
-           pass through a thread once need no shared memory, and a hint pays where the same data are read again.
+           pass through a thread once need no shared memory. A hint is for data that are read again; the last lines say
+           what it saves there, on an H200 next to nothing.
 Source     chapter section "TMA in Triton", whose `eviction_policy="evict_last"  # TMA hint` is the second form here.
 Run        python examples/tma/what_is_tma.py
 """

@@ -88,7 +88,9 @@ def test_a_topic_runs_as_a_user_runs_it(cli, name, tmp_path):
     assert record["command"] == f"python {name}.py --quick --json {record_path}"
     assert record["machine"]["torch"]
     for example in record["examples"]:
-        assert example["checks"] or example["comparisons"], f"{example['name']} checks nothing"
+        # Gluon kernels are not interpreted: without a GPU their code is all there is to hold to something.
+        compiled_only = machine().mode == "interpreted" and example["codegen"]
+        assert example["checks"] or example["comparisons"] or compiled_only, f"{example['name']} checks nothing"
         assert example["comparisons"] or example["facts"], f"{example['name']} shows nothing"
         assert all(check["passed"] and check["error"] <= 1 for check in example["checks"])
         needs_triton = needs[example["name"]].triton
