@@ -81,7 +81,10 @@ class Work:
 
 @dataclass
 class Row:
-    """One variant of a table; times in ms, None where nothing was timed. `enqueue_us` is the host's own share."""
+    """One variant of a table; times in ms, None where nothing was timed. `enqueue_us` is the host's own share.
+
+    A `comparator` is a kernel of this repository, but not the technique's: it is never the technique's best row.
+    """
 
     variant: str
     ours: bool
@@ -95,6 +98,7 @@ class Row:
     of_ceiling: float | None = None
     speedup: float | None = None
     enqueue_us: float | None = None
+    comparator: bool = False
 
 
 @dataclass
@@ -139,6 +143,7 @@ def check_variants(
     beside: float | None = None,
     cold: bool = False,
     first_calls: dict[str, float | None] | None = None,
+    comparators: Iterable[str] = (),
     **budget,
 ) -> None:
     """Check each variant against the float64 reference and note how long its first call took.
@@ -157,7 +162,7 @@ def check_variants(
     """
     from harness.compiler import empty_cache
 
-    references = references or {}
+    references, comparators = references or {}, set(comparators)
     if beside and next(iter(variants)) != table.baseline:
         raise ValueError(f"compare: beside={beside} needs the baseline first, got {list(variants)}")
     if beside and set(budget) - {"dtype"}:
@@ -203,7 +208,8 @@ def check_variants(
                 error = check(call, wanted, *inputs, what=what, poison=is_ours(name) and not is_compiled(fn), **budget)
         if error > 1:  # check() raises by itself
             raise CheckError(f"{what}: off by {error * beside:.1f} times what {table.baseline} is, {beside:g} allowed")
-        table.rows.append(Row(name, is_ours(name), (first_calls or {}).get(name, seconds), error))
+        row = Row(name, is_ours(name), (first_calls or {}).get(name, seconds), error, comparator=name in comparators)
+        table.rows.append(row)
 
 
 def time_rounds(

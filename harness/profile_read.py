@@ -2,23 +2,30 @@
 
     python -m harness.profile_read names SCRIPT [TECHNIQUE ...]     are there such techniques? else exit status 2
     python -m harness.profile_read kernels SCRIPT [TECHNIQUE ...]   the names of their Triton kernels
+    python -m harness.profile_read rest RECORD SCRIPT [TECHNIQUE ...]   those after the one that ended the process
     python -m harness.profile_read sanitizer OUT TOOL ... -- KERNEL ...   OUT.memcheck.log, ... by compute-sanitizer
-    python -m harness.profile_read ncu RECORD CSV         `ncu --import FILE --page raw --csv`
+    python -m harness.profile_read ncu [--agree REFERENCE] RECORD CSV ...   `ncu --import FILE --page raw --csv`
+    python -m harness.profile_read agree REFERENCE RECORD CSV ...   what ncu says, beside the timings of REFERENCE
     python -m harness.profile_read nsys RECORD CSV ...    `nsys stats --report nvtx_kern_sum --format csv`
     python -m harness.profile_read torch RECORD FOLDER    the traces of harness.profile_run
     python -m harness.profile_read proton RECORD FILE     Proton's .hatchet
 
 RECORD is what the profiled script wrote with --json: it knows the bytes and operations of each call that it named.
+REFERENCE is the record of a run that was timed. What is printed is also written, with the command and the versions, to
+a text file beside RECORD (x.ncu.json: x.ncu.txt) or OUT (OUT.sanitize.txt).
 """
 
 from __future__ import annotations
 
 import ast
 import csv
+import io
 import json
+import os
 import re
 import sys
-from collections.abc import Iterable, Iterator
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -87,6 +94,10 @@ def read_sanitizer(tool: str, log: str, kernels: list[str]) -> Findings:
     return found
 
 
+FINDINGS = 8  # different ones that are shown for each kernel
+TIMED_OUT = (124, 137)  # what `timeout` ends with
+
+
 @dataclass
 class Status:
     """How the process under the tool ended: the record of the run, and what it launched."""
@@ -100,7 +111,10 @@ class Status:
 
 def read_status(stem: Path) -> Status:
     """From the files that sanitize.sh leaves: STEM.status ("code seconds ours|all"), STEM.json and STEM.launches."""
-    code, seconds, which = stem.with_name(f"{stem.name}.status").read_text().split()
+    try:
+        code, seconds, which = stem.with_name(f"{stem.name}.status").read_text().split()
+    except FileNotFoundError:  # stopped from outside
+        code, seconds, which = "124", "nan", "ours"
     record, launches = (_json(stem.with_name(f"{stem.name}.{kind}")) for kind in ("json", "launches"))
     examples = {e["name"]: (e["status"], e["reason"]) for e in record.get("examples", [])}
     return Status(int(code), float(seconds), which == "ours", examples, launches)
@@ -113,15 +127,12 @@ def _json(path: Path) -> dict:
         return {}
 
 
-def _near(path: Path) -> str:
-    return str(path.relative_to(Path.cwd())) if path.is_relative_to(Path.cwd()) else str(path)
-
-
 def show_sanitizer(console: Console, out: Path, tools: list[str], kernels: list[str]) -> bool:
     """A row for each tool, and what it found. Whether all of them ran to the end and found nothing.
 
-    initcheck looks at all kernels, since it must see who initializes what; what it says of kernels that are not ours
-    is shown and no failure: it does not see all that a TMA store, or a library, writes.
+    initcheck before 2026.4 must look at all kernels, to see who initializes what; what it says of kernels that are not
+    ours is shown and no failure. It does not see what a TMA store of a tensor's box writes, in no version so far: who
+    reads that, a kernel of ours too, is reported without reason.
     """
     table = Table(box=box.SIMPLE_HEAD)
     for head in ("tool", "techniques", "kernels launched", "launches"):
@@ -129,12 +140,13 @@ def show_sanitizer(console: Console, out: Path, tools: list[str], kernels: list[
     for head in ("errors", "elsewhere", "seconds"):
         table.add_column(head, justify="right", no_wrap=True)
     table.add_column("log", overflow="fold")
-    clean, notes = True, []
+    clean, notes, names = True, [], {}
     for tool in tools:
         stem = out.with_name(f"{out.name}.{tool}")
         log = stem.with_name(f"{stem.name}.log")
         found = read_sanitizer(tool, log.read_text(errors="replace") if log.exists() else "", kernels)
         status = read_status(stem)
+        names |= dict.fromkeys(status.techniques)
         elsewhere = len(found.by_kernel.get("", [])) if tool == "initcheck" else 0
         errors = found.errors - elsewhere
         if tool == "initcheck" and not any(found.by_kernel.keys() - {""}):
@@ -147,18 +159,23 @@ def show_sanitizer(console: Console, out: Path, tools: list[str], kernels: list[
         table.add_row(
             tool, ", ".join(f"{count} {verdict}" for verdict, count in ended.items()) or "-",
             f"{len(ran)} of {len(looked_at)}", str(sum(ran.values())),
-            "-" if found.refused else str(errors), str(elsewhere or ""), f"{status.seconds:.0f}", _near(log),
+            "-" if found.refused else str(errors), str(elsewhere or ""), f"{status.seconds:.0f}", log.name,
         )  # fmt: skip
         broken = {name: why for name, (verdict, why) in status.techniques.items() if verdict in ("failed", "running")}
         if found.refused:
-            notes.append(("red", f"{tool} did not come to its end: {found.refused}"))
+            stopped = f"stopped after {status.seconds:.0f} s; " if status.code in TIMED_OUT else ""
+            notes.append(("red", f"{tool} did not come to its end: {stopped}{found.refused}"))
         elif not status.techniques:
             notes.append(("red", f"{tool}: the script ended with status {status.code} before its first technique"))
         for name, why in broken.items():
             notes.append(("red", f"{tool}: {name} failed: {(why or 'no reason').splitlines()[0]}"))
         for name, said in found.by_kernel.items():
             style = "yellow" if tool == "initcheck" and not name else "red"
+            kinds = Counter(said).most_common()
             notes.append((style, f"{tool}: {name or 'not in a kernel of ours'}: {len(said)} printed, first: {said[0]}"))
+            notes += [(style, f"    {count} times: {kind}") for kind, count in kinds[:FINDINGS] if len(kinds) > 1]
+            if len(kinds) > FINDINGS:
+                notes.append((style, f"    and {len(kinds) - FINDINGS} other places"))
         others = [name for name in status.launches if kernels and name not in kernels]
         if others and status.filtered:
             notes.append(("yellow", f"{tool}: launched as well, and not looked at: {', '.join(others)}"))
@@ -170,8 +187,10 @@ def show_sanitizer(console: Console, out: Path, tools: list[str], kernels: list[
         clean &= not (found.refused or errors or broken or not status.techniques)
         clean &= bool(ran) or not kernels  # nothing was looked at
     console.print(table)
-    for style, note in dict.fromkeys(notes):
+    for style, note in notes:
         console.print(Text(note, style=style), soft_wrap=True)
+    if names:
+        console.print(Text(f"techniques: {', '.join(names)}", style="dim"), soft_wrap=True)
     return clean
 
 
@@ -381,20 +400,17 @@ def verdict(kernels: list[Seen], work: dict | None, limits: Limits) -> str:
     occupancy = sum((one.occupancy or 0.0) * one.us for one in kernels) / us
     share = tbps / limits.copy_tbps if limits.copy_tbps else None
     least = work["bytes"] if work else 0
-    excess = f", moving {moved / least:.2f} times the least it must" if least and moved > 1.05 * least else ""
+    excess = f", {moved / least:.2f}x the least bytes" if least and moved > 1.05 * least else ""
     if share is None:
-        return f"{tbps:.2f} TB/s of memory, tensor cores busy {tensor:.0%} of the time{excess}"
+        return f"{tbps:.2f} TB/s of memory, tensor cores busy {tensor:.0%}{excess}"
     if share >= 0.6 and share >= tensor:
         return f"memory-bound: {share:.0%} of copy{excess}"
     if tensor >= 0.6:
         of = f", {arithmetic:.0%} of cuBLAS {work['dtype']}" if arithmetic else ""
-        return f"bound by the tensor cores: busy {tensor:.0%} of the time{of}"
+        return f"bound by the tensor cores: busy {tensor:.0%}{of}"
     if us < 10:
-        return f"too short to be bound by anything but its launch ({share:.0%} of copy)"
-    return (
-        f"waiting: memory at {share:.0%} of copy, tensor cores busy {tensor:.0%} of the time, "
-        f"{occupancy:.0f} % of the warps there{excess}"
-    )
+        return f"short: launching bounds it ({share:.0%} of copy)"
+    return f"waiting: {share:.0%} of copy, tensor cores busy {tensor:.0%}, {occupancy:.0f}% of the warps{excess}"
 
 
 def _shares(us: float, work: dict | None, limits: Limits) -> tuple[float | None, float | None]:
@@ -407,13 +423,28 @@ def _shares(us: float, work: dict | None, limits: Limits) -> tuple[float | None,
     return memory, arithmetic
 
 
-def show(console: Console, seen: list[Seen], works: dict[str, dict], limits: Limits, most: int = 8) -> None:
-    """A heading for each call with its total, its kernels below it, and what that says. Empty columns are left out.
+MANY = 30
 
+
+def show(
+    console: Console,
+    seen: list[Seen],
+    works: dict[str, dict],
+    limits: Limits,
+    groups: dict[str, str] | None = None,
+    most: int = 2,
+    unit: str = "kernel",
+) -> None:
+    """A row for each call with one kernel, and what that says; a call of several has a row for each below its sum.
+
+    Calls stand below their case, cases below the technique that `groups` gives each call. Empty columns are left out,
+    and in a table of MANY calls the kernels of a library's.
     A terminal too narrow for the table gets the same as lines of text.
     """
+    from harness.compare import is_ours  # which imports torch
+
     columns = {
-        "TB/s": lambda one: one.bytes / one.us / 1e6 if one.bytes is not None and one.us else None,
+        "TB/s": lambda one: round(one.bytes / one.us / 1e6, 3) if one.bytes is not None and one.us else None,
         "tensor cores": lambda one: one.tensor,
         "occupancy": lambda one: one.occupancy,
         "registers": lambda one: one.registers,
@@ -422,36 +453,63 @@ def show(console: Console, seen: list[Seen], works: dict[str, dict], limits: Lim
     shown = {"TB/s": "{:.3g}", "tensor cores": "{:.0f} %", "occupancy": "{:.0f} %", "registers": "{}"}
     of_work = [head for head, name in (("TB/s of work", "bytes"), ("TFLOP/s", "flops")) if _any(seen, works, name)]
     heads = ["launches", "us", *columns, *of_work]
-    rows: list[tuple[str, list[str], str]] = []  # what, its numbers, style
-    for call in dict.fromkeys(one.call for one in seen):
-        kernels = [one for one in seen if one.call == call]
-        us = sum(one.us for one in kernels)
+    calls: dict[str, list[Seen]] = {}
+    for one in seen:
+        calls.setdefault(one.call, []).append(one)
+    rows: list[tuple[str, str, list[str], str, str]] = []  # call, kernel, numbers, what they say, style
+
+    def numbers(one: Seen) -> list[str]:
+        cells = [cell(one) for cell in columns.values()]
+        known = [shown[head].format(c) if c is not None else "" for head, c in zip(columns, cells, strict=True)]
+        return [str(one.launches), f"{one.us:.1f}", *known]
+
+    above = (None, None)
+    for call, kernels in calls.items():
+        technique = (groups or {}).get(call)
+        case, _, variant = call.rpartition(": ")
+        if technique and technique != above[0]:
+            rows.append((technique, "", [], "", "bold"))
+        if case and (technique, case) != above:
+            rows.append((f" {case}", "", [], "", ""))
+        above = (technique, case)
+        us, says = sum(one.us for one in kernels), verdict(kernels, works.get(call), limits)
         rates = [_rate(works.get(call), us, "bytes" if head == "TB/s of work" else "flops") for head in of_work]
-        total = [str(sum(one.launches for one in kernels)), f"{us:.1f}", *[""] * len(columns), *rates]
-        rows.append((call or "outside every range", total, "bold"))
-        for one in kernels[:most]:
-            cells = [cell(one) for cell in columns.values()]
-            known = [shown[head].format(c) if c is not None else "" for head, c in zip(columns, cells, strict=True)]
-            rows.append((f"  {short(one.kernel)}", [str(one.launches), f"{one.us:.1f}", *known], ""))
+        label = f"   {variant}" if variant else "outside every range"
+        if len(kernels) == 1:
+            rows.append((label, short(kernels[0].kernel, 44), numbers(kernels[0]) + rates, says, ""))
+            continue
+        moved = None if any(one.bytes is None for one in kernels) else sum(one.bytes for one in kernels)
+        whole = numbers(Seen(call, "", sum(one.launches for one in kernels), us, moved))
+        if len(calls) > MANY and not is_ours(variant):
+            rows.append((label, f"{len(kernels)}, most in {short(kernels[0].kernel, 32)}", whole + rates, says, ""))
+            continue
+        rows.append((label, f"{len(kernels)} {unit}s", whole + rates, says, ""))
+        rows += [("", f"  {short(one.kernel, 42)}", numbers(one), "", "dim") for one in kernels[:most]]
         if rest := kernels[most:]:
-            left = sum(one.us for one in rest)
-            rows.append((f"  and {len(rest)} more", [str(sum(one.launches for one in rest)), f"{left:.1f}"], ""))
-        if said := verdict(kernels, works.get(call), limits):
-            rows.append((f"  -> {said}", [], "dim"))
-    table = Table(box=box.SIMPLE_HEAD)
-    table.add_column("call, and its kernels", no_wrap=True)
+            left = [str(sum(one.launches for one in rest)), f"{sum(one.us for one in rest):.1f}"]
+            rows.append(("", f"  and {len(rest)} more", left, "", "dim"))
+    table = Table(box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0))
+    table.add_column("case, and call", no_wrap=True)
+    table.add_column(unit, no_wrap=True)
     for head in heads:
         table.add_column(head, justify="right", no_wrap=True)
-    for what, numbers, style in rows:
-        table.add_row(Text(what), *numbers, style=style)
+    said = any(row[3] for row in rows)
+    if said:
+        table.add_column("what that says", no_wrap=True)
+    for label, kernel, known, says, style in rows:
+        known = known + [""] * (len(heads) - len(known))
+        table.add_row(Text(label), kernel, *known, *([says] if said else []), style=style)
     width = console.measure(table, options=console.options.update(max_width=1000)).maximum
     if width <= console.width or not console.is_terminal:
         console.width = max(console.width, width)
         console.print(table)
         return
-    for what, numbers, style in rows:
-        said = ", ".join(f"{head} {number}" for head, number in zip(heads, numbers, strict=False) if number)
-        console.print(Text(f"{what}: {said}" if said else what, style=style))
+    for label, kernel, known, says, style in rows:
+        told = [f"{head} {number}" for head, number in zip(heads, known, strict=False) if number]
+        line = label if kernel == "" else f"{label or '    '} {kernel}: {', '.join(told)}"
+        console.print(Text(line, style=style))
+        if says:
+            console.print(Text(f"     -> {says}", style="dim"))
 
 
 def _any(seen: list[Seen], works: dict[str, dict], name: str) -> bool:
@@ -466,6 +524,11 @@ def _rate(work: dict | None, us: float, name: str) -> str:
 def works_of(record: dict) -> dict[str, dict]:
     """The work of each named call, from the record of the run that was profiled."""
     return {call: work for example in record.get("examples", []) for call, work in example.get("profiled", {}).items()}
+
+
+def techniques_of(record: dict) -> dict[str, str]:
+    """The technique of each named call."""
+    return {call: e["name"] for e in record.get("examples", []) for call in e.get("profiled", {})}
 
 
 def measured(works: dict[str, dict]) -> Limits:
@@ -494,7 +557,7 @@ NOTHING = {
 
 def _read(kind: str, paths: list[Path]) -> list[Seen]:
     if kind == "ncu":
-        return read_ncu(paths[0].read_text(encoding="utf-8", errors="replace"))
+        return [one for path in paths for one in read_ncu(path.read_text(encoding="utf-8", errors="replace"))]
     if kind == "nsys":
         return read_nsys(path.read_text(encoding="utf-8", errors="replace") for path in paths)
     if kind == "torch":
@@ -502,13 +565,21 @@ def _read(kind: str, paths: list[Path]) -> list[Seen]:
     return read_proton(json.loads(paths[0].read_text(encoding="utf-8")))
 
 
-def show_profile(console: Console, kind: str, record: Path, paths: list[Path]) -> int:
-    """The table of one profiler; 1 when it saw nothing, or a technique failed under it."""
-    run = _json(record)
+def _merged(records: list[dict]) -> dict:
+    """One run of several processes, each of which went on after the technique that ended the one before."""
+    return (records[0] if records else {}) | {"examples": [e for record in records for e in record.get("examples", [])]}
+
+
+def show_profile(console: Console, kind: str, records: list[Path], paths: list[Path], agree: Path | None = None) -> int:
+    """The table of one profiler; 1 when it saw nothing, or a technique failed under it.
+
+    ncu has a record and a table for each process that it took. `agree` is a record of timings to put beside it.
+    """
+    run = _merged([_json(record) for record in records])
     seen = _read(kind, paths)
     failed = [e for e in run.get("examples", []) if e["status"] in ("failed", "running")]
     for example in failed:
-        reason = (example["reason"] or "no reason").splitlines()[0]
+        reason = (example["reason"] or "it ended the process, and the profile goes on after it").splitlines()[0]
         console.print(Text(f"{example['name']} failed: {reason}", style="red"), soft_wrap=True)
     if not seen:
         console.print(Text(NOTHING[kind], style="red"), soft_wrap=True)
@@ -518,34 +589,217 @@ def show_profile(console: Console, kind: str, record: Path, paths: list[Path]) -
         works = {}
         said = "Triton kernels are interpreted: what is seen are the operators of torch, and no time is a kernel's."
         console.print(Text(said, style="yellow"), soft_wrap=True)
-    limits = measured(works) if run.get("machine", {}).get("gpu") else Limits()
-    show(console, seen, works, limits)
+    on_gpu = bool(run.get("machine", {}).get("gpu"))
+    limits = measured(works) if on_gpu else Limits()
+    groups = techniques_of(run)
+    show(console, seen, works, limits, groups, unit="operator" if kind == "torch" and not on_gpu else "kernel")
     notes = [f"copy {limits.copy_tbps:.2f} TB/s"] if limits.copy_tbps else []
     notes += [f"cuBLAS {name} {rate:.0f} TFLOP/s" for name, rate in limits.gemm_tflops.items() if rate]
     if notes:
         console.print(Text(f"measured here, now: {', '.join(notes)}", style="dim"), soft_wrap=True)
+    there = {groups.get(one.call) for one in seen}
+    for example in run.get("examples", []):
+        if example["name"] not in there and example not in failed:
+            why = (example["reason"] or "it calls nothing under --profile").splitlines()[0]
+            console.print(Text(f"{example['name']}: not profiled: {why}", style="dim"), soft_wrap=True)
+    for record in records:
+        for call, why in _json(record.with_suffix(".left")).items():
+            console.print(Text(f"{call}: profiled {why}", style="yellow"), soft_wrap=True)
+    if agree:
+        show_agreement(console, agree, run, seen)
     return int(bool(failed))
 
 
-def main(argv: list[str]) -> int:
-    verb, first, *rest = argv
+# --- ncu beside compare -----------------------------------------------------------------------------------------
+
+CLOSE = 0.05  # what ncu says of a call's bandwidth and what `compare` timed agree within
+
+
+@dataclass
+class Agreement:
+    """One call that memory bounds: its share of copy as ncu counts it, and as `compare` timed it, with the reasons.
+
+    ncu's share is moved bytes over ncu's time; compare's is the least bytes over compare's time. So their ratio is
+    `bytes` (moved over least) times `time` (compare's over ncu's).
+    """
+
+    call: str
+    counted: float
+    timed: float
+    bytes: float
+    time: float
+    launches: int
+
+    @property
+    def apart(self) -> float:
+        return self.counted / self.timed - 1
+
+    @property
+    def why(self) -> str:
+        """What makes them differ by more than CLOSE; "" when they do not."""
+        if abs(self.apart) <= CLOSE:
+            return ""
+        said = []
+        if self.bytes > 1 + CLOSE / 2:
+            said.append(f"it moves {self.bytes:.2f}x the least bytes")
+        if self.bytes < 1 - CLOSE / 2:
+            said.append(f"{1 - self.bytes:.0%} of the least bytes stay in L2")
+        if self.time > 1 + CLOSE / 2:
+            gaps = " and between" if self.launches > 1 else ""
+            said.append(f"timed {self.time:.2f}x as long: what is before{gaps} its launches, and L2 written back")
+        if self.time < 1 - CLOSE / 2:
+            said.append(f"{1 / self.time:.2f}x as long under ncu")
+        return "; ".join(said) or "several small differences"
+
+
+def agreement(reference: dict, works: dict[str, dict], seen: list[Seen]) -> tuple[list[Agreement], Counter[str]]:
+    """For each call of both that memory bounds; and of those that are left out how many, by the reason."""
+    ceilings = reference["machine"]["ceilings"]
+    copy, gemms = ceilings["copy_tbps"], ceilings["gemm_tflops"]
+    timed = {
+        f"{table['title']} {table['case']}: {row['variant']}": row
+        for example in reference["examples"]
+        for table in example["comparisons"]
+        for row in table["rows"]
+    }
+    left: Counter[str] = Counter()
+    found = []
+    for call in dict.fromkeys(one.call for one in seen):
+        kernels, work, row = [one for one in seen if one.call == call], works.get(call), timed.get(call)
+        us = sum(one.us for one in kernels)
+        if row is None or not work or not row["of_ceiling"]:
+            left["not timed at this size in the reference"] += 1
+        elif work["steps"] or not work["bytes"]:
+            left["without a number of bytes"] += 1
+        elif work["flops"] and work["flops"] / (gemms.get(work["dtype"]) or float("inf")) > work["bytes"] / copy:
+            left["bound by arithmetic"] += 1
+        elif not us or any(one.bytes is None for one in kernels):
+            left["without counted bytes"] += 1
+        else:
+            moved = sum(one.bytes for one in kernels)
+            found.append(
+                Agreement(
+                    call, moved / us / 1e6 / copy, row["of_ceiling"], moved / work["bytes"], row["ms"] * 1e3 / us,
+                    sum(one.launches for one in kernels),
+                )
+            )  # fmt: skip
+    return found, left
+
+
+def show_agreement(console: Console, reference: Path, run: dict, seen: list[Seen]) -> None:
+    record = _json(reference)
+    if not record.get("machine", {}).get("ceilings", {}).get("copy_tbps"):
+        console.print(Text(f"{reference.name} has no timings of a GPU to agree with", style="red"), soft_wrap=True)
+        return
+    found, left = agreement(record, works_of(run), seen)
+    table = Table(box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0))
+    table.add_column("bound by memory", no_wrap=True)
+    for head in ("compare", "ncu", "ncu/compare", "bytes/least", "us timed/us in ncu"):
+        table.add_column(head, justify="right", no_wrap=True)
+    table.add_column("more than 5 % apart, because", no_wrap=True)
+    for one in found:
+        known = (
+            f"{one.timed:.1%}",
+            f"{one.counted:.1%}",
+            f"{1 + one.apart:.3f}",
+            f"{one.bytes:.3f}",
+            f"{one.time:.3f}",
+        )
+        table.add_row(Text(one.call), *known, one.why)
+    if found:
+        console.width = max(
+            console.width, console.measure(table, options=console.options.update(max_width=1000)).maximum
+        )
+        console.print(table)
+    close = sum(not one.why for one in found)
+    gpu, when = record["machine"]["gpu"], record["when"][:10]
+    said = f"{close} of {len(found)} calls agree within {CLOSE:.0%} with {reference.name}, of {gpu}, {when}"
+    said += f", as shares of its copy ceiling, {record['machine']['ceilings']['copy_tbps']:.2f} TB/s"
+    console.print(Text(said), soft_wrap=True)
+    for why, count in left.items():
+        console.print(Text(f"left out: {count} {why}", style="dim"), soft_wrap=True)
+
+
+# --- the command line --------------------------------------------------------------------------------------------
+
+
+def heading(record: dict) -> str:
+    """What was run, when, on what, with what: the first lines of a text file."""
+    machine = record.get("machine", {})
+    gpu = machine.get("gpu")
+    parts = [
+        record.get("when", "")[:10],
+        f"{gpu}, driver {machine.get('driver')}" if gpu else machine.get("cpu"),
+        f"torch {machine.get('torch')}",
+        f"Triton {machine['triton']}" if machine.get("triton") else None,
+        os.environ.get("PROFILING_TOOL"),
+        f"commit {record['commit'][:12]}{' and changes' if record.get('dirty') else ''}"
+        if record.get("commit")
+        else None,
+    ]
+    command = os.environ.get("PROFILING_COMMAND") or "python -m harness.profile_read"
+    return f"# {command}\n# {', '.join(part for part in parts if part)}\n"
+
+
+def printed(show: Callable[[Console], int], text: Path, record: dict) -> int:
+    """show(console) for whoever is there, and the same without colours in a text file."""
     console = Console(highlight=False)
-    console = console if console.is_terminal else Console(highlight=False, width=160)
+    if console.is_terminal:
+        show(console)  # as wide as the terminal
+    plain = Console(file=io.StringIO(), highlight=False, width=160, no_color=True)
+    code = show(plain)
+    body = "\n".join(line.rstrip() for line in plain.file.getvalue().splitlines()).strip("\n") + "\n"
+    if not console.is_terminal:
+        print(body, end="")
+    text.write_text(heading(record) + "\n" + body, encoding="utf-8")
+    print(f"table: {text}")
+    return code
+
+
+def rest(record: Path, script: Path, names: list[str]) -> list[str]:
+    """The techniques after the one that was running when the process ended; none when it came to its end."""
+    examples = _json(record).get("examples", [])
+    if not examples or examples[-1]["status"] != "running":
+        return []
+    chosen = [technique.name for technique in techniques(script, names)]
+    return chosen[chosen.index(examples[-1]["name"]) + 1 :]
+
+
+def main(argv: list[str]) -> int:
+    verb, *more = argv
+    agree = None
+    if more[0] == "--agree":
+        agree, more = Path(more[1]), more[2:]
+    first, more = Path(more[0]), more[1:]
     try:
-        if verb in ("names", "kernels"):
-            chosen = techniques(Path(first), rest)
-            if verb == "kernels":
-                names = dict.fromkeys(name for t in chosen if not t.error for name in kernels_of(t.path))
-                print("".join(f"{name}\n" for name in names), end="")
+        if verb == "names":
+            techniques(first, more)
+            return 0
+        if verb == "kernels":
+            chosen = techniques(first, more)
+            names = dict.fromkeys(name for t in chosen if not t.error for name in kernels_of(t.path))
+            print("".join(f"{name}\n" for name in names), end="")
             return 0
     except CatalogError as error:
         print(f"error: {error}", file=sys.stderr)
         return USAGE_ERROR
+    if verb == "rest":
+        print("".join(f"{name}\n" for name in rest(first, Path(more[0]), more[1:])), end="")
+        return 0
     if verb == "sanitizer":
-        end = rest.index("--")
-        tools, kernels = rest[:end], rest[end + 1 :]
-        return int(not show_sanitizer(console, Path(first), tools, kernels))
-    return show_profile(console, verb, Path(first), [Path(path) for path in rest])
+        end = more.index("--")
+        tools, kernels = more[:end], more[end + 1 :]
+        text = first.with_name(f"{first.name}.sanitize.txt")
+        record = next(filter(None, (_json(first.with_name(f"{first.name}.{tool}.json")) for tool in tools)), {})
+        return printed(lambda console: int(not show_sanitizer(console, first, tools, kernels)), text, record)
+    paths = [first, *map(Path, more)]
+    if verb == "agree":
+        run, seen = _merged([_json(path) for path in paths[1::2]]), _read("ncu", paths[2::2])
+        show_agreement(Console(highlight=False, width=160), first, run, seen)
+        return 0
+    records, paths = (paths[::2], paths[1::2]) if verb == "ncu" else (paths[:1], paths[1:])
+    text = first.with_suffix(".txt")
+    return printed(lambda console: show_profile(console, verb, records, paths, agree), text, _json(first))
 
 
 if __name__ == "__main__":

@@ -2,19 +2,25 @@
 
     python -m harness.profile_run launches OUT SCRIPT ARGS    count Triton's launches, by kernel, into the file OUT
     python -m harness.profile_run unguarded OUT SCRIPT ARGS   the same, and outputs are neither poisoned nor guarded
+    python -m harness.profile_run bounded OUT SCRIPT ARGS     for ncu: so many seconds of it for each technique
     python -m harness.profile_run torch OUT SCRIPT ARGS       torch.profiler, a trace per named call into the folder OUT
     python -m harness.profile_run proton OUT SCRIPT ARGS      Triton's profiler, into OUT.hatchet
 
-torch and proton want --profile among ARGS: they put themselves around each call that it names, and see no warm-up.
+bounded, torch and proton want --profile among ARGS: they put themselves around each call that it names, and see no
+warm-up.
 """
 
 from __future__ import annotations
 
+import faulthandler
 import functools
 import json
+import os
 import re
 import runpy
 import sys
+import threading
+import time
 from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
@@ -56,6 +62,70 @@ def launches_counted(out: Path, guarded: bool = True) -> Iterator[None]:
         if chain is not None:
             chain.remove(count)
         out.write_text(json.dumps(counted) + "\n", encoding="utf-8")
+
+
+SECONDS = 120  # what a profiler may take for one technique
+
+
+@contextmanager
+def bounded(out: Path) -> Iterator[None]:
+    """Of each technique, its named calls of the first PROFILING_SECONDS; `out` says why others are not in the profile.
+
+    A profiler that runs every launch many times takes minutes over a call of thousands of launches, and may not come
+    back from one. When the seconds are spent the call goes on without being looked at, and later calls of the technique
+    are made without. A call that is not back after half as many seconds again ends this process; what was profiled
+    before it stays.
+    """
+    from harness import cli, compare
+
+    import torch
+
+    seconds = float(os.environ.get("PROFILING_SECONDS") or SECONDS)
+    left_out: dict[str, str] = {}
+    spent = 0.0
+
+    def note(call: str, why: str) -> None:  # written at once: the process may not come to its end
+        left_out[call] = why
+        out.write_text(json.dumps(left_out, indent=1) + "\n", encoding="utf-8")
+
+    def enough(call: str) -> None:
+        note(call, f"in part: its technique's {seconds:g} s were spent")
+        torch.cuda.profiler.stop()
+
+    @contextmanager
+    def capture(name: str, on_gpu: bool) -> Iterator[None]:
+        nonlocal spent
+        if spent >= seconds:
+            note(name, f"not at all: its technique's {seconds:g} s were spent")
+            yield
+            return
+        started = time.monotonic()
+        timer = threading.Timer(seconds - spent, enough, (name,))
+        timer.daemon = True
+        if on_gpu:
+            timer.start()
+        # From a thread of its own in C: it also ends a process whose every Python thread waits for the launch.
+        faulthandler.dump_traceback_later(1.5 * seconds - spent, exit=True, file=sys.__stderr__)
+        try:
+            with before(name, on_gpu):
+                yield
+        finally:
+            faulthandler.cancel_dump_traceback_later()
+            timer.cancel()
+            spent += time.monotonic() - started
+
+    def session(*args, **kwargs):
+        nonlocal spent
+        spent = 0.0  # the next technique
+        return session_before(*args, **kwargs)
+
+    out.unlink(missing_ok=True)  # an earlier run's
+    before, compare.capture = compare.capture, capture
+    session_before, cli._session = cli._session, session
+    try:
+        yield
+    finally:
+        compare.capture, cli._session = before, session_before
 
 
 @contextmanager
@@ -131,7 +201,9 @@ def scoped(out: Path) -> Iterator[None]:
 
 
 UNGUARDED = functools.partial(launches_counted, guarded=False)
-WATCHERS = {"launches": launches_counted, "unguarded": UNGUARDED, "torch": traced, "proton": scoped}
+WATCHERS = {
+    "launches": launches_counted, "unguarded": UNGUARDED, "bounded": bounded, "torch": traced, "proton": scoped
+}  # fmt: skip
 
 
 def main(argv: list[str]) -> None:

@@ -178,7 +178,7 @@ def show_comparison(console: Console, table: Comparison) -> None:
         cells += [f"{row.of_ceiling:.1%}" if row.of_ceiling else ""] if ceiling else []
         cells += [f"{row.speedup:.2f}", f"{row.error:.2f}"]
         cells += ["" if row.first_call_s is None else f"{row.first_call_s:.2f}"]
-        out.add_row(Text(row.variant), *cells, style="bold" if row.ours else None)
+        out.add_row(Text(row.variant), *cells, style="bold" if row.ours and not row.comparator else None)
     show_table(console, out)
     for note in table.notes:
         say(console, f"  {note}", style="dim")
@@ -342,14 +342,25 @@ def show_summary(console: Console, record: RunRecord) -> None:
 
 
 def best_row(table: dict) -> dict | None:
-    """The fastest row of a recorded table that this repository wrote; in a table of library calls, of those that are
+    """The fastest row of a recorded table that is the technique's own; in a table of library calls, of those that are
     put next to the baseline.
 
     None when no such row was timed, or when the table counts no work: its times are those of launches.
     """
     ours = any(row["ours"] for row in table["rows"])
-    rows = (row for row in table["rows"] if row["ours"] or (not ours and row["variant"] != table["baseline"]))
-    rows = (row for row in rows if row["ms"] is not None and (row["tbps"] or row["tflops"]))
+    if ours:
+        rows = [row for row in table["rows"] if row["ours"] and not _is_comparator(row)]
+    else:
+        rows = [row for row in table["rows"] if row["variant"] != table["baseline"]]
+    return _fastest(rows)
+
+
+def _is_comparator(row: dict) -> bool:
+    return row.get("comparator", False)  # which older records do not have
+
+
+def _fastest(rows: list[dict]) -> dict | None:
+    rows = [row for row in rows if row["ms"] is not None and (row["tbps"] or row["tflops"])]
     return min(rows, key=lambda row: row["ms"], default=None)
 
 
@@ -391,7 +402,7 @@ def techniques_table(found: list[Topic], records: dict[str, dict] | None = None)
 
 
 def measured_cell(example: dict) -> str:
-    """The cases of a technique in one line: the least and the most that its best variants reach.
+    """The cases of a technique in one line: the least and the most that the best of its own variants reach.
 
     Over the fastest library call of each table, or where all are library calls, over the table's baseline.
     """
@@ -474,7 +485,10 @@ def results_tables(folder: Path) -> str:
                 if best := best_row(table):
                     rate = _nearer_rate(best, m["ceilings"])
                     ceiling = f"{best['of_ceiling']:.1%}" if best["of_ceiling"] else ""
-                    others = [(row, best["speedup"] / row["speedup"]) for row in _beside(table, best)]
+                    # Of this repository's other kernels the fastest is enough: there may be many.
+                    other = _fastest([row for row in table["rows"] if _is_comparator(row)])
+                    beside = [*_beside(table, best), *([other] if other else [])]
+                    others = [(row, best["speedup"] / row["speedup"]) for row in beside]
                     versus = ", ".join(f"{ratio:.2f}x {row['variant']}" for row, ratio in others)
                     name, case, variant = label(example["name"], table["title"]), table["case"], best["variant"]
                     lines.append(f"| {name} | {case} | {variant} | {best['ms']:.3f} | {rate} | {ceiling} | {versus} |")

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import zlib
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 
 from harness import report
 from harness.catalog import Needs
@@ -157,6 +157,7 @@ class Harness:
         beside: float | None = None,
         cold: bool = False,
         first_calls: dict[str, float | None] | None = None,
+        comparators: Iterable[str] = (),
         **budget,
     ) -> Comparison | None:
         """Check every variant against one float64 reference, then time them all; see harness.compare.
@@ -166,6 +167,8 @@ class Harness:
         `whole_calls` times calls as a caller in a loop sees them, the host's launching included. `beside` holds every
         variant to that many times the baseline's own error. `cold` empties the compiler's caches for first calls, and
         `first_calls` (seconds) replaces those that the technique has timed itself; None: compiled before this table.
+        `comparators` are the kernels of this repository that the technique is put next to: README's best row of the
+        table is none of them.
         In the interpreter only the baseline and our own variants are checked and nothing is timed; with
         --check-only nothing is timed; with --profile each is warmed and then called once for the profiler.
         """
@@ -173,6 +176,10 @@ class Harness:
             raise ValueError(f"compare: baseline {baseline!r} is not one of the variants {list(variants)}")
         if unknown := set(references or ()) - set(variants):
             raise ValueError(f"compare: references for {sorted(unknown)}, but the variants are {list(variants)}")
+        comparators = set(comparators)
+        if unknown := {name for name in comparators if name not in variants or not is_ours(name)}:
+            own = [name for name in variants if is_ours(name)]
+            raise ValueError(f"compare: comparators {sorted(unknown)} are not among this repository's variants, {own}")
         table = Comparison(title or self.name, case or describe(inputs), baseline)
         if self.interpreted:
             variants = {name: fn for name, fn in variants.items() if is_ours(name) or name == baseline}
@@ -183,7 +190,7 @@ class Harness:
             return None
         check_variants(
             table, variants, reference, inputs, self.progress, references,
-            beside=beside, cold=cold, first_calls=first_calls, **budget,
+            beside=beside, cold=cold, first_calls=first_calls, comparators=comparators, **budget,
         )  # fmt: skip
         if self.timing and not self.interpreted:
             with self.progress(f"timing {table.title} {table.case}"):

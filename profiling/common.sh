@@ -4,6 +4,8 @@ set -euo pipefail
 root=$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)
 out_folder="${PROFILING_OUT:-$root/profiling/out}"
 export PYTHONPATH="$root${PYTHONPATH:+:$PYTHONPATH}"
+PROFILING_COMMAND="profiling/$(basename "$0")${*:+ $*}" # for the head of a table's text file
+export PROFILING_COMMAND
 
 refuse() { # bad usage: what is wrong, and the usage
     [ $# -eq 0 ] || printf 'error: %s\n' "$*" >&2
@@ -74,6 +76,13 @@ find_tool() {
 missing() { # MISSING_TOOL HOW_TO_GET_IT ALTERNATIVE: one line
     echo "$1 is not here: $2. Without it: $3" >&2
     exit 1
+}
+
+# tool_is NAME: keeps the name and the version of `tool` for the head of a table's text file.
+tool_is() {
+    local version
+    version=$("$tool" --version 2>/dev/null | sed -n 's/.*[Vv]ersion \([0-9][0-9.]*\).*/\1/p' | head -n 1 || true)
+    export PROFILING_TOOL="$1${version:+ $version}"
 }
 
 say_and_run() { # what is run, so that it can be copied

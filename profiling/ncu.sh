@@ -1,32 +1,68 @@
 #!/usr/bin/env bash
 # Nsight Compute: the counters of each kernel in the warm, named calls of the techniques.
-usage='usage: profiling/ncu.sh SCRIPT [TECHNIQUE ...] [--quick | --full] [--seed N]
+usage='usage: profiling/ncu.sh [--brief] [--seconds N] [--agree RECORD] SCRIPT [TECHNIQUE ...] [--quick | --full]
+                        [--seed N]
+
+  --brief         count only what the table shows: some times faster; ncu-ui then has no sections
+  --seconds N     what each technique may take of the profiler, 120 by default; calls after that are left out and named
+  --agree RECORD  put what is counted beside the timings of that record, of a run at the same sizes
 
   profiling/ncu.sh triton_examples.py softmax
+  profiling/ncu.sh --brief --agree results/h200/triton_examples.json triton_examples.py vector_add softmax --full
 
 Each kernel is replayed for the counters of these sections, with L2 emptied before, at the clocks the card has; the
 report opens in ncu-ui. Exit status: 0 profiled, 1 nothing profiled or a technique failed, 2 wrong usage.'
 . "$(dirname "${BASH_SOURCE[0]}")/common.sh"
 
-read_arguments "$@"
+brief='' seconds=120 agree=() arguments=()
+while [ $# -gt 0 ]; do
+    case $1 in
+        --brief) brief=yes ;;
+        --seconds) [ $# -gt 1 ] || refuse "$1 needs a number"; seconds=$2; shift ;;
+        --agree)
+            [ $# -gt 1 ] || refuse "$1 needs the record of a run"
+            [ -f "$2" ] || refuse "$2: no such record"
+            agree=(--agree "$2") && shift
+            ;;
+        *) arguments+=("$1") ;;
+    esac
+    shift
+done
+[[ $seconds =~ ^[1-9][0-9]*$ ]] || refuse "--seconds needs a number, got $seconds"
+read_arguments ${arguments[@]+"${arguments[@]}"}
 find_tool ncu NCU '/opt/nvidia/nsight-compute/*' "${HOME:-}/nsight-compute" ||
     missing ncu "it comes with the CUDA toolkit (Nsight Compute), or from developer.nvidia.com" \
         "profiling/torch_profile.sh, which has times, registers and occupancy, and no counters"
+tool_is "Nsight Compute"
 
 # Sections are what ncu-ui shows; the metrics are what the table below is made of.
 sections=(SpeedOfLight MemoryWorkloadAnalysis ComputeWorkloadAnalysis Occupancy LaunchStats)
+if [ -n "$brief" ]; then sections=(); fi
 metrics=gpu__time_duration.sum,dram__bytes_read.sum,dram__bytes_write.sum,launch__registers_per_thread
 metrics+=,sm__pipe_tensor_cycles_active.avg.pct_of_peak_sustained_active
 metrics+=,sm__warps_active.avg.pct_of_peak_sustained_active
-rm -f "$out".ncu{-rep,.json,.csv}
-say_and_run "$tool" --profile-from-start off --clock-control none --nvtx --target-processes application-only \
-    "${sections[@]/#/--section=}" --metrics "$metrics" --force-overwrite --export "$out.ncu-rep" \
-    "$python" "$script" ${techniques[@]+"${techniques[@]}"} --profile ${options[@]+"${options[@]}"} \
-    --json "$out.ncu.json" || echo "ncu ended with status $?" >&2
-if [ -f "$out.ncu-rep" ]; then
-    echo "report: $out.ncu-rep"
-    "$tool" --import "$out.ncu-rep" --page raw --csv --print-units base --print-kernel-base function >"$out.ncu.csv"
-else
-    : >"$out.ncu.csv"
-fi
-"$python" -m harness.profile_read ncu "$out.ncu.json" "$out.ncu.csv"
+rm -f "$out"{,.[0-9]*}.ncu{-rep,.json,.csv,.left,.txt}
+# A process that is ended, since ncu did not come back from a kernel, takes its technique with it; another goes on.
+left=(${techniques[@]+"${techniques[@]}"}) tables=() part=1
+while true; do
+    stem=$out.ncu
+    if [ "$part" -gt 1 ]; then stem=$out.$part.ncu; fi
+    say_and_run env PROFILING_SECONDS="$seconds" "$tool" --profile-from-start off --clock-control none --nvtx \
+        --target-processes application-only ${sections[@]+"${sections[@]/#/--section=}"} --metrics "$metrics" \
+        --force-overwrite --export "$stem-rep" \
+        "$python" -m harness.profile_run bounded "$stem.left" "$script" ${left[@]+"${left[@]}"} --profile \
+        ${options[@]+"${options[@]}"} --json "$stem.json" || echo "ncu ended with status $?" >&2
+    if [ -f "$stem-rep" ]; then
+        echo "report: $stem-rep"
+        "$tool" --import "$stem-rep" --page raw --csv --print-units base --print-kernel-base function >"$stem.csv" ||
+            echo "ncu cannot read its report $stem-rep" >&2
+    else
+        : >"$stem.csv"
+    fi
+    tables+=("$stem.json" "$stem.csv")
+    mapfile -t left < <("$python" -m harness.profile_read rest "$stem.json" "$script" ${techniques[@]+"${techniques[@]}"})
+    [ ${#left[@]} -gt 0 ] || break
+    echo "going on after the technique that ended the process: ${left[*]}" >&2
+    part=$((part + 1))
+done
+"$python" -m harness.profile_read ncu ${agree[@]+"${agree[@]}"} "${tables[@]}"

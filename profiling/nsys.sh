@@ -13,6 +13,7 @@ find_tool nsys NSYS '/opt/nvidia/nsight-systems/*/bin' '/opt/nvidia/nsight-syste
     missing nsys "it is Nsight Systems, from developer.nvidia.com, or the package nsight-systems-cli of NVIDIA" \
         "profiling/torch_profile.sh, whose traces show the same timeline in ui.perfetto.dev"
 
+tool_is "Nsight Systems"
 rm -f "$out".nsys*
 # Capturing starts and stops with each call: what is between them, an autotuner's launches too, is in no report.
 say_and_run "$tool" profile --trace cuda,nvtx --sample none --cpuctxsw none \

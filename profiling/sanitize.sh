@@ -1,8 +1,10 @@
 #!/usr/bin/env bash
 # Compute Sanitizer over every Triton kernel of the techniques named, at small sizes; one command for a whole topic.
-usage='usage: profiling/sanitize.sh [--tool memcheck,racecheck,initcheck,synccheck] [--all-kernels] SCRIPT [TECHNIQUE ...]
+usage='usage: profiling/sanitize.sh [--tool TOOL,...] [--parallel] [--seconds N] [--all-kernels] SCRIPT [TECHNIQUE ...]
 
-  --tool         which of the four tools, with commas between; all of them by default
+  --tool         memcheck, racecheck, initcheck, synccheck, with commas between; all of them by default
+  --parallel     all tools at the same time, each with a process of its own
+  --seconds N    end a tool that takes longer
   --all-kernels  look at the kernels of torch and of libraries as well; slow
 
   profiling/sanitize.sh triton_tma_blackwell.py
@@ -11,12 +13,17 @@ usage='usage: profiling/sanitize.sh [--tool memcheck,racecheck,initcheck,syncche
 Exit status: 0 nothing found, 1 something found (or a tool, or a technique, failed), 2 wrong usage.'
 . "$(dirname "${BASH_SOURCE[0]}")/common.sh"
 
-tools=memcheck,racecheck,initcheck,synccheck all_kernels='' arguments=()
+tools=memcheck,racecheck,initcheck,synccheck all_kernels='' parallel='' limit=() arguments=()
 while [ $# -gt 0 ]; do
     case $1 in
         --tool | --tools) [ $# -gt 1 ] || refuse "$1 needs the name of a tool"; tools=$2; shift ;;
         --tool=* | --tools=*) tools=${1#*=} ;;
         --all-kernels) all_kernels=yes ;;
+        --parallel) parallel=yes ;;
+        --seconds)
+            [[ ${2:-} =~ ^[1-9][0-9]*$ ]] || refuse "$1 needs a number"
+            limit=(timeout --kill-after=10 "$2") && shift
+            ;;
         *) arguments+=("$1") ;;
     esac
     shift
@@ -39,6 +46,7 @@ done
 find_tool compute-sanitizer COMPUTE_SANITIZER ||
     missing compute-sanitizer "it comes with the CUDA toolkit, or: pip install nvidia-cuda-sanitizer-api" \
         "python $(basename "$script") --check-only, whose outputs are poisoned and have guarded edges"
+tool_is "Compute Sanitizer"
 # Seen on an H200: 2025.3, of CUDA 13.0, reports races where warps of several roles start, and breaks library kernels.
 version=$("$tool" --version 2>/dev/null | sed -n 's/^Version \([0-9]*\).*/\1/p' || true)
 if [ "${version:-2026}" -lt 2026 ] && [[ " ${tools[*]} " == *" racecheck "* ]]; then
@@ -51,11 +59,13 @@ mapfile -t kernels < <("$python" -m harness.profile_read kernels "$script" ${tec
 help=$("$tool" --help 2>&1 || true)
 knows() { [[ $help == *"$1"* ]]; }
 
-for one in "${tools[@]}"; do
+look() { # TOOL: runs it, and leaves $out.TOOL.*
+    local one=$1 flags watcher cached which kernel code started
+    echo "$one: $(basename "$script") ${techniques[*]:-}"
     # A child is a compiler, or looks for bugs of its own. Waiting takes as long as importing torch does. What CUDA's
     # API says no to, torch asks and deals with; that a technique fails is in its record.
     flags=(--tool "$one" --target-processes application-only --launch-timeout 0 --check-exit-code no --error-exitcode 99
-        --print-limit 10000 --show-backtrace no --log-file "$out.$one.log")
+        --print-limit 10000 --show-backtrace no --port "$port" --log-file "$out.$one.log")
     watcher=launches cached=()
     case $one in
         # Each tensor in an allocation of its own, with something between them: its bounds are then known. What TMA reads
@@ -76,11 +86,17 @@ for one in "${tools[@]}"; do
         for kernel in "${kernels[@]}"; do flags+=(--kernel-name "kernel_name=$kernel"); done
     fi
     rm -f "$out.$one".{log,json,launches,txt,status}
-    echo "$one: $(basename "$script") ${techniques[*]:-}"
     code=0 started=$SECONDS
-    say_and_run env ${cached[@]+"${cached[@]}"} "$tool" "${flags[@]}" \
+    say_and_run ${limit[@]+"${limit[@]}"} env ${cached[@]+"${cached[@]}"} "$tool" "${flags[@]}" \
         "$python" -m harness.profile_run "$watcher" "$out.$one.launches" "$script" ${techniques[@]+"${techniques[@]}"} \
         ${options[@]+"${options[@]}"} --check-only --quick --json "$out.$one.json" >"$out.$one.txt" || code=$?
     echo "$code $((SECONDS - started)) $which" >"$out.$one.status"
+}
+
+port=49152 # where a tool waits for its process: a range for each
+for one in "${tools[@]}"; do
+    if [ -n "$parallel" ]; then look "$one" & else look "$one"; fi
+    port=$((port + 100))
 done
+wait
 "$python" -m harness.profile_read sanitizer "$out" "${tools[@]}" -- ${kernels[@]+"${kernels[@]}"}

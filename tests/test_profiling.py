@@ -10,7 +10,7 @@ import sys
 import sysconfig
 import textwrap
 
-from harness.catalog import ROOT
+from harness.catalog import ROOT, read_topic
 
 import pytest
 
@@ -33,6 +33,8 @@ def profiling(tmp_path):
             path = folder / name.replace("_", "-")
             path.write_text(
                 f"#!{sys.executable} -SE\nimport json, sys\nfrom pathlib import Path\nargv = sys.argv[1:]\n"
+                "if argv == ['--version'] and not sys.argv[0].endswith('sanitizer'):\n"
+                "    print('NVIDIA (R) A Profiler\\nVersion 2025.3.1.0 (build 1)')\n    sys.exit()\n"
                 f"with open({str(tmp_path / 'calls')!r}, 'a') as calls:\n    calls.write(json.dumps(argv) + '\\n')\n"
                 "def after(option):\n    return argv[argv.index(option) + 1]\n" + textwrap.dedent(body)
             )
@@ -164,14 +166,130 @@ def test_ncu_sees_the_named_calls_alone_and_leaves_the_clocks(profiling):
     profile, export = profiling.calls()
     assert profile[profile.index("--profile-from-start") + 1] == "off"
     assert profile[profile.index("--clock-control") + 1] == "none"
+    assert "--section=Occupancy" in profile
+    out = profiling.out / "triton_examples-softmax.ncu"
     assert profile[profile.index(sys.executable) + 1 :] == [
-        str(ROOT / "triton_examples.py"), "softmax", "--profile", "--quick",
-        "--json", str(profiling.out / "triton_examples-softmax.ncu.json"),
+        "-m", "harness.profile_run", "bounded", f"{out}.left",
+        str(ROOT / "triton_examples.py"), "softmax", "--profile", "--quick", "--json", f"{out}.json",
     ]  # fmt: skip
+    assert "PROFILING_SECONDS=120" in done.stderr
     assert export[export.index("--page") + 1] == "raw"
-    assert f"report: {profiling.out}/triton_examples-softmax.ncu-rep" in done.stdout
-    assert f"{CALL} 1 16.0 4.19" in flat(done.stdout)
-    assert "softmax_kernel 1 16.0 4.19 32" in flat(done.stdout)
+    assert f"report: {out}-rep" in done.stdout
+    assert "triton softmax_kernel 1 16.0 4.19 32" in " ".join(done.stdout.split())
+    assert f"table: {out}.txt" in done.stdout
+    text = (profiling.out / "triton_examples-softmax.ncu.txt").read_text()
+    assert text.startswith("# profiling/ncu.sh triton_examples.py softmax --quick\n# ")
+    assert "Nsight Compute 2025.3.1.0" in text.splitlines()[1]
+    assert "softmax_kernel" in text
+
+
+def test_ncu_counts_less_when_it_is_told_to_and_puts_it_beside_a_record(profiling, tmp_path):
+    row = {"variant": "triton", "ms": 0.016, "of_ceiling": 0.99}
+    reference = {
+        "machine": {"gpu": "NVIDIA H200", "ceilings": {"copy_tbps": 4.2, "gemm_tflops": {}}},
+        "when": "2026-11-22T00:00:00",
+        "examples": [
+            {"name": "softmax", "comparisons": [{"title": "softmax", "case": "4096x4096 bfloat16", "rows": [row]}]}
+        ],
+    }
+    (tmp_path / "r.json").write_text(json.dumps(reference))
+    args = ("--brief", "--seconds", "7", "--agree", tmp_path / "r.json", "triton_examples.py", "softmax", "--full")
+    done = profiling("ncu.sh", *args, ncu=NCU)
+    assert done.returncode == 0, done.stderr
+    profile, _ = profiling.calls()
+    assert not [arg for arg in profile if arg.startswith("--section")]
+    assert "dram__bytes_read.sum" in profile[profile.index("--metrics") + 1]
+    assert "PROFILING_SECONDS=7" in done.stderr
+    assert f"{CALL} 99.0% 99.9%" in " ".join(done.stdout.split())
+    assert "1 of 1 calls agree within 5% with r.json" in done.stdout
+
+
+@pytest.mark.parametrize(
+    ("args", "complaint"),
+    [
+        (["--seconds", "soon"], "--seconds needs a number"),
+        (["--agree"], "--agree needs the record of a run"),
+        (["--agree", "nowhere.json"], "nowhere.json: no such record"),
+    ],
+)
+def test_wrong_usage_of_the_options_of_ncu(profiling, args, complaint):
+    done = profiling("ncu.sh", *args, ncu=NCU)
+    assert done.returncode == 2
+    assert f"error: {complaint}" in done.stderr
+
+
+HANGING = f"""
+if "--import" in argv:
+    print({NCU_ROWS!r}, end="")
+else:
+    chosen = argv[argv.index("bounded") + 3 : argv.index("--profile")]
+    ran = [name for name in ("vector_add", "softmax", "matmul") if name in chosen]
+    ran = ran[: ran.index("softmax") + 1] if "softmax" in ran else ran
+    examples = [{{"name": name, "status": "running" if name == "softmax" else "passed", "reason": None,
+                 "profiled": {{}}}} for name in ran]
+    Path(after("--export")).touch()
+    Path(after("--json")).write_text(json.dumps({{"machine": {{"mode": "gpu"}}, "examples": examples}}))
+"""
+
+
+def test_ncu_goes_on_after_a_technique_that_it_does_not_come_back_from(profiling):
+    done = profiling("ncu.sh", "triton_examples.py", "matmul", "softmax", "vector_add", ncu=HANGING)
+    assert done.returncode == 1
+    runs = [call for call in profiling.calls() if "--profile" in call]
+    assert [run[run.index("bounded") + 3 : run.index("--profile")] for run in runs] == [
+        ["matmul", "softmax", "vector_add"], ["matmul"]
+    ]  # fmt: skip
+    stem = profiling.out / "triton_examples-matmul-softmax-vector_add"
+    assert [run[run.index("--export") + 1] for run in runs] == [f"{stem}.ncu-rep", f"{stem}.2.ncu-rep"]
+    assert "softmax failed: it ended the process, and the profile goes on after it" in done.stdout
+    assert "vector_add: not profiled: it calls nothing" in done.stdout
+    assert "matmul: not profiled: it calls nothing" in done.stdout
+    (profiling.out / "triton_examples-matmul-softmax-vector_add.3.ncu.csv").touch()  # of an earlier run
+    profiling("ncu.sh", "triton_examples.py", "matmul", "softmax", "vector_add", ncu=HANGING)
+    assert not list(profiling.out.glob("*.3.ncu.*"))
+
+
+MANY = '''"""Calls made for a test.
+
+Question   do they end?
+Needs      torch
+"""
+import time
+from harness import Work, run
+
+
+def demo(h):
+    x = h.randn(8)
+    variants = {f"torch {i}": lambda x: (time.sleep(SLEEP), x + 1)[1] for i in range(4)}
+    h.compare(variants, lambda x: x + 1, x, baseline="torch 0", work=Work(bytes=8))
+
+
+if __name__ == "__main__":
+    run(demo)
+'''
+
+
+def bounded(tmp_path, cli, sleep):
+    script, left = tmp_path / "made.py", tmp_path / "left"
+    script.write_text(MANY.replace("SLEEP", str(sleep)))
+    args = ("bounded", left, script, "--profile", "--json", tmp_path / "r.json")
+    done = cli(("-m", "harness.profile_run"), *args, PROFILING_SECONDS="0.5")
+    return done, json.loads(left.read_text()) if left.exists() else {}
+
+
+def test_a_technique_has_so_many_seconds_of_the_profiler(tmp_path, cli):
+    done, left = bounded(tmp_path, cli, 0.3)
+    assert done.returncode == 0, done.stderr
+    assert left == {f"made 8 float32: torch {i}": "not at all: its technique's 0.5 s were spent" for i in (2, 3)}
+    done, left = bounded(tmp_path, cli, 0.01)
+    assert (done.returncode, left) == (0, {})
+
+
+def test_a_call_that_does_not_come_back_ends_the_process_and_is_known_by_its_record(tmp_path, cli):
+    done, _ = bounded(tmp_path, cli, 1.5)
+    assert done.returncode == 1
+    assert "Timeout" in done.stderr
+    assert json.loads((tmp_path / "r.json").read_text())["examples"][0]["status"] == "running"
 
 
 def test_ncu_that_may_not_count_is_explained(profiling):
@@ -215,8 +333,8 @@ def test_nsys_has_a_report_for_each_call_and_one_table(profiling):
     assert profile[profile.index("--capture-range") + 1] == "cudaProfilerApi"
     assert profile[profile.index("--capture-range-end") + 1] == "repeat"
     assert f"reports: {profiling.out}/triton_examples-softmax.nsys*.nsys-rep (2)" in done.stdout
-    assert f"{CALL} 1 16.0 4.19" in flat(done.stdout)
-    assert "another 1 16.0" in flat(done.stdout)
+    assert "triton softmax_kernel 1 16.0 4.19" in flat(done.stdout)
+    assert "another softmax_kernel 1 16.0" in flat(done.stdout)
 
 
 # --- torch.profiler and Proton
@@ -254,7 +372,8 @@ def test_torch_profiler_writes_a_trace_for_each_call(profiling, tmp_path):
         assert any(e["name"] == name for e in events)
         assert sum(e["name"] == "aten::mm" for e in events) == 1  # one call, and not those that warmed it
     lines = flat(done.stdout)
-    assert any(line.startswith("made 64x64 float32: ours") for line in lines)
+    assert lines[lines.index("made") + 1] == "made 64x64 float32"
+    assert any(re.match(r"ours \d+ operators ", line) for line in lines)
     assert any(line.startswith("aten::clamp_min 1 ") or line.startswith("aten::relu 1 ") for line in lines)
     assert any("TFLOP/s" in line for line in lines)
     work = json.loads((profiling.out / "made.torch.json").read_text())["examples"][0]["profiled"]
@@ -355,6 +474,33 @@ def test_an_old_racecheck_is_not_to_be_believed(profiling, year, tool, said):
     assert done.stderr.count("pip install -U nvidia-cuda-sanitizer-api") == said
 
 
+def test_tools_that_run_at_the_same_time_end_alone_and_have_ports_of_their_own(profiling):
+    slow = sanitizer().replace(
+        "tool = after", "import time\ntime.sleep(30 * (after('--tool') == 'racecheck'))\ntool = after"
+    )
+    args = ("--parallel", "--seconds", 2, "--tool", "memcheck,racecheck,synccheck", "triton_examples.py", "softmax")
+    done = profiling("sanitize.sh", *args, compute_sanitizer=slow)
+    assert done.returncode == 1
+    runs = [call for call in profiling.calls() if not {"--help", "--version"} & set(call)]
+    assert len({run[run.index("--port") + 1] for run in runs}) == 3
+    said = " ".join(done.stdout.split())
+    assert "memcheck 1 passed " in said
+    assert "synccheck 1 passed " in said
+    assert re.search(r"racecheck did not come to its end: stopped after \d+ s; it wrote nothing", said)
+    text = (profiling.out / "triton_examples-softmax.sanitize.txt").read_text()
+    assert text.startswith("# profiling/sanitize.sh --parallel --seconds 2 --tool memcheck,")
+    assert "Compute Sanitizer" in text.splitlines()[1]
+    assert "techniques: softmax" in text
+    assert str(profiling.out) not in text
+
+
+@pytest.mark.parametrize("seconds", ["", "soon", "0"])
+def test_seconds_of_the_sanitizer_are_a_number(profiling, seconds):
+    done = profiling("sanitize.sh", "--seconds", seconds, "triton_examples.py", compute_sanitizer=sanitizer())
+    assert done.returncode == 2
+    assert "--seconds needs a number" in done.stderr
+
+
 def test_sanitize_runs_at_small_sizes_alone(profiling):
     done = profiling("sanitize.sh", "--full", "triton_examples.py", "softmax", compute_sanitizer=sanitizer())
     assert done.returncode == 2
@@ -431,3 +577,65 @@ def test_launches_of_a_gpu_are_counted_by_kernel(tmp_path, cli):
     done = cli(("-m", "harness.profile_run"), "launches", out, script, "vector_add", "--quick", "--check-only")
     assert done.returncode == 0, done.stdout + done.stderr
     assert json.loads(out.read_text())["vector_add_kernel"] >= 5
+
+
+# --- the samples of a GPU
+
+FOLDER = ROOT / "results/h200/profiles"
+# Each file, the command that its first line names, and whose techniques it must name: all of a topic, or those named.
+SAMPLES = {
+    "triton_examples.ncu.txt": ("ncu.sh", "triton_examples.py", ()),
+    "triton_fp8_advanced.ncu.txt": ("ncu.sh", "triton_fp8_advanced.py", ()),
+    "triton_tma_blackwell.ncu.txt": ("ncu.sh", "triton_tma_blackwell.py", ()),
+    "triton_examples.full.ncu.txt": (
+        "ncu.sh", "triton_examples.py", ("vector_add", "fused_add_relu_mul", "softmax", "layer_norm", "dropout")
+    ),
+    "triton_examples.torch.txt": ("torch_profile.sh", "triton_examples.py", ()),
+    "triton_examples.proton.txt": ("proton.sh", "triton_examples.py", ()),
+    "triton_examples.sanitize.txt": ("sanitize.sh", "triton_examples.py", ()),
+    "triton_fp8_advanced.sanitize.txt": ("sanitize.sh", "triton_fp8_advanced.py", ()),
+    "triton_tma_blackwell.sanitize.txt": ("sanitize.sh", "triton_tma_blackwell.py", ()),
+}  # fmt: skip
+recorded = pytest.mark.skipif(not list(FOLDER.glob("*.txt")), reason="results/h200/profiles is not recorded yet")
+
+
+@recorded
+def test_there_is_a_sample_of_each_profiler_and_nothing_else():
+    assert sorted(path.name for path in FOLDER.iterdir()) == sorted([*SAMPLES, "README.md"])
+    told = (FOLDER / "README.md").read_text()
+    assert [name for name in SAMPLES if f"`{name}`" not in told] == []
+
+
+@recorded
+@pytest.mark.parametrize("name", SAMPLES)
+def test_a_sample_names_its_command_its_machine_and_every_technique(name):
+    script, topic, chosen = SAMPLES[name]
+    text = (FOLDER / name).read_text(encoding="utf-8")
+    command, made, empty, *body = text.splitlines()
+    assert re.fullmatch(rf"# profiling/{re.escape(script)} (?:.* )?{re.escape(topic)}(?: .*)?", command)
+    assert all(technique in command.split() for technique in chosen)
+    assert re.match(r"# 20\d\d-\d\d-\d\d, NVIDIA H200, driver [\d.]+, torch 2\S+, Triton 3\S+, ", made)
+    assert re.search(r"commit [0-9a-f]{12}$", made)
+    assert empty == ""
+    lines = "\n".join(body)
+    names = chosen or [technique.name for technique in read_topic(ROOT / topic).techniques]
+    assert [n for n in names if not re.search(rf"^ ?(?:techniques: .*)?\b{n}\b", lines, re.M)] == []
+    assert re.findall(r"(?<![\w.)])/\w[\w.-]*/", text) == []  # the path of a machine
+    assert "\x1b" not in text
+    assert len(body) <= 350
+    assert max(map(len, text.splitlines())) <= 260
+    if script == "sanitize.sh":
+        assert "did not come to its end" not in text
+    elif script == "ncu.sh":
+        assert "tensor cores" in lines
+        assert "occupancy" in lines
+        assert "registers" in lines
+        assert "measured here, now: copy " in lines
+    if chosen:
+        close, of = map(int, re.search(r"^(\d+) of (\d+) calls agree within 5%", lines, re.M).groups())
+        assert 0 < close <= of
+
+
+def test_a_sample_is_reachable_from_the_documentation():
+    for document in ("README.md", "docs/results.md"):
+        assert "results/h200/profiles" in (ROOT / document).read_text(encoding="utf-8")

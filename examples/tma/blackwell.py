@@ -38,7 +38,6 @@ Run        python examples/tma/blackwell.py
 from __future__ import annotations
 
 import functools
-import math
 import statistics
 from typing import NamedTuple
 
@@ -644,7 +643,7 @@ def scaled_products(h: Harness, n: int) -> None:
         work = Work(bytes=sum(t.nbytes for t in x.packed) + 2 * n * n, flops=2 * n**3, dtype=form.element)
         h.compare(
             variants, x.reference, *x.packed, baseline=next(iter(variants)), work=work, title=f"scaled {fmt}",
-            case=f"{n}x{n}x{n} {fmt}", dtype=torch.bfloat16, **mx_budget(n),
+            case=f"{n}x{n}x{n} {fmt}", dtype=torch.bfloat16, comparators=["triton tl.dot_scaled"], **mx_budget(n),
         )  # fmt: skip
 
 
@@ -665,12 +664,14 @@ def demo(h: Harness) -> None:
         h.fact("tensor memory", "there is, so all of this ran" if has_tensor_memory(h) else "none here: compiled only")
 
     sizes = h.pick(interpreted=(160,), quick=(4096,), full=(4096, 8192)) if h.timing else (160,)
-    ratios = [products(h, n, dtype) for n in sizes for dtype in (h.half, E4M3)]
+    ratios = {dtype: [products(h, n, dtype) for n in sizes] for dtype in (h.half, E4M3)}
     for n in sizes if has_tensor_memory(h) else ():
         scaled_products(h, n)
-    for variant in ratios[0] if all(ratios) else ():
-        mean = math.exp(statistics.fmean(math.log(each[variant]) for each in ratios))
-        h.fact(f"{variant}: geometric mean over the library", round(mean, 3))
+    for dtype, found in ratios.items():
+        for variant in found[0] if all(found) else ():
+            mean = statistics.geometric_mean(each[variant] for each in found)
+            library = "cuBLAS" if dtype.itemsize == 2 else "_scaled_mm"
+            h.fact(f"{variant}, {str(dtype).removeprefix('torch.')}: geometric mean over {library}", round(mean, 3))
 
 
 if __name__ == "__main__":

@@ -477,11 +477,13 @@ def compare(h: Harness, n: int) -> tuple[dict[str, float], dict[str, float]]:
 
     a, b = h.randn(n, n, dtype=h.half), h.randn(n, n, dtype=h.half)
     variants = {"cuBLAS": torch.matmul}
-    variants |= {f"triton {each}": functools.partial(matmul_persistent, variant=each) for each in BESIDE}
-    variants |= {f"gluon {step}": functools.partial(gluon_matmul, step=step) for step in STEPS}
+    compiled = {f"triton {each}": functools.partial(matmul_persistent, variant=each) for each in BESIDE}
+    variants |= compiled | {f"gluon {step}": functools.partial(gluon_matmul, step=step) for step in STEPS}
     work = Work(bytes=3 * 2 * n * n, flops=2 * n**3, dtype=h.half)
     case = f"{n}x{n}x{n} {str(h.half).removeprefix('torch.')}"
-    table = h.compare(variants, reference, a, b, baseline="cuBLAS", work=work, case=case, terms=n)
+    table = h.compare(
+        variants, reference, a, b, baseline="cuBLAS", work=work, case=case, terms=n, comparators=compiled
+    )  # fmt: skip
     if not table or table.rows[-1].ms is None:
         return {}, {}
     return {row.variant: row.speedup for row in table.rows[1:]}, explain(h, table, n, n)

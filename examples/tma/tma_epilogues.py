@@ -31,7 +31,7 @@ Errors     TypeError for another dtype or different ones; ValueError for rank, s
            interpreted) Hopper's tensor cores, too little shared memory, or an input that requires grad.
 Wins when  nobody needs the sums themselves, as training does. What is saved is 4 bytes an element, whatever K is: the
            shorter the sums, the larger its share. But where K is a few hundred, consumers wait for the finisher. And
-           swiglu on an H200 wins warp specialized only: persistent, it is slower than two kernels.
+           swiglu on an H200 wins warp specialized only, its default there: persistent, it is slower than two kernels.
 Source     chapter section "TMA"; SwiGLU: Shazeer 2020; GELU: Hendrycks and Gimpel 2016; roles of warps: fp8_matmul.py.
 Run        python examples/tma/tma_epilogues.py
 """
@@ -270,8 +270,7 @@ def _hand_over(sums, acc, FIRST: gl.constexpr, PARTS: gl.constexpr):
 
 @gluon.jit
 def _consume(
-    ring, handed, lead, M, N, K, GLU: gl.constexpr, STAGES: gl.constexpr, STAGGER: gl.constexpr,
-    GROUP_M: gl.constexpr, HALF: gl.constexpr,
+    ring, handed, lead, M, N, K, GLU: gl.constexpr, STAGES: gl.constexpr, STAGGER: gl.constexpr, HALF: gl.constexpr
 ):  # fmt: skip
     """A warpgroup: one half of the rows of every tile. With STAGGER the second is a step behind the first, so that one
     multiplies while the other hands its sums over."""
@@ -422,8 +421,8 @@ def linear_warp_specialized_kernel(
     ring = (x_bufs, w_bufs, x_halves, w_tiles, full, empty)
     handed = (sums, summed, taken)
     gl.warp_specialize([
-        (_consume, (ring, handed, lead, M, N, K, GLU, STAGES, STAGGER, GROUP_M, 0)),
-        (_consume, (ring, handed, lead, M, N, K, GLU, STAGES, STAGGER, GROUP_M, 1)),
+        (_consume, (ring, handed, lead, M, N, K, GLU, STAGES, STAGGER, 0)),
+        (_consume, (ring, handed, lead, M, N, K, GLU, STAGES, STAGGER, 1)),
         (_finish, (handed, y_desc, y_bufs, bias, scale_ptr, M, N, ACT, PER, MOST, FAST, GROUP_M)),
         (_produce, (ring, x_desc, w_desc, up_desc, M, N, K, GLU, STAGES, GROUP_M)),
     ], [4, FINISHERS, 1], [REGISTERS, FINISHER_REGISTERS, 24])  # fmt: skip  # warps and registers of all but the first
@@ -452,12 +451,16 @@ def fitting_tile(device: torch.device, out_itemsize: int) -> tuple[int, int, int
 def _validate(name: str, x, bias, activation, variant, out_itemsize: int, **weights) -> None:
     """The checks that all layers share: see Errors in the module docstring."""
     require_triton_device(name, x, *weights.values(), *([] if bias is None else [bias]))
-    for label, tensor in {"x": x, **weights}.items():
-        if tensor.dtype not in DTYPES or tensor.dtype is not x.dtype:
-            raise TypeError(f"{name}: x is {x.dtype} and {label} {tensor.dtype}; both must be the same one of {DTYPES}")
-        if tensor.ndim != 2 or tensor.shape[1] != x.shape[-1]:
+    if x.dtype not in DTYPES:
+        raise TypeError(f"{name}: x is {x.dtype}; cast x and its weights to one of {DTYPES}")
+    if x.ndim != 2:
+        raise ValueError(f"{name}: x has shape {tuple(x.shape)}; need [M, K]: pass x.reshape(-1, x.shape[-1])")
+    for label, w in weights.items():
+        if w.dtype is not x.dtype:
+            raise TypeError(f"{name}: x is {x.dtype} and {label} {w.dtype}; both must be the same one of {DTYPES}")
+        if w.ndim != 2 or w.shape[1] != x.shape[1]:
             raise ValueError(
-                f"{name}: x has shape {tuple(x.shape)} and {label} {tuple(tensor.shape)}; need x [M, K] and, as "
+                f"{name}: x has shape {tuple(x.shape)} and {label} {tuple(w.shape)}; need x [M, K] and, as "
                 "torch.nn.Linear has it, weights [N, K]"
             )
     if len({w.shape[0] for w in weights.values()}) > 1:
@@ -528,9 +531,16 @@ def linear(
     return y
 
 
-def swiglu(x: torch.Tensor, w_gate: torch.Tensor, w_up: torch.Tensor, variant: str = "persistent") -> torch.Tensor:
-    """silu(x @ w_gate.t()) * (x @ w_up.t()) by one of VARIANTS; limits and errors are in the module docstring."""
-    _validate("swiglu", x, None, "silu", variant, 2, w_gate=w_gate, w_up=w_up)
+def swiglu(
+    x: torch.Tensor, w_gate: torch.Tensor, w_up: torch.Tensor, variant: str | None = None
+) -> torch.Tensor:  # fmt: skip
+    """silu(x @ w_gate.t()) * (x @ w_up.t()) by one of VARIANTS; None takes warp specialized where it runs.
+
+    Limits and errors are in the module docstring.
+    """
+    _validate("swiglu", x, None, "silu", "persistent" if variant is None else variant, 2, w_gate=w_gate, w_up=w_up)
+    if variant is None:
+        variant = "warp specialized" if capability(x.device) == (9, 0) else "persistent"
     y = torch.empty(x.shape[0], w_gate.shape[0], dtype=x.dtype, device=x.device)
     if y.numel():
         _launch(x, w_gate, w_up, y, None, None, "swiglu", "none", variant)
@@ -765,9 +775,9 @@ def show_code(h: Harness, M: int = 8192, N: int = 14336, K: int = 4096) -> None:
     x, w, bias = h.meta(M, K), h.meta(N, K), h.meta(N)
     find = {80: (), 89: ()} | {sm: (*TMA, core) for sm, core in CORES.items()}
     h.codegen(linear, x, w, bias, "silu", find=find)
-    h.codegen(swiglu, x, w, w, find={90: find[90]})
-    h.codegen(linear_fp8, x, w, find={90: (*find[90], "cvt f8")})
     roles = (*find[90], "setmaxnreg")
+    h.codegen(swiglu, x, w, w, find={90: roles, 100: find[100]})
+    h.codegen(linear_fp8, x, w, find={90: (*find[90], "cvt f8")})
     h.codegen(linear, x, w, bias, "silu", "warp specialized", find={90: roles})
     h.codegen(linear_fp8, x, w, variant="warp specialized", find={90: (*roles, "cvt f8")})
 

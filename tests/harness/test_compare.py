@@ -7,6 +7,7 @@ from pathlib import Path
 from harness.check import CheckError, VacuousCheck
 from harness.compare import Comparison, Row, Work, _quantile, is_ours, time_variants
 from harness.hardware import Ceilings, interpreted
+from harness.report import best_row
 from harness.session import Harness
 from harness.settings import get_caches
 
@@ -37,6 +38,24 @@ def test_a_table_times_every_variant(timed):
     assert [row.ours for row in table.rows] == [False, True, True]
     assert rows["ours"].tbps == pytest.approx(2 * x.nbytes / rows["ours"].ms / 1e9)
     assert timed.record.comparisons[0]["rows"][1]["ms"] == rows["ours"].ms
+
+
+def test_a_comparator_is_checked_timed_and_marked(timed):
+    x = torch.randn(512, 512, device=timed.device)
+    variants = {"torch": lambda x: x * 2, "ours": lambda x: x + x, "another technique's": lambda x: 2 * x}
+    work, comparators = Work(bytes=2 * x.nbytes), ["another technique's"]
+    timed.compare(variants, reference, x, baseline="torch", work=work, comparators=comparators)
+    rows = timed.record.comparisons[0]["rows"]
+    assert [(row["ours"], row["comparator"]) for row in rows] == [(False, False), (True, False), (True, True)]
+    assert all(row["ms"] for row in rows)
+    assert best_row(timed.record.comparisons[0])["variant"] == "ours"
+
+
+@pytest.mark.parametrize("name", ["nobody", "torch"])
+def test_a_comparator_is_one_of_our_variants(timed, name):
+    variants = {"torch": lambda x: x * 2, "ours": lambda x: x + x}
+    with pytest.raises(ValueError, match=rf"comparators \['{name}'\] are not among .* variants, \['ours'\]"):
+        timed.compare(variants, reference, torch.ones(8, 8), baseline="torch", work=Work(), comparators=[name])
 
 
 def test_a_wrong_variant_stops_the_table_before_any_timing(h, monkeypatch):

@@ -8,13 +8,16 @@ from harness.catalog import ROOT, CatalogError
 from harness.profile_read import (
     Limits,
     Seen,
+    agreement,
     kernels_of,
+    main,
     read_ncu,
     read_nsys,
     read_proton,
     read_sanitizer,
     read_torch,
     read_trace,
+    rest,
     short,
     show,
     show_profile,
@@ -388,23 +391,23 @@ GEMM = {"bytes": 1_000_000, "flops": 800_000_000_000, "dtype": "bfloat16", "step
         ([Seen("c", "k", 1, 110.0, 413.6e6, 0.0, 90.0)], COPY, H200, "memory-bound: 94% of copy"),
         (
             [Seen("c", "k", 1, 200.0, 800e6, 0.0, 90.0)], COPY, H200,
-            "memory-bound: 100% of copy, moving 2.00 times the least it must",
+            "memory-bound: 100% of copy, 2.00x the least bytes",
         ),
         (
             [Seen("c", "k", 1, 1250.0, 10e6, 85.0, 12.0)], GEMM, H200,
-            "bound by the tensor cores: busy 85% of the time, 80% of cuBLAS bfloat16",
+            "bound by the tensor cores: busy 85%, 80% of cuBLAS bfloat16",
         ),
         (
             [Seen("c", "k", 1, 3.0, 1e6, 0.0, 5.0)], None, H200,
-            "too short to be bound by anything but its launch (8% of copy)",
+            "short: launching bounds it (8% of copy)",
         ),
         (
             [Seen("c", "k", 1, 300.0, 300e6, 20.0, 10.0), Seen("c", "l", 1, 100.0, 100e6, 60.0, 50.0)], None, H200,
-            "waiting: memory at 25% of copy, tensor cores busy 30% of the time, 20 % of the warps there",
+            "waiting: 25% of copy, tensor cores busy 30%, 20% of the warps",
         ),
         (
             [Seen("c", "k", 1, 100.0, 300e6, 7.0, 10.0)], None, Limits(),
-            "3.00 TB/s of memory, tensor cores busy 7% of the time",
+            "3.00 TB/s of memory, tensor cores busy 7%",
         ),
         ([Seen("c", "k", 1, 125.0)], COPY, H200, "memory-bound by its work: 80% of copy"),
         ([Seen("c", "k", 1, 50.0)], COPY, H200, "memory-bound by its work: 200% of copy, as L2 is warm here"),
@@ -418,30 +421,69 @@ def test_the_verdict_is_of_the_numbers(kernels, work, limits, text):
     assert verdict(kernels, work, limits) == text
 
 
+def rows_of(console):
+    return [" ".join(line.split()) for line in said(console).splitlines()]
+
+
 def test_the_table_has_the_columns_that_hold_something():
     console = quiet()
-    show(console, read_ncu(NCU), {SOFTMAX: {"bytes": 268435456, "flops": 0, "dtype": None, "steps": []}}, H200)
-    lines = said(console).splitlines()
-    heads = "call, and its kernels launches us TB/s tensor cores occupancy registers TB/s of work"
-    assert " ".join(lines[1].split()) == heads
-    text = [" ".join(line.split()) for line in lines]
-    assert f"{SOFTMAX} 1 66.0 4.07" in text
-    assert "softmax_kernel 1 66.0 4.07 0 % 80 % 32" in text
-    assert "-> memory-bound: 102% of copy" in text
-    assert "reduce 2 4.0 1 0 % 80 % 24" in text
-    assert "outside every range 1 2.0" in text
+    groups = {SOFTMAX: "softmax", "matmul 8192: cuBLAS": "matmul"}
+    work = {SOFTMAX: {"bytes": 268435456, "flops": 0, "dtype": None, "steps": []}}
+    show(console, read_ncu(NCU), work, H200, groups)
+    heads = "case, and call kernel launches us TB/s tensor cores occupancy registers TB/s of work what that says"
+    text = rows_of(console)
+    assert text[1] == heads
+    assert text[text.index("softmax") :] == [
+        "softmax",
+        "softmax 8192x8192 bfloat16",
+        "triton, one pass softmax_kernel 1 66.0 4.07 0 % 80 % 32 4.07 memory-bound: 102% of copy",
+        "matmul",
+        "matmul 8192",
+        "cuBLAS 2 kernels 3 1004.0 0.402 bound by the tensor cores: busy 90%",
+        "nvjet 1 1000.0 0.4 90 % 12 % 168",
+        "reduce 2 4.0 1 0 % 80 % 24",
+        "outside every range fill 1 2.0 0 short: launching bounds it (0% of copy)",
+        "",
+    ]  # fmt: skip
     console = quiet()
     show(console, read_nsys([NSYS]), {}, H200)
-    assert " ".join(said(console).splitlines()[1].split()) == "call, and its kernels launches us"
+    assert rows_of(console)[1] == "case, and call kernel launches us"
     assert "->" not in said(console)
+
+
+def test_a_case_stands_once_above_its_calls_and_variants_keep_their_colons():
+    console = quiet()
+    seen = [Seen(f"copy {case}: {name}", "k", 1, 1.0) for case in ("8x8", "9x9") for name in ("a", "b")]
+    show(console, seen, {}, Limits())
+    assert rows_of(console)[3:-1] == ["copy 8x8", "a k 1 1.0", "b k 1 1.0", "copy 9x9", "a k 1 1.0", "b k 1 1.0"]
 
 
 def test_a_call_of_many_kernels_is_cut_and_its_sum_is_not():
     console = quiet()
-    show(console, together(Seen("c", f"k{i}", 1, 10.0 + i) for i in range(20)), {}, Limits())
-    text = [" ".join(line.split()) for line in said(console).splitlines()]
-    assert "c 20 390.0" in text
-    assert "and 12 more 12 186.0" in text
+    show(console, together(Seen("t: c", f"k{i}", 1, 10.0 + i) for i in range(20)), {}, Limits())
+    text = rows_of(console)
+    assert "c 20 kernels 20 390.0" in text
+    assert "and 18 more 18 333.0" in text
+
+
+def test_a_table_of_many_calls_has_the_kernels_of_ours_alone():
+    console = quiet()
+    calls = [f"t {i}: {name}" for i in range(16) for name in ("torch", "triton rows")]
+    show(console, [Seen(call, kernel, 1, 1.0) for call in calls for kernel in ("first", "second")], {}, Limits())
+    text = rows_of(console)
+    assert text.count("torch 2, most in first 2 2.0") == 16
+    assert text.count("triton rows 2 kernels 2 2.0") == text.count("second 1 1.0") == 16
+
+
+def test_a_narrow_terminal_gets_lines():
+    console = Console(
+        file=io.StringIO(), width=60, highlight=False, force_terminal=True, no_color=True, color_system=None
+    )
+    show(console, read_ncu(NCU), {}, H200, {SOFTMAX: "softmax"})
+    assert max(map(len, said(console).splitlines())) <= 60
+    text = " ".join(said(console).split())
+    assert "triton, one pass softmax_kernel: launches 1, us 66.0, TB/s 4.07, tensor cores 0 %" in text
+    assert "-> memory-bound: 102% of copy" in text
 
 
 @pytest.mark.parametrize(
@@ -461,7 +503,7 @@ def test_names_are_shortened(kernel, name):
 def test_a_profile_of_nothing_fails_and_says_what_to_do(tmp_path):
     (tmp_path / "empty.csv").write_text("")
     console = quiet()
-    assert show_profile(console, "ncu", tmp_path / "none.json", [tmp_path / "empty.csv"]) == 1
+    assert show_profile(console, "ncu", [tmp_path / "none.json"], [tmp_path / "empty.csv"]) == 1
     assert "no kernel was captured" in said(console)
     assert "profiling/torch_profile.sh" in said(console)
 
@@ -471,7 +513,7 @@ def test_a_technique_that_failed_under_a_profiler_is_said(tmp_path):
     (tmp_path / "r.json").write_text(json.dumps({"examples": [example], "machine": {"mode": "cpu"}}))
     (tmp_path / "n.csv").write_text(NSYS)
     console = quiet()
-    assert show_profile(console, "nsys", tmp_path / "r.json", [tmp_path / "n.csv"]) == 1
+    assert show_profile(console, "nsys", [tmp_path / "r.json"], [tmp_path / "n.csv"]) == 1
     assert "softmax failed: RuntimeError: no" in said(console)
     assert "softmax_kernel" in said(console)
 
@@ -485,7 +527,170 @@ def test_interpreted_kernels_get_no_rates(tmp_path):
     (tmp_path / "names.json").write_text('{"1.json": "c"}')
     (tmp_path / "1.json").write_text(json.dumps(CPU_TRACE))
     console = quiet()
-    assert show_profile(console, "torch", tmp_path / "r.json", [tmp_path]) == 0
+    assert show_profile(console, "torch", [tmp_path / "r.json"], [tmp_path]) == 0
     assert "Triton kernels are interpreted" in said(console)
     assert "TB/s" not in said(console)
     assert works_of(record) == {"c": COPY}
+
+
+# --- techniques that are not in the profile, and a profile in parts
+
+
+def example(name, *calls, status="passed", reason=None, work=COPY):
+    return {"name": name, "status": status, "reason": reason, "profiled": dict.fromkeys(calls, work)}
+
+
+def parts(folder, *records):
+    """What ncu.sh leaves of one process after the other: a record and a table each."""
+    written = []
+    for i, (examples, text) in enumerate(records):
+        record = folder / f"x.ncu{f'.{i + 1}' if i else ''}.json"
+        record.write_text(json.dumps({"examples": examples, "machine": {"gpu": None}}))
+        record.with_suffix(".csv").write_text(text)
+        written += [record, record.with_suffix(".csv")]
+    return written[::2], written[1::2]
+
+
+def test_every_technique_is_named_with_the_reason_why_it_is_not_there(tmp_path):
+    first = [example("softmax", SOFTMAX), example("debugging"), example("hangs", status="running")]
+    second = [example("matmul", "matmul 8192: cuBLAS"), example("later", status="skipped", reason="needs sm_100")]
+    records, tables = parts(tmp_path, (first, NCU.split('"matmul')[0]), (second, NCU))
+    (tmp_path / "x.ncu.2.left").write_text(json.dumps({"matmul 4: b": "not at all: its technique's 9 s were spent"}))
+    console = quiet()
+    assert show_profile(console, "ncu", records, tables) == 1
+    text = said(console)
+    assert "hangs failed: it ended the process, and the profile goes on after it" in text
+    assert "debugging: not profiled: it calls nothing under --profile" in text
+    assert "later: not profiled: needs sm_100" in text
+    assert "matmul 4: b: profiled not at all: its technique's 9 s were spent" in text
+    assert {"softmax", "matmul"} <= set(rows_of(console))
+
+
+def test_what_is_left_after_the_technique_that_ended_the_process(tmp_path):
+    record, topic = tmp_path / "r.json", ROOT / "triton_fp8_advanced.py"
+    names = [t.name for t in techniques(topic, [])]
+    assert rest(record, topic, []) == []  # no record at all: no second try
+    record.write_text(json.dumps({"examples": [example(names[0]), example(names[1], status="running")]}))
+    assert rest(record, topic, []) == names[2:]
+    assert rest(record, topic, [names[4], names[1]]) == [names[4]]
+    record.write_text(json.dumps({"examples": [example(name) for name in names]}))
+    assert rest(record, topic, []) == []
+
+
+def test_the_text_file_has_what_was_printed_and_what_it_is_of(tmp_path, capsys, monkeypatch):
+    monkeypatch.setenv("PROFILING_COMMAND", "profiling/ncu.sh triton_examples.py softmax --quick")
+    monkeypatch.setenv("PROFILING_TOOL", "Nsight Compute 2025.3.1.0")
+    machine = {"gpu": "NVIDIA H200", "driver": "580.1", "torch": "2.11.0", "triton": "3.6.0", "mode": "cpu"}
+    record = {"when": "2026-11-22T01:02:03+00:00", "commit": "0123456789abcdef", "dirty": False, "machine": machine}
+    (tmp_path / "x.ncu.json").write_text(json.dumps(record | {"examples": [example("softmax", SOFTMAX)]}))
+    (tmp_path / "x.ncu.csv").write_text(NCU)
+    monkeypatch.setattr("harness.profile_read.measured", lambda works: H200)
+    assert main(["ncu", str(tmp_path / "x.ncu.json"), str(tmp_path / "x.ncu.csv")]) == 0
+    text, out = (tmp_path / "x.ncu.txt").read_text(), capsys.readouterr().out
+    assert text.splitlines()[:3] == [
+        "# profiling/ncu.sh triton_examples.py softmax --quick",
+        "# 2026-11-22, NVIDIA H200, driver 580.1, torch 2.11.0, Triton 3.6.0, Nsight Compute 2025.3.1.0, "
+        "commit 0123456789ab",
+        "",
+    ]  # fmt: skip
+    body = "\n".join(text.splitlines()[3:])
+    assert body in out
+    assert "measured here, now: copy 4.00 TB/s" in body
+    assert f"table: {tmp_path}/x.ncu.txt" in out
+
+
+# --- ncu beside compare
+
+
+def timings(**of_ceiling):
+    """A record of a run on a GPU that copies 4 TB/s, each call 100 us."""
+    rows = [{"variant": v, "ms": 0.1, "of_ceiling": share} for v, share in of_ceiling.items()]
+    table = {"title": "copy", "case": "8x8", "rows": rows}
+    machine = {"gpu": "NVIDIA H200", "ceilings": {"copy_tbps": 4.0, "gemm_tflops": {"bfloat16": 800.0}}}
+    return {"machine": machine, "when": "2026-11-22T00:00:00", "examples": [{"name": "copy", "comparisons": [table]}]}
+
+
+@pytest.mark.parametrize(
+    ("us", "moved", "apart", "why"),
+    [
+        (100.0, 400e6, 0.0, ""),
+        (98.0, 392e6, 0.0, ""),
+        (96.0, 400e6, 1 / 0.96 - 1, ""),
+        (100.0, 800e6, 1.0, "it moves 2.00x the least bytes"),
+        (100.0, 360e6, -0.1, "10% of the least bytes stay in L2"),
+        (80.0, 400e6, 0.25, "timed 1.25x as long: what is before its launches, and L2 written back"),
+        (125.0, 400e6, -0.2, "1.25x as long under ncu"),
+        (
+            80.0, 600e6, 0.875,
+            "it moves 1.50x the least bytes; timed 1.25x as long: what is before its launches, and L2 written back",
+        ),
+        (97.6, 410e6, 410 / 400 / 0.976 - 1, "several small differences"),
+    ],
+)  # fmt: skip
+def test_what_ncu_counts_agrees_with_what_was_timed_or_says_why_not(us, moved, apart, why):
+    found, left = agreement(timings(ours=1.0), {"copy 8x8: ours": COPY}, [Seen("copy 8x8: ours", "k", 1, us, moved)])
+    assert not left
+    assert found[0].apart == pytest.approx(apart)
+    assert found[0].why == why
+    assert found[0].counted / found[0].timed == pytest.approx(found[0].bytes * found[0].time)
+
+
+def test_what_memory_does_not_bound_is_left_out_of_the_agreement():
+    seen = [Seen(f"copy 8x8: {v}", "k", 1, 100.0, 1e6) for v in ("gemm", "model", "other", "empty")]
+    seen.append(Seen("copy 8x8: unknown", "k", 1, 100.0))
+    works = {
+        "copy 8x8: gemm": GEMM,
+        "copy 8x8: model": COPY | {"steps": [[1, 1]]},
+        "copy 8x8: other": COPY,
+        "copy 8x8: empty": COPY | {"bytes": 0},
+        "copy 8x8: unknown": COPY,
+    }
+    found, left = agreement(timings(gemm=0.9, model=0.9, empty=0.9, unknown=0.9), works, seen)
+    assert found == []
+    assert left == {
+        "bound by arithmetic": 1, "without a number of bytes": 2, "not timed at this size in the reference": 1,
+        "without counted bytes": 1,
+    }  # fmt: skip
+
+
+def test_the_agreement_is_printed_from_files_alone(tmp_path, capsys):
+    call = "copy 8x8: ours"
+    rows = ncu_row(call, "copy_kernel", 200e6, 200e6, "100000")
+    records, tables = parts(tmp_path, ([example("copy", call)], NCU_HEAD + UNITS + rows))
+    (tmp_path / "reference.json").write_text(json.dumps(timings(ours=0.9)))
+    assert main(["agree", *map(str, (tmp_path / "reference.json", *records, *tables))]) == 0
+    text = [" ".join(line.split()) for line in capsys.readouterr().out.splitlines()]
+    assert "copy 8x8: ours 90.0% 100.0% 1.111 1.000 1.000 several small differences" in text
+    assert (
+        "0 of 1 calls agree within 5% with reference.json, of NVIDIA H200, 2026-11-22, as shares of its copy"
+        in " ".join(text)
+    )
+    (tmp_path / "cpu.json").write_text(json.dumps({"machine": {"ceilings": {}}, "examples": []}))
+    console = quiet()
+    assert show_profile(console, "ncu", records, tables, tmp_path / "cpu.json") == 0
+    assert "cpu.json has no timings of a GPU to agree with" in said(console)
+
+
+def test_findings_at_several_places_are_counted(sanitized):
+    reads = [WRITE.replace("+0x120 in debugging.py:188", f"+0x{i}0 in debugging.py:{i}") for i in range(1, 11)]
+    log = HEAD + "".join([reads[0], *reads]) + "========= ERROR SUMMARY: 11 errors\n"
+    console = quiet()
+    assert not show_sanitizer(console, sanitized("memcheck", log), ["memcheck"], KERNELS)
+    assert "scale_kernel: 11 printed, first: Invalid __global__ write of size 4 bytes at scale_kernel+0x10" in said(
+        console
+    )
+    assert "    2 times: Invalid __global__ write of size 4 bytes at scale_kernel+0x10 in debugging.py:1\n" in said(
+        console
+    )
+    assert "    and 2 other places" in said(console)
+    assert "techniques: scale" in said(console)
+
+
+def test_a_tool_that_was_stopped_says_after_how_long(sanitized):
+    out = sanitized("racecheck", HEAD, record=False)
+    (out.parent / "topic.racecheck.status").write_text("124 300 ours\n")
+    console = quiet()
+    assert not show_sanitizer(console, out, ["racecheck"], KERNELS)
+    assert "racecheck did not come to its end: stopped after 300 s; it wrote nothing" in said(console)
+    (out.parent / "topic.racecheck.status").unlink()  # the script itself was stopped
+    assert not show_sanitizer(quiet(), out, ["racecheck"], KERNELS)

@@ -15,6 +15,7 @@ from harness.report import (
     best_row,
     git_state,
     load_record,
+    measured_cell,
     results_tables,
     show_architectures,
     show_codegen,
@@ -79,10 +80,10 @@ def test_the_commit_of_a_copy_without_history_comes_from_the_environment(tmp_pat
     assert git_state() == (commit, True)
 
 
-def row(variant, ms, ours=False, tbps=1.0, tflops=None):
+def row(variant, ms, ours=False, tbps=1.0, tflops=None, **more):
     return {
         "variant": variant, "ours": ours, "ms": ms, "tbps": tbps, "tflops": tflops, "of_ceiling": 0.5,
-        "speedup": None if ms is None else 10 / ms,
+        "speedup": None if ms is None else 10 / ms, **more,
     }  # fmt: skip
 
 
@@ -91,6 +92,7 @@ def table(*rows, baseline="torch eager"):
 
 
 EAGER = row("torch eager", 10)
+OTHER = {"ours": True, "comparator": True}  # a kernel of this repository that the technique is put next to
 LIBRARY = table(EAGER, row("torch.compile", 5), row("CUDA graph", 4))
 
 
@@ -107,6 +109,9 @@ LIBRARY = table(EAGER, row("torch.compile", 5), row("CUDA graph", 4))
         ([EAGER, row("torch.compile", 5, tbps=None)], None),  # no work is counted: its times are those of launches
         ([EAGER, row("torch.compile", 5, tbps=None, tflops=3.0)], "torch.compile"),
         ([EAGER, row("torch.compile", 5), row("triton", None, ours=True)], None),
+        ([EAGER, row("triton", 1, **OTHER), row("gluon", 3, ours=True, comparator=False)], "gluon"),
+        ([EAGER, row("triton", 1, **OTHER)], None),  # not the library's row instead: this is no table of library calls
+        ([row("triton", 1, **OTHER), row("gluon", 3, ours=True)], "gluon"),  # the baseline may be one of them
     ],
 )
 def test_the_best_row_of_a_case(rows, best):
@@ -124,6 +129,18 @@ def test_a_table_of_library_calls_is_put_next_to_its_baseline_alone(tmp_path, mo
     lines = [line for line in results_tables(tmp_path).splitlines() if line.startswith("| modes")]
     assert lines[0].endswith("| CUDA graph | 4.000 | 1.00 TB/s | 50.0% | 2.50x torch eager |")
     assert lines[1].endswith("| triton | 5.000 | 1.00 TB/s | 50.0% | 2.00x cuBLAS, 1.60x torch |")
+
+
+def test_the_fastest_comparator_stands_beside_the_libraries(tmp_path, monkeypatch):
+    monkeypatch.setattr("harness.report.ROOT", tmp_path)
+    others = [row("triton tile", 6, **OTHER), row("triton split", 4, **OTHER), row("triton late", None, **OTHER)]
+    made, compared = record(), table(EAGER, *others, row("gluon", 5, ours=True))
+    made.examples.append(ExampleRecord("by_hand", "passed", comparisons=[compared]))
+    made.save(tmp_path / "r.json")
+    (line,) = (line for line in results_tables(tmp_path).splitlines() if line.startswith("| by_hand"))
+    assert line.endswith("| gluon | 5.000 | 1.00 TB/s | 50.0% | 2.00x torch eager, 0.80x triton split |")
+    cell = measured_cell(load_record(tmp_path / "r.json")["examples"][0])
+    assert cell == "2.00x torch eager, 50 % of ceiling"  # README compares with libraries alone
 
 
 def test_brackets_in_a_name_are_shown():

@@ -880,10 +880,15 @@ def test_demo(h, code, monkeypatch):
 def test_the_facts_are_means_over_the_cases(h, monkeypatch):
     monkeypatch.setattr(h, "check", lambda *args, **kwargs: None)
     monkeypatch.setattr(module, "show_code", lambda h: {})
-    ratios = iter([{"triton pipelined": 0.5}, {"triton pipelined": 2.0}])
-    monkeypatch.setattr(module, "products", lambda *args: next(ratios))
+    monkeypatch.setattr(h, "pick", lambda **sizes: (16, 32))
+    ratios = {(16, h.half): 0.5, (32, h.half): 2.0, (16, module.E4M3): 3.0, (32, module.E4M3): 12.0}
+    monkeypatch.setattr(module, "products", lambda h, n, dtype: {"triton pipelined": ratios[n, dtype]})
     module.demo(h)
-    assert h.record.facts["triton pipelined: geometric mean over the library"] == 1.0
+    facts = {name: value for name, value in h.record.facts.items() if "geometric mean" in name}
+    assert facts == {  # each dtype by itself: it has a library call of its own
+        f"triton pipelined, {str(h.half).removeprefix('torch.')}: geometric mean over cuBLAS": 1.0,
+        "triton pipelined, float8_e4m3fn: geometric mean over _scaled_mm": 6.0,
+    }
 
 
 # --- bad input

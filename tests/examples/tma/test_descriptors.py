@@ -35,6 +35,7 @@ from examples.tma.descriptors import (
     default_block,
     demo,
     every_form,
+    harmless,
     host_us,
     outcome,
     reference,
@@ -339,6 +340,12 @@ def test_what_a_launch_does_with_a_broken_rule(h):
     assert outcome("device", "row stride of 16 bytes", "cpu") == "AssertionError: stride must be 16-byte aligned"
     assert outcome("host", "start at 16 bytes", "cpu") == "AssertionError: base must be 16-byte aligned"
     assert outcome("host", "no stride of 0", "cpu") == "right"
+    assert harmless({
+        "one": {"host": "accepted", "device": "right", "device, run": "right", "our check": "ValueError"},
+        "both": {"host, run": "right", "device, run": "right"},
+        "not both": {"host, run": "right", "device, run": "1 of 8 wrong"},
+        "nothing ran": {"host": "right", "our check": "right"},
+    }) == ["one", "both"]  # fmt: skip
     silent = outcome("device", "adjacent columns (sliced)", "cpu")
     assert re.fullmatch(r"\d+ of 2048 wrong: it read strides \(64, 1\)", silent)
 

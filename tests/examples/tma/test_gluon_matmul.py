@@ -520,7 +520,13 @@ def test_facts_hold_each_step_to_cublas(h, monkeypatch):
     monkeypatch.setattr(h, "pick", lambda quick, full: full)
     monkeypatch.setattr(h, "machine", SimpleNamespace(sms=132))
     monkeypatch.setattr(h, "fact", lambda name, value: facts.update({name: value}))
-    monkeypatch.setattr(h, "compare", lambda *args, case, **kwargs: sizes.append(case) or next(tables))
+
+    def compare(*args, case, comparators, **kwargs):
+        sizes.append(case)
+        assert list(comparators) == ["triton tile", "triton split"], "what the compiler makes is not Gluon's"
+        return next(tables)
+
+    monkeypatch.setattr(h, "compare", compare)
     module.demo(h)
     assert [size.split()[0] for size in sizes] == ["4096x4096x4096", "8192x8192x8192"]
     assert facts["least over cuBLAS"]["gluon staggered"] == 1.0

@@ -62,6 +62,7 @@ def check_all(h, M, N, K, variant):
     x, w, up, bias = layer(h, M, N, K, weights=2)
     check_linear(h, x, w, bias, "gelu", variant)
     check_swiglu(h, x, w, up, variant)
+    check_swiglu(h, x, w, up, None)
     check_fp8(h, x, w, bias, "none", None, variant)
     check_fp8(h, x, w, None, "silu", torch.full((1,), 8.0 / 448, device=h.device), variant)
 
@@ -92,6 +93,7 @@ def test_nothing_to_do(h, variant):
     q, scale = linear_fp8(x, w, variant=variant)
     assert (q.shape, q.dtype, scale.shape) == ((0, 32), E4M3, (0, 1))
     assert linear(h.randn(3, 16, dtype=h.half), w[:0], variant=variant).shape == (3, 0)
+    assert swiglu(x, w, w).shape == (0, 32)
 
 
 @pytest.mark.parametrize("variant", VARIANTS)
@@ -296,6 +298,14 @@ CALLS = {
 CORES = {90: "wgmma", 100: "tcgen05.mma", 120: "mma.sync"}
 
 
+def test_the_default_of_swiglu():
+    """Roles for warps on Hopper, and what runs there elsewhere."""
+    for kernel in compile_for(swiglu, (X, WEIGHT, WEIGHT), sms=tuple(CORES)):
+        assert (kernel.error, kernel.spills) == (None, 0)
+        name = "linear_warp_specialized_kernel" if kernel.sm == 90 else "linear_persistent_kernel"
+        assert (kernel.kernel, "setmaxnreg" in kernel.found) == (name, kernel.sm == 90)
+
+
 def compiled(name, variant, sm):
     fn, args = CALLS[name]
     kwargs = {"variant": variant} | ({"check_scales": False} if fn is linear_fp8 else {})
@@ -453,11 +463,12 @@ def _bad(device):
     one, flat = torch.ones(1, device=device), torch.zeros(600, device=device, dtype=torch.float16)
     return {
         "no tensor": (linear, ([1.0], w), {}, TypeError, r"expected a torch\.Tensor, got list"),
-        "float32": (linear, (x.float(), w.float()), {}, TypeError, r"x is torch\.float32 and x .*; both must be"),
+        "float32": (linear, (x.float(), w.float()), {}, TypeError, r"x is torch\.float32; cast x and its weights"),
         "two dtypes": (linear, (x, w.float()), {}, TypeError, r"x is torch\.float16 and w torch\.float32"),
         "gate and up": (swiglu, (x, w, w.float()), {}, TypeError, r"and w_up torch\.float32"),
-        "a vector": (linear, (x[0], w), {}, ValueError, r"x has shape \(32,\)"),
-        "a batch": (linear, (x[None], w), {}, ValueError, r"x has shape \(1, 4, 32\)"),
+        "a vector": (linear, (x[0], w), {}, ValueError, r"x has shape \(32,\); need \[M, K\]: pass x\.reshape\(-1"),
+        "a batch": (linear, (x[None], w), {}, ValueError, r"x has shape \(1, 4, 32\); need"),
+        "a vector for w": (linear, (x, w[0]), {}, ValueError, r"x has shape \(4, 32\) and w \(32,\); need"),
         "w transposed": (linear, (x, w.t()), {}, ValueError, r"and w \(32, 16\); need .*weights \[N, K\]"),
         "up of another size": (
             swiglu, (x, w, w[:8]), {}, ValueError, r"w_gate \(16, 32\) and w_up \(8, 32\) must be alike",
@@ -466,7 +477,8 @@ def _bad(device):
         "a list for one": (linear, (x, w, None, ["silu"]), {}, ValueError, "activation .* is not one of"),
         "swiglu as one": (linear, (x, w, None, "swiglu"), {}, ValueError, "activation 'swiglu' is not one of"),
         "no variant": (linear, (x, w), {"variant": "fast"}, ValueError, r"variant 'fast' is not one of \('persistent"),
-        "None for a variant": (swiglu, (x, w, w, None), {}, ValueError, "variant None is not one of"),
+        "None for a variant": (linear, (x, w, None, "none", None), {}, ValueError, "variant None is not one of"),
+        "no variant of swiglu": (swiglu, (x, w, w, ""), {}, ValueError, "variant '' is not one of"),
         "K of 12": (linear, (x[:, :12], w[:, :12]), {}, ValueError, "K is 12 and N 16; TMA .*8 and N to one of 8"),
         "K of 0": (linear, (x[:, :0], w[:, :0]), {}, ValueError, "K is 0"),
         "N of 4": (linear, (x, w[:4]), {}, ValueError, "K is 32 and N 4"),

@@ -187,6 +187,10 @@ def test_the_demo_and_what_it_finds(h):
     assert [name for name, row in rows.items() if any("UTMALDG" in load for load in row["loads"])] == [
         "descriptor, sm_90", "descriptor, ahead, sm_90",
     ]  # fmt: skip
+    (table,) = h.record.comparisons  # whose best row may only be TMA's
+    assert [row["variant"] for row in table["rows"] if row["ours"] and not row["comparator"]] == [
+        "triton descriptor", "triton descriptor, ahead",
+    ]  # fmt: skip
     pointers, one = rows["pointers, sm_90"], rows["descriptor, sm_90"]
     assert one["integer"] < pointers["integer"]
     assert one["registers"] < pointers["registers"]
