@@ -159,7 +159,7 @@ TABLE = {
         Row("fused over cuBLAS + torch.compile",    0.05,  None,  None,  1.089, None,  None),
     ],
     "test_tma_epilogues[SwiGLU]": [
-        Row("fused over cuBLAS + torch.compile",    0.05,  None,  None,  None,  None,  None),  # 1.037 on sm_90
+        Row("fused over cuBLAS + torch.compile",    0.068, None,  None,  1.074, None,  None),  # once 1.037: 1 is asked
     ],
     "test_tma_gluon_matmul[4096]": [
         Row("ring over one buffer",                 0.10,  None,  None,  2.30,  None,  None),
@@ -460,7 +460,7 @@ def test_tma_matmul(h, speed, case):
 def test_tma_persistent_matmul(h, speed, case):
     """The schedule that its rule takes; every schedule on a ragged shape, b either way."""
     x, w = h.randn(257, 328, dtype=h.half), h.randn(520, 328, dtype=h.half)
-    for schedule in (None, *persistent.SCHEDULES):
+    for schedule in (None, *persistent.runnable(h)):
         for b in (w.t(), w.t().contiguous()):
             fn = functools.partial(persistent.matmul_tma_persistent, schedule=schedule)
             h.check(fn, product, x, b, what=f"{schedule} ragged", terms=328)
@@ -646,7 +646,7 @@ def test_same_bits_in_every_launch(h):
     }
     calls |= {
         f"TMA persistent {schedule}": functools.partial(persistent.matmul_tma_persistent, a, b, schedule=schedule)
-        for schedule in persistent.SCHEDULES
+        for schedule in persistent.runnable(h)
     }
     calls |= {
         f"epilogue {variant}": functools.partial(

@@ -38,6 +38,7 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 MODES = ("default", "reduce-overhead", "max-autotune-no-cudagraphs", "max-autotune")
+WITHOUT_GRAPHS = ("default", "max-autotune-no-cudagraphs")  # what differs on a CPU, where there are no CUDA graphs
 CALLS = 14  # the first of which compiles
 STABLE = 1.10  # of the median of the last calls
 EAGER = "torch eager"
@@ -149,12 +150,13 @@ def one_case(h: Harness, model: Transformer, batch: int, tokens: int) -> None:
     ids = h.randint(config.vocab, batch, tokens)
     torch.compiler.reset()
     variants: dict[str, Callable] = {EAGER: model}
-    variants |= {f"torch.compile {mode}": compiled(model, mode) for mode in MODES}
+    modes = MODES if h.device.type == "cuda" or h.full else WITHOUT_GRAPHS
+    variants |= {f"torch.compile {mode}": compiled(model, mode) for mode in modes}
     facts = {}
     if not h.profile:
         for together in FOLDERS:
             with empty_cache():
-                for name in together:
+                for name in (each for each in together if each in variants):
                     with h.progress(f"first calls of {name}"), quiet() as refused:
                         facts[name] = start(variants[name], ids)
                     if refused:
@@ -168,6 +170,8 @@ def one_case(h: Harness, model: Transformer, batch: int, tokens: int) -> None:
         variants, model.float64, ids, baseline=EAGER, work=work, title="modes", case=case, whole_calls=True, beside=2.0,
         first_calls={name: each["first call s"] for name, each in facts.items()}, dtype=dtype,
     )  # fmt: skip
+    if len(modes) < len(MODES):
+        h.say("reduce-overhead and max-autotune: the same with CUDA graphs, which a CPU skips; --full times all four")
     if table and table.rows[0].ms:
         explain(h, table, facts)
 

@@ -6,16 +6,19 @@ Technique  One program per SM, operands and result by TMA, one pipeline through 
                         that stay (prepare_matmul, which keeps the compiled kernel too). Device: by each program before
                         its loop, or, the mistake, in the loop over tiles.
            schedules    when a tile is stored. tile: one program per tile, whose store takes the shared memory that its
-                        operands had. whole, split: between two tiles of a persistent program; loads run on, the tensor
-                        cores wait. The store needs shared memory of its own: half a tile at a time takes half, which
-                        pays for a fourth stage. late: a finished tile is rounded to 16 bits, which halves its
-                        registers, and the next one starts; in each of its first four steps a quarter of the old tile
-                        is stored, while the tensor cores multiply.
+                        operands had. pair: the same with tiles of half the size, two programs on an SM: one can
+                        multiply while the other starts or stores. whole, split: between two tiles of a persistent
+                        program; loads run on, the tensor cores wait. The store needs shared memory of its own: half a
+                        tile at a time takes half, which pays for a fourth stage. late: a finished tile is rounded to
+                        16 bits, which halves its registers, and the next one starts; in each of its first four steps a
+                        quarter of the old tile is stored, while the tensor cores multiply.
            bands        tiles are taken in bands of GROUP_M rows: what the programs load together should fit L2.
            layouts      b row-major, or the transpose of a row-major [N, K]: what nn.Linear has.
-           The rule, plan(): late on Hopper where there is more than one wave of tiles and a tile has more steps than
-           parts to store; whole where a and b are far larger than L2; else split. Blackwell does not need late: its
-           accumulators lie in tensor memory (blackwell.py).
+           The rule, plan(): the smallest tiles of which one wave covers c, so that the most SMs work: tile with 128x64
+           and six stages, or with 128x128 and five; then pair, but 128x256 where that is one wave too and K is long.
+           What needs more waves takes 128x256, and late on Hopper if a tile has more steps than parts to store; whole
+           where a and b are far larger than L2; else split. All of this was found on an H200. Blackwell does not need
+           late: its accumulators lie in tensor memory (blackwell.py).
 Question   What does a persistent kernel still lose around its tiles, and who pays for the descriptors?
 Needs      triton, sm_90
 Shapes     a [M, K] with contiguous rows, b [K, N] with contiguous rows or columns, K and N multiples of 8, any M (0
@@ -58,15 +61,24 @@ import triton.language as tl
 
 DTYPES = (torch.float16, torch.bfloat16)
 # BLOCK_M, BLOCK_N, BLOCK_K, warps, and the fewest stages with which it is taken. The first that fits shared memory is,
-# with as many stages as do, up to MOST_STAGES.
+# with as many stages as do, up to MOST_STAGES (or the fewest, where those are more).
 TILES = [(128, 256, 64, 8, 3), (128, 128, 64, 8, 2)]
 MOST_STAGES = 4
-PARTS = {"tile": 1, "whole": 1, "split": 2, "late": 4}  # of a tile's columns, stored one after another
+PAIR = (128, 128, 64, 4, 2)
+# What the rule takes where one wave covers c, the smallest first. A program alone on its SM has only its own stages to
+# hide the latency of loads, so it gets more. An SM multiplies as much with a pair as with one of the first TILES: the
+# pair starts sooner, the one loads less. In a sweep on an H200 the pair was ahead with K of 512, level with 2048 and
+# behind with 8192. Nobody has measured this on another GPU.
+ONE_WAVE = [("tile", (128, 64, 64, 4, 6)), ("tile", (128, 128, 64, 4, 5)), ("pair", PAIR)]
+PAIR_K = 1024
+RESERVED = 1024  # bytes of an SM's shared memory that CUDA takes for each program on it
+PARTS = {"tile": 1, "pair": 1, "whole": 1, "split": 2, "late": 4}  # of a tile's columns, stored one after another
 SCHEDULES = tuple(PARTS)
+PER_SM = {name: 2 if name == "pair" else 1 for name in SCHEDULES}  # programs that share an SM
 DESCRIPTORS = ("host", "program", "tile")  # made by the host, by each program once, by each program for each tile
 # GROUP_M, the rows of tiles in a band, of each schedule, and the bytes of a and b from which whole is taken: the best
 # of a sweep over SQUARES and LAYERS on an H200.
-BANDS = {"tile": 8, "whole": 16, "split": 8, "late": 8}
+BANDS = {"tile": 8, "pair": 8, "whole": 16, "split": 8, "late": 8}
 WHOLE_FROM = 384 * 2**20
 
 
@@ -194,7 +206,7 @@ class Plan(NamedTuple):
 def shared_bytes(block_m: int, block_n: int, block_k: int, itemsize: int, stages: int, schedule: str) -> int:
     """Bytes a program holds: `stages` steps of a and b, the part of c that is stored at a time, a few barriers."""
     operands, stored = stages * (block_m + block_n) * block_k, block_m * block_n // PARTS[schedule]
-    return itemsize * (max(operands, stored) if schedule == "tile" else operands + stored) + 256
+    return itemsize * (max(operands, stored) if schedule in ("tile", "pair") else operands + stored) + 256
 
 
 def on_hopper() -> bool:
@@ -206,14 +218,24 @@ def plan(M: int, N: int, K: int, device: torch.device, schedule: str | None = No
     """The rule of the module docstring for 16-bit operands, with the first tile and then the most stages that fit."""
     sms, limit = device_limits(device)
     large = 2 * (M + N) * K > WHOLE_FROM
-    for block_m, block_n, block_k, warps, fewest in TILES:
-        tiles, steps = triton.cdiv(M, block_m) * triton.cdiv(N, block_n), triton.cdiv(K, block_k)
-        late = tiles > sms and steps > PARTS["late"] and on_hopper()
-        chosen = schedule or ("whole" if large else "late" if late else "split")
-        for stages in range(MOST_STAGES, fewest - 1, -1):
-            if shared_bytes(block_m, block_n, block_k, 2, stages, chosen) <= limit:
-                programs = tiles if chosen == "tile" else min(tiles, sms)
-                return Plan(chosen, block_m, block_n, block_k, warps, stages, band or BANDS[chosen], programs)
+
+    def tiles_of(tile: tuple[int, ...]) -> int:
+        return triton.cdiv(M, tile[0]) * triton.cdiv(N, tile[1])
+
+    candidates = [("pair", PAIR)] if schedule == "pair" else []
+    if schedule is None:
+        candidates += [(name, tile) for name, tile in ONE_WAVE if tiles_of(tile) <= PER_SM[name] * sms]
+        if K > PAIR_K and tiles_of(TILES[0]) <= sms:
+            candidates = [(name, tile) for name, tile in candidates if name != "pair"]
+    for tile in TILES if schedule != "pair" else ():
+        late = tiles_of(tile) > sms and triton.cdiv(K, tile[2]) > PARTS["late"] and on_hopper()
+        candidates.append((schedule or ("whole" if large else "late" if late else "split"), tile))
+    for chosen, tile in candidates:
+        *sizes, warps, fewest = tile
+        for stages in range(max(MOST_STAGES, fewest), fewest - 1, -1):
+            if PER_SM[chosen] * (shared_bytes(*sizes, 2, stages, chosen) + RESERVED) <= limit + RESERVED:
+                programs = tiles_of(tile) if chosen in ("tile", "pair") else min(tiles_of(tile), sms)
+                return Plan(chosen, *sizes, warps, stages, band or BANDS[chosen], programs)
     raise RuntimeError(f"matmul_tma_persistent: no tile fits the {limit} bytes of shared memory of {device}")
 
 
@@ -295,7 +317,7 @@ def _call(name, a, b, out, schedule, band, descriptors="host") -> _Call:
         tma_descriptor(stored, [p.block_n, p.block_k] if columns else [p.block_k, p.block_n]),
         tma_descriptor(c, [p.block_m, p.block_n // PARTS[p.schedule]]),
     )
-    if p.schedule == "tile":
+    if p.schedule in ("tile", "pair"):
         return _Call(matmul_tile_kernel, p.programs, (*described, M, N, K), options, c)
     options["PARTS"] = PARTS[p.schedule]
     if p.schedule == "late":
@@ -367,6 +389,7 @@ def reference(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
 
 
 SQUARES = [(n, n, n) for n in (2048, 4096, 8192, 16384)]
+FEW_TILES = [(1024, 1024, 1024), (2560, 1664, 4096)]  # on 132 SMs: a quarter of a wave of the first TILES, and 1.06
 LAYERS = [(4096, 14336, 4096), (4096, 4096, 14336), (2048, 28672, 8192), (8192, 28672, 8192)]
 SMALL = [(257, 264, 264)]  # more tiles than the interpreter has SMs, tails everywhere, more steps than parts
 
@@ -374,6 +397,19 @@ SMALL = [(257, 264, 264)]  # more tiles than the interpreter has SMs, tails ever
 def sizes(h: Harness, quick: list, full: list) -> list[tuple[int, int, int]]:
     """What to time; where nothing is timed, the case that finds errors soonest."""
     return h.pick(interpreted=SMALL, quick=quick, full=full) if h.timing or h.profile else SMALL
+
+
+def runnable(h: Harness) -> tuple[str, ...]:
+    """The schedules that this GPU has: late is Hopper's, and pair needs room for two programs on an SM."""
+
+    def runs(schedule: str) -> bool:
+        try:
+            plan(1, 8, 8, h.device, schedule)
+        except RuntimeError:
+            return False
+        return schedule != "late" or on_hopper()
+
+    return tuple(filter(runs, SCHEDULES))
 
 
 def compare(h: Harness, M: int, N: int, K: int, ours: dict[str, Callable], case="", columns=False, **options):
@@ -426,17 +462,35 @@ def compare_descriptors(h: Harness, M: int, N: int, K: int, whole_calls: bool) -
         )
 
 
+def say_what_was_taken(h: Harness, M: int, N: int, K: int) -> None:
+    p = plan(M, N, K, h.device)
+    tiles, places = triton.cdiv(M, p.block_m) * triton.cdiv(N, p.block_n), PER_SM[p.schedule] * h.machine.sms
+    h.say(
+        f"the rule took {p.schedule}, {p.stages} stages, in bands of {p.band}: "
+        f"{tiles} tiles of {p.block_m}x{p.block_n} at {places} places are "
+        f"{tiles / places:.2f} waves, paid as {triton.cdiv(tiles, places)}"
+    )
+
+
+def compare_few_tiles(h: Harness, M: int, N: int, K: int) -> None:
+    """Where the first of TILES would leave most SMs idle, for all of the time or in its second wave."""
+    ours = {"by rule": matmul_tma_persistent, "split": functools.partial(matmul_tma_persistent, schedule="split")}
+    if compare(h, M, N, K, ours, "few tiles"):
+        say_what_was_taken(h, M, N, K)
+
+
 def compare_schedules(h: Harness, M: int, N: int, K: int) -> dict[str, float]:
     """How many times as fast as cuBLAS the rule is, and each schedule."""
-    ours = {name: functools.partial(matmul_tma_persistent, schedule=name) for name in SCHEDULES}
+    ours = {name: functools.partial(matmul_tma_persistent, schedule=name) for name in runnable(h)}
     if not (table := compare(h, M, N, K, {"by rule": matmul_tma_persistent} | ours)):
         return {}
-    p, sms = plan(M, N, K, h.device), h.machine.sms
-    tiles = triton.cdiv(M, p.block_m) * triton.cdiv(N, p.block_n)
-    waves = triton.cdiv(tiles, sms)
-    each = ", ".join(f"{row.variant.removeprefix('triton ')} {1000 * row.ms / waves:.2f}" for row in table.rows)
-    h.say(f"{tiles} tiles on {sms} SMs are {tiles / sms:.2f} waves, paid as {waves}; us for each: {each}")
-    h.say(f"the rule took {p.schedule}, in bands of {p.band}")
+    us, lengths = {row.variant.removeprefix("triton "): 1000 * row.ms for row in table.rows}, {}
+    for name in ("by rule", *ours):
+        p = plan(M, N, K, h.device, None if name == "by rule" else name)
+        tiles, places = triton.cdiv(M, p.block_m) * triton.cdiv(N, p.block_n), PER_SM[p.schedule] * h.machine.sms
+        lengths[name] = us[name] / triton.cdiv(tiles, places)
+    say_what_was_taken(h, M, N, K)
+    h.say("us of a wave: " + ", ".join(f"{name} {length:.2f}" for name, length in lengths.items()))
     return {row.variant: row.speedup for row in table.rows[1:]}
 
 
@@ -469,7 +523,7 @@ def demo(h: Harness) -> None:
     for M, N, K in [(1, 8, 8), *SMALL, (5, 16, 0)]:
         a, w = h.randn(M, K, dtype=h.half), h.randn(N, K, dtype=h.half)
         for layout, b in (("b", w.t().contiguous()), ("b.t()", w.t())):
-            for schedule in (None, *SCHEDULES) if K > 256 else (None,):
+            for schedule in (None, *runnable(h)) if K > 256 else (None,):
                 fn = functools.partial(matmul_tma_persistent, schedule=schedule)
                 what = f"matmul_tma_persistent {schedule or 'by rule'} {M}x{N}x{K} {layout}"
                 h.check(fn, reference, a, b, terms=K, what=what)
@@ -482,6 +536,9 @@ def demo(h: Harness) -> None:
         compare_descriptors(h, M, N, K, whole_calls=True)
 
     record(h, "", [compare_schedules(h, *case) for case in sizes(h, quick=SQUARES[:2], full=SQUARES + LAYERS)])
+
+    for case in sizes(h, quick=[], full=FEW_TILES):
+        compare_few_tiles(h, *case)
 
     for M, N, K in sizes(h, quick=SQUARES[1:2], full=[SQUARES[3], LAYERS[0]]):
         bands = {f"band {rows}": functools.partial(matmul_tma_persistent, band=rows) for rows in (1, 4, 8, 16, 32)}
