@@ -12,7 +12,10 @@ Technique  (a * scale_a) @ (b * scale_b) where a scale never varies along K: it 
                        those are free. Two consumers, a warpgroup each, multiply a half of every tile and store it,
                        the second always after the first: what one spends on scaling and storing, the tensor cores
                        spend on the other, and one buffer for results serves both in turn, where all warps of a
-                       persistent program do the same at the same time.
+                       persistent program do the same at the same time. A consumer starts the products of a step
+                       before it waits for those of the step before, so the tensor cores do not idle between steps.
+                       Near the end of a tile the second waits for the first; before that it finishes what it has in
+                       flight and hands the buffer back, or the producer would lack one for as long as it waits.
            FP8 tensor cores take both operands with K contiguous: a row-major, b column-major, as x @ weight.t().
            On Hopper they sum in a format of about 14 bits; blockwise_matmul.py has what that means for long K.
 Question   What does an FP8 GEMM need to run at twice the speed of bf16, and to keep up with cuBLASLt?
@@ -82,7 +85,7 @@ GROUP_M = 16
 # Warp specialized: BLOCK_M, BLOCK_N, BLOCK_K, steps of K in the ring; steps of every tile that the second consumer
 # does after the first has done its last (no more than the ring holds). With half a tile of two bytes an element for
 # results, nearly all of Hopper's shared memory.
-HOPPER_TILE, HOPPER_STAGES, HOPPER_BEHIND = (128, 256, 128), 4, 2
+HOPPER_TILE, HOPPER_STAGES, HOPPER_BEHIND = (128, 256, 128), 4, 3
 
 
 def _tile_of(tile, M, N, BLOCK_M, BLOCK_N, GROUP_M):
@@ -261,17 +264,25 @@ def _store_parts(
 
 
 @gluon.jit
+def _before(slot, STAGES: gl.constexpr):
+    return gl.where(slot == 0, STAGES - 1, slot - 1)
+
+
+@gluon.jit
 def _sum_products(
-    acc, a_bufs, b_bufs, full, empty, slot, phase, start, stop, BLOCK_K: gl.constexpr, HALF: gl.constexpr,
+    acc, operands, slot, phase, start, stop, FRESH: gl.constexpr, BLOCK_K: gl.constexpr, HALF: gl.constexpr,
     STAGES: gl.constexpr,
 ):  # fmt: skip
-    """acc and the products of K from start to stop. A buffer is empty when both consumers have arrived."""
-    for _ in range(start, stop, BLOCK_K):
+    """acc and the products of K from start to stop. Each step waits for the one before it and releases that one's
+    buffer; before the first there is none with FRESH. The last is left in flight."""
+    a_bufs, b_bufs, full, empty = operands
+    for k in range(start, stop, BLOCK_K):
         mbarrier.wait(full.index(slot), phase)
         b = b_bufs.index(slot).permute((1, 0))
         acc = warpgroup_mma(a_bufs.index(2 * slot + HALF), b, acc, is_async=True)
-        acc = warpgroup_mma_wait(0, deps=(acc,))
-        mbarrier.arrive(empty.index(slot))
+        acc = warpgroup_mma_wait(1, deps=(acc,))
+        fresh = FRESH and k == start  # nothing else is in flight
+        mbarrier.arrive(empty.index(_before(slot, STAGES)), pred=not fresh)
         slot, phase = _next(slot, phase, STAGES)
     return acc, slot, phase
 
@@ -283,14 +294,26 @@ def _consume(
 ):  # fmt: skip
     """A warpgroup: one half of the rows of every tile.
 
+    The products of a step are started before those of the step before are waited for, so the tensor cores have the next
+    ones while the consumer waits, releases and comes round. A buffer is released a step later for that, and empty when
+    both consumers have released it.
+
     Left alone, the second would catch up with the first, and both would store while the tensor cores idle. So it waits,
-    BEHIND steps before the end of a tile, until the first has summed its half (`summed`).
+    BEHIND steps before the end of a tile, until the first has summed its half (`summed`). Before that it waits for what
+    it has in flight and releases it: else it would hold, all that time, a buffer that the producer could fill.
+
+    No role waits for ever. Count steps over all tiles. The load of step g needs g - STAGES released by both. A consumer
+    that waits for it has itself released all up to g - 2, and STAGES >= 2. If the other is behind, it waits for an
+    earlier load, or is the second, at `summed` of tile t. With S steps a tile it has then released all up to
+    (t + 1) S - BEHIND - 1, or more where S <= BEHIND, so all of tile t is loaded as BEHIND <= STAGES: the first can sum
+    it. No barrier of the ring is two phases ahead of who waits: a buffer is loaded when both have released it, and
+    released, once, by who has waited for its load.
 
     c_buf belongs to the first, then to the second, in every tile. Who has written waits in the first step of its next
     tile, or at the end, until TMA has read it, and says so: completion number t of read[HALF] means that what HALF
     stored before its tile number t is out of c_buf. The first needs number t of read[1] for its tile t, the second
-    number t + 1 of read[0]. The first waits before it arrives at `summed`, so no barrier is ever a phase ahead of who
-    waits for it.
+    number t + 1 of read[0]. The first waits before it arrives at `summed`, so these are never a phase ahead
+    of who waits for them either.
     """
     a_bufs, b_bufs, full, empty = operands
     scale_a_bufs, scale_b_buf, bias_buf, last_full, last_empty = last
@@ -303,7 +326,7 @@ def _consume(
     phase = 0
     tile_phase = 0
     scale = 1.0 if ROWS else gl.load(scale_a) * gl.load(scale_b)
-    pause = gl.maximum(BLOCK_K, K - BEHIND * BLOCK_K)
+    pause = gl.maximum(BLOCK_K, gl.cdiv(K, BLOCK_K) * BLOCK_K - BEHIND * BLOCK_K)
     tiles = gl.cdiv(M, 2 * HALF_M) * gl.cdiv(N, BLOCK_N)
     for tile in range(gl.program_id(0), tiles, gl.num_programs(0)):
         row, col = _gluon_tile_of(tile, M, N, 2 * HALF_M, BLOCK_N, GROUP_M)
@@ -313,23 +336,23 @@ def _consume(
         acc = warpgroup_mma(a_bufs.index(2 * slot + HALF), b, acc, use_acc=False, is_async=True)
         tma.store_wait(0)
         mbarrier.arrive(read.index(HALF))
-        acc = warpgroup_mma_wait(0, deps=(acc,))
-        mbarrier.arrive(empty.index(slot))
+        acc = warpgroup_mma_wait(1, deps=(acc,))  # for nothing: makes a tensor of the sums in flight
         slot, phase = _next(slot, phase, STAGES)
+        left = True  # in flight
+        if HALF == 1:
+            acc, slot, phase = _sum_products(acc, operands, slot, phase, BLOCK_K, pause, False, BLOCK_K, HALF, STAGES)
+            acc = warpgroup_mma_wait(0, deps=(acc,))
+            mbarrier.arrive(empty.index(_before(slot, STAGES)))
+            mbarrier.wait(summed, tile_phase)
+            left = pause < K
+        acc, slot, phase = _sum_products(
+            acc, operands, slot, phase, pause if HALF == 1 else BLOCK_K, K, HALF == 1, BLOCK_K, HALF, STAGES
+        )
+        acc = warpgroup_mma_wait(0, deps=(acc,))
+        mbarrier.arrive(empty.index(_before(slot, STAGES)), pred=left)
         if HALF == 0:
-            acc, slot, phase = _sum_products(
-                acc, a_bufs, b_bufs, full, empty, slot, phase, BLOCK_K, K, BLOCK_K, HALF, STAGES
-            )
             mbarrier.wait(read.index(1), tile_phase)
             mbarrier.arrive(summed)
-        else:
-            acc, slot, phase = _sum_products(
-                acc, a_bufs, b_bufs, full, empty, slot, phase, BLOCK_K, pause, BLOCK_K, HALF, STAGES
-            )
-            mbarrier.wait(summed, tile_phase)
-            acc, slot, phase = _sum_products(
-                acc, a_bufs, b_bufs, full, empty, slot, phase, pause, K, BLOCK_K, HALF, STAGES
-            )
         by_row, by_column, bias = scale, scale, scale
         if ROWS or BIAS:
             mbarrier.wait(last_full, tile_phase)
@@ -356,6 +379,8 @@ def fp8_matmul_warp_specialized_kernel(
     ROWS: gl.constexpr, STAGES: gl.constexpr, BEHIND: gl.constexpr, GROUP_M: gl.constexpr,
 ):  # fmt: skip
     """scale_a and scale_b are descriptors with ROWS, else pointers to one scale each; bias is a descriptor or None."""
+    gl.static_assert(STAGES >= 2, "a consumer holds one buffer while it waits for the next")
+    gl.static_assert(BEHIND <= STAGES, "the first consumer needs the ring while the second pauses")
     HALF_M: gl.constexpr = a_desc.block_shape[0]
     BLOCK_N: gl.constexpr = bt_desc.block_shape[0]
     a_bufs = gl.allocate_shared_memory(a_desc.dtype, [2 * STAGES, HALF_M, a_desc.block_shape[1]], a_desc.layout)

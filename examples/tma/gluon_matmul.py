@@ -3,7 +3,7 @@
 Technique  tl.dot in a loop leaves to the compiler where tiles lie in shared memory, which thread holds which sum, how
            many loads run ahead, when a buffer may be written again and when the tensor cores are waited for. Gluon is
            the same language one floor down: all of that is in the source, and nothing else happens, except that the
-           compiler still puts the barriers among the threads of one role. Five steps on one tile of 128 x 256 x 64:
+           compiler still puts the barriers among the threads of one role. Six steps on one tile of 128 x 256 x 64:
            one buffer  TMA load, wait, wgmma, wait: one thing at a time. Other programs on the SM could fill the gaps,
                        but the accumulators of one take half of its registers.
            ring        STAGES buffers, and the load of a step starts STAGES - 1 steps before it: what tl.range
@@ -12,18 +12,29 @@ Technique  tl.dot in a loop leaves to the compiler where tiles lie in shared mem
                        and the lower half of the tile. They meet at barriers in shared memory, and setmaxnreg moves
                        registers to those who sum.
            persistent  the same code, one program per SM: the producer loads the next tile while this one is stored.
-           staggered   the second consumer starts a step after the first: one stores while the other multiplies.
+           in flight   a consumer starts the products of a step before it waits for those of the step before.
+           staggered   BEHIND steps before the end of a tile the second consumer waits until the first has summed its
+                       half: one stores while the other multiplies.
            The ring of the roles has two barriers for each of its buffers, and its n-th use is phase n of both:
            full        counts one arrival, the producer's, and the bytes of the loads. Consumers wait for phase n.
-           empty       counts two arrivals, of a consumer each when its products are done. The producer waits for phase
-                       n - 1, which for n = 0 a new barrier reports as over. Its slot starts with parity 1 for that.
+           empty       counts two arrivals, of a consumer each when its products are done: those in flight when the
+                       next step's have started, or at the end of the tile. The producer waits for phase n - 1, which
+                       for n = 0 a new barrier reports as over. Its slot starts with parity 1 for that.
+           summed      is one more, and phase t of it a program's t-th tile. It counts one arrival, the first
+                       consumer's after the last products of its half, and the second waits for it.
            A wait names a phase by its parity alone, so no barrier may be two phases ahead of who waits at it. None can:
            full completes phase n + 1 after the producer saw phase n of empty, for which both consumers came past phase
            n of full; empty completes phase n after both came past phase n of full, which the producer began after it
-           saw phase n - 1 of empty. Nor can they lock: all three go through tiles and steps in one order, and each wait
-           is for something earlier in it. `lead`, at which the second consumer waits for the first's first step, has
-           no such way back. Where a tile has as many steps as the ring has buffers, the ring is one: the first gets to
-           its next tile only over buffers that the second has emptied. Shorter tiles are not staggered.
+           saw phase n - 1 of empty. summed completes phase t + 1 after the last step of tile t + 1 was loaded, and the
+           use of its buffer before, STAGES steps earlier, was emptied by the second. Where a tile has as many steps as
+           the ring has buffers, that use is the last of tile t or later, so the second came past phase t. Shorter
+           tiles are not staggered.
+           Nor can they lock. All three go through tiles and steps in one order, and the waits for full and empty are
+           for something earlier in it: with products in flight a step is emptied a step late, which two buffers allow.
+           The wait for summed is for something later, the first's last step. Of the second, that step needs only that
+           it has emptied the step STAGES earlier, whose buffer it takes. It has: of what lies before that wait it has
+           emptied all but the latest step, which may be in flight, and STAGES is more than BEHIND. So the ring needs
+           BEHIND + 1 buffers.
 Question   What does the compiler do for a matmul on Hopper, and what does doing it by hand buy?
 Needs      triton, sm_90
 Shapes     a [M, K] with contiguous rows, b [K, N] with contiguous rows or columns (weight.t()), K and N multiples of 8,
@@ -71,10 +82,12 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 
 DTYPES = (torch.float16, torch.bfloat16)
-STEPS = ("one buffer", "ring", "roles", "persistent", "staggered")
+STEPS = ("one buffer", "ring", "roles", "persistent", "in flight", "staggered")
 # BLOCK_M, BLOCK_N, BLOCK_K; steps of K in the ring; in how many parts a consumer stores its half, through how many
 # buffers. Together nearly all of Hopper's shared memory. A row of 64 elements is 128 bytes, the widest swizzle.
 TILE, STAGES, PARTS, BUFFERS = (128, 256, 64), 4, 4, 2
+# Steps that the second consumer has left when the first has summed its half, for about as long as the first stores.
+BEHIND = 2
 # Registers of a thread: a consumer needs 128 for its sums alone; a producer needs next to none.
 CONSUMER_REGISTERS, PRODUCER_REGISTERS = 240, 24
 GROUP_M = 8
@@ -107,10 +120,10 @@ def _load(a_desc, b_desc, a_buf, b_buf, full, row, col, k, B_COLUMNS: gl.constex
 
 
 @gluon.jit
-def _multiply(acc, a_buf, b_buf, k, B_COLUMNS: gl.constexpr):
+def _multiply(acc, a_buf, b_buf, use_acc, B_COLUMNS: gl.constexpr):
     """Start acc += a @ b, both read from shared memory by the tensor cores; the first step needs no zeros."""
     b = b_buf.permute((1, 0)) if B_COLUMNS else b_buf  # another name for the same bytes
-    return warpgroup_mma(a_buf, b, acc, use_acc=k > 0, is_async=True)
+    return warpgroup_mma(a_buf, b, acc, use_acc=use_acc, is_async=True)
 
 
 @gluon.jit
@@ -137,7 +150,7 @@ def gluon_matmul_one_buffer_kernel(a_desc, b_desc, c_desc, M, N, K, B_COLUMNS: g
     for k in range(0, K, a_desc.block_shape[1]):
         _load(a_desc, b_desc, a_buf, b_buf, full, row, col, k, B_COLUMNS)
         mbarrier.wait(full, phase)
-        acc = _multiply(acc, a_buf, b_buf, k, B_COLUMNS)
+        acc = _multiply(acc, a_buf, b_buf, k > 0, B_COLUMNS)
         acc = warpgroup_mma_wait(0, deps=(acc,))
         phase ^= 1
     mbarrier.invalidate(full)
@@ -187,7 +200,7 @@ def gluon_matmul_ring_kernel(
     before = STAGES - 1  # the buffer of the step before
     for k in range(0, K, BLOCK_K):
         mbarrier.wait(full.index(slot), phase)
-        acc = _multiply(acc, a_bufs.index(slot), b_bufs.index(slot), k, B_COLUMNS)
+        acc = _multiply(acc, a_bufs.index(slot), b_bufs.index(slot), k > 0, B_COLUMNS)
         # All but the latest products are done, in every warp once the compiler's barrier is passed: the buffer of the
         # step before is free, and no second barrier in shared memory has to say so.
         acc = warpgroup_mma_wait(1, deps=(acc,))
@@ -225,19 +238,29 @@ def _produce(ring, a_desc, b_desc, M, N, K, B_COLUMNS: gl.constexpr, STAGES: gl.
 
 
 @gluon.jit
-def _sum_products(
-    acc, ring, slot, phase, start, stop, B_COLUMNS: gl.constexpr, STAGES: gl.constexpr, HALF: gl.constexpr
-):
-    """acc and the products of K from start to stop, of one half of the rows of a."""
+def _release_before(empty, slot, STAGES: gl.constexpr):
+    """The buffer of the step before may be loaded again."""
+    mbarrier.arrive(empty.index(gl.where(slot == 0, STAGES - 1, slot - 1)))
+
+
+@gluon.jit
+def _add_step(
+    acc, ring, slot, phase, B_COLUMNS: gl.constexpr, STAGES: gl.constexpr, IN_FLIGHT: gl.constexpr, HALF: gl.constexpr,
+    FIRST: gl.constexpr,
+):  # fmt: skip
+    """acc and the products of a step, of one half of the rows of a; IN_FLIGHT, only those of the step before are done.
+    Whether a step is the first is known when this is compiled: no product has to look."""
     a_bufs, b_bufs, full, empty = ring
     HALF_M: gl.constexpr = a_bufs.shape[1] // 2
-    for k in range(start, stop, a_bufs.shape[2]):
-        mbarrier.wait(full.index(slot), phase)
-        a = a_bufs.index(slot).slice(HALF * HALF_M, HALF_M, dim=0)
-        acc = _multiply(acc, a, b_bufs.index(slot), k, B_COLUMNS)
-        acc = warpgroup_mma_wait(0, deps=(acc,))
+    mbarrier.wait(full.index(slot), phase)
+    a = a_bufs.index(slot).slice(HALF * HALF_M, HALF_M, dim=0)
+    acc = _multiply(acc, a, b_bufs.index(slot), not FIRST, B_COLUMNS)
+    acc = warpgroup_mma_wait(1 if IN_FLIGHT else 0, deps=(acc,))
+    if not IN_FLIGHT:
         mbarrier.arrive(empty.index(slot))
-        slot, phase = _next(slot, phase, STAGES)
+    elif not FIRST:
+        _release_before(empty, slot, STAGES)
+    slot, phase = _next(slot, phase, STAGES)
     return acc, slot, phase
 
 
@@ -258,8 +281,8 @@ def _store_parts(
 
 @gluon.jit
 def _consume(
-    ring, c_desc, c_bufs, lead, M, N, K, B_COLUMNS: gl.constexpr, STAGES: gl.constexpr, BUFFERS: gl.constexpr,
-    STAGGER: gl.constexpr, GROUP_M: gl.constexpr, HALF: gl.constexpr,
+    ring, c_desc, c_bufs, summed, M, N, K, B_COLUMNS: gl.constexpr, STAGES: gl.constexpr, BUFFERS: gl.constexpr,
+    IN_FLIGHT: gl.constexpr, BEHIND: gl.constexpr, GROUP_M: gl.constexpr, HALF: gl.constexpr,
 ):  # fmt: skip
     """A warpgroup: one half of the rows of every tile."""
     BLOCK_M: gl.constexpr = ring[0].shape[1]
@@ -268,21 +291,23 @@ def _consume(
     MMA: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [gl.num_warps(), 1], [16, BLOCK_N, 16])
     slot = 0
     phase = 0
-    lead_phase = 0
+    tile_phase = 0
+    pause = gl.cdiv(K, BLOCK_K) * BLOCK_K - BEHIND * BLOCK_K
     tiles = gl.cdiv(M, BLOCK_M) * gl.cdiv(N, BLOCK_N)
     for tile in range(gl.program_id(0), tiles, gl.num_programs(0)):
         row, col = _tile_of(tile, M, N, BLOCK_M, BLOCK_N, GROUP_M)
         acc = gl.zeros((BLOCK_M // 2, BLOCK_N), gl.float32, MMA)
-        start = 0
-        if STAGGER:
-            if HALF == 0:
-                acc, slot, phase = _sum_products(acc, ring, slot, phase, 0, BLOCK_K, B_COLUMNS, STAGES, HALF)
-                mbarrier.arrive(lead)
-                start = BLOCK_K
-            else:
-                mbarrier.wait(lead, lead_phase)
-                lead_phase ^= 1
-        acc, slot, phase = _sum_products(acc, ring, slot, phase, start, K, B_COLUMNS, STAGES, HALF)
+        acc, slot, phase = _add_step(acc, ring, slot, phase, B_COLUMNS, STAGES, IN_FLIGHT, HALF, True)
+        for k in range(BLOCK_K, K, BLOCK_K):
+            if BEHIND and HALF == 1:
+                mbarrier.wait(summed, tile_phase, pred=k == pause)
+            acc, slot, phase = _add_step(acc, ring, slot, phase, B_COLUMNS, STAGES, IN_FLIGHT, HALF, False)
+        if IN_FLIGHT:
+            acc = warpgroup_mma_wait(0, deps=(acc,))
+            _release_before(ring[3], slot, STAGES)
+        if BEHIND and HALF == 0:
+            mbarrier.arrive(summed)
+        tile_phase ^= 1
         PARTS: gl.constexpr = BLOCK_N // c_desc.block_shape[1]
         _store_parts(c_desc, c_bufs, acc, row + HALF * (BLOCK_M // 2), col, HALF, 0, PARTS, BUFFERS)
     tma.store_wait(0)  # shared memory must outlive its last reader
@@ -291,7 +316,7 @@ def _consume(
 @gluon.jit
 def gluon_matmul_roles_kernel(
     a_desc, b_desc, c_desc, M, N, K, B_COLUMNS: gl.constexpr, STAGES: gl.constexpr, BUFFERS: gl.constexpr,
-    STAGGER: gl.constexpr, GROUP_M: gl.constexpr,
+    IN_FLIGHT: gl.constexpr, BEHIND: gl.constexpr, GROUP_M: gl.constexpr,
     CONSUMER_REGISTERS: gl.constexpr, PRODUCER_REGISTERS: gl.constexpr,
 ):  # fmt: skip
     """Tiles p, p + programs, ...: with as many programs as tiles the loops over them run once."""
@@ -299,15 +324,15 @@ def gluon_matmul_roles_kernel(
     C: gl.constexpr = c_desc.block_shape
     c_bufs = gl.allocate_shared_memory(c_desc.dtype, [2 * BUFFERS, C[0], C[1]], c_desc.layout)
     empty = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
-    lead = gl.allocate_shared_memory(gl.int64, [1], mbarrier.MBarrierLayout())
+    summed = gl.allocate_shared_memory(gl.int64, [1], mbarrier.MBarrierLayout())
     for i in gl.static_range(STAGES):
         mbarrier.init(empty.index(i), count=2)
-    mbarrier.init(lead, count=1)
+    mbarrier.init(summed, count=1)
     fence_async_shared()
     ring = (a_bufs, b_bufs, full, empty)
     gl.warp_specialize([
-        (_consume, (ring, c_desc, c_bufs, lead, M, N, K, B_COLUMNS, STAGES, BUFFERS, STAGGER, GROUP_M, 0)),
-        (_consume, (ring, c_desc, c_bufs, lead, M, N, K, B_COLUMNS, STAGES, BUFFERS, STAGGER, GROUP_M, 1)),
+        (_consume, (ring, c_desc, c_bufs, summed, M, N, K, B_COLUMNS, STAGES, BUFFERS, IN_FLIGHT, BEHIND, GROUP_M, 0)),
+        (_consume, (ring, c_desc, c_bufs, summed, M, N, K, B_COLUMNS, STAGES, BUFFERS, IN_FLIGHT, BEHIND, GROUP_M, 1)),
         (_produce, (ring, a_desc, b_desc, M, N, K, B_COLUMNS, STAGES, GROUP_M)),
     ], [4, 1], [CONSUMER_REGISTERS, PRODUCER_REGISTERS])  # fmt: skip  # of the last two; the first keeps what is left
 
@@ -354,7 +379,8 @@ def gluon_matmul(a: torch.Tensor, b: torch.Tensor, step: str = "staggered") -> t
         return c
     gluon_matmul_roles_kernel[(tiles if step == "roles" else min(tiles, device_limits(a.device).sms),)](
         a_desc, b_desc, gluon_descriptor(c, [block_m // 2, block_n // PARTS]), M, N, K, **same,
-        STAGES=STAGES, BUFFERS=BUFFERS, STAGGER=step == "staggered" and triton.cdiv(K, block_k) >= STAGES,
+        STAGES=STAGES, BUFFERS=BUFFERS, IN_FLIGHT=step in ("in flight", "staggered"),
+        BEHIND=BEHIND if step == "staggered" and triton.cdiv(K, block_k) >= STAGES > BEHIND else 0,
         CONSUMER_REGISTERS=CONSUMER_REGISTERS, PRODUCER_REGISTERS=PRODUCER_REGISTERS, num_warps=4,
     )  # fmt: skip
     return c
@@ -424,8 +450,9 @@ def show_code(h: Harness) -> None:
 
     x, hopper = h.meta(4096, 4096), ("cp.async.bulk.tensor", "mbarrier", "wgmma")
     h.codegen(gluon_matmul, x, x, find={80: (), 89: (), 90: (*hopper, "setmaxnreg"), 100: (), 120: ()})
-    for step in STEPS[:3]:  # the fourth has the code of the third
-        h.codegen(gluon_matmul, x, x, step, find={90: (*hopper, "setmaxnreg") if step == "roles" else hopper})
+    codes = [step for step in STEPS if step != "persistent"]  # which has the code of roles
+    for step in codes[:-1]:
+        h.codegen(gluon_matmul, x, x, step, find={90: hopper if step in STEPS[:2] else (*hopper, "setmaxnreg")})
     if h.profile:
         return
     kernel = h.record.codegen[-1]
@@ -436,7 +463,7 @@ def show_code(h: Harness) -> None:
         f"{CONSUMER_REGISTERS} for those of the consumers, {PRODUCER_REGISTERS} for those of the producer's warpgroup"
     )
     counts = {f"triton {each}": operations(dump(matmul_persistent, (x, x, each), sm=90)["ttgir"]) for each in BESIDE}
-    for step in (*STEPS[:3], STEPS[-1]):
+    for step in codes:
         counts[f"gluon {step}"] = operations(dump(gluon_matmul, (x, x, step), sm=90)["ttgir"])
     rows = {label: {kernel: count[label] for kernel, count in counts.items()} for label in (*WRITTEN, "roles")}
     h.table("what TTGIR says explicitly", rows)
