@@ -4,8 +4,11 @@ Technique  A norm and a quantizer as two kernels write y in 16 bits and read it 
            detour. The norm knows y in float32 while it has the row, so it can take the largest magnitude and write FP8
            with its scale: 2 bytes read, 1 written. What it costs is one more reduction, after that for mean and
            variance, before anything may be written; so the row must stay on the chip until then:
-           rows      a program holds one row, or several short ones, in registers. It stays for many rows: weight and
-                     bias are read once, and the next row is on its way to shared memory while this one is reduced;
+           rows      a program holds one row, or several short ones, in registers. Mean and variance come from one pass,
+                     from the sums of x and of its square; a row whose mean is further from 0 than two deviations would
+                     lose digits that way, and is summed again, measured from that mean. Weight and bias are read for
+                     every row, from the SM's first-level cache; where that is what limits, x is loaded past it
+                     (ld.global.cg), so that they stay there;
            resident  a longer row is read three times, for mean and variance, for amax, to write, and is found in the
                      SM's first-level cache after the first. The length is a constant of the kernel; each is compiled.
            y is rounded once, to FP8; two kernels round it to 16 bits on the way.
@@ -27,7 +30,9 @@ Run        python examples/fp8/fused_layer_norm_quantize.py
 
 from __future__ import annotations
 
-from harness import Harness, Work, device_limits, fp8_max, interpreted, require_fp8, require_triton_device, run
+import math
+
+from harness import Harness, Work, fp8_max, interpreted, require_fp8, require_triton_device, run
 
 import torch
 import triton
@@ -37,11 +42,10 @@ DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 E4M3 = torch.float8_e4m3fn
 GROUP = 128
 ROWS_MAX = 16384  # longer rows do not fit the registers of one program
-# By the bytes of an element: values of a row that a thread holds in registers, beside its weights and biases; warps
-# that share an SM and all run from the start (0: a program for each tile); registers a thread that let them.
-HELD = {2: (64, 12, 168), 4: (32, 16, 128)}
-TILE_MIN = 4096  # values a program takes at least, from several rows where one is shorter
-STAGES = 3  # one row in use, the next two on their way to shared memory
+# By the bytes of an element: values of a row that a thread holds, and its registers.
+HELD = {2: (32, 64), 4: (32, 80)}
+LONG, HELD_LONG = 8192, (64, 96)  # 16-bit rows of just this length
+UNALIGNED = 128  # registers where VECTOR divides not every row's start and length
 RESIDENT_STEP, RESIDENT_WARPS = 8192, 16  # of a longer row
 VECTOR = 8  # neighbouring columns of a thread
 ASSEMBLY = tl.constexpr(not interpreted())  # of which the interpreter has none
@@ -68,28 +72,27 @@ def _scale_and_inverse(amax, MOST: tl.constexpr):
     """amax / MOST and MOST / amax, each rounded once.
 
     tl.div_rn rounds so too, but branches on operands that are extreme: a thread with several groups would divide for
-    one after the other. Here the branch is not needed: amax has a floor, and SMALL keeps its inverse normal.
+    one after the other. Here the branch is not needed: amax has a floor, and SMALL keeps its inverse normal. Each
+    quotient is a guess put right by its remainder. For MOST of both formats that rounds as a division does, wherever
+    within one unit in the last place, as PTX promises, the approximate reciprocal lies. Of infinity both are NaN.
     """
     amax = _larger(amax, FLOOR)
     if ASSEMBLY:
         PART: tl.constexpr = 1.0 / MOST
         SMALL: tl.constexpr = 2.0**-16
         near = amax * PART
-        scale = tl.fma(tl.fma(near, -MOST, amax), PART, near)  # the remainder, exact, makes the quotient so
+        scale = tl.fma(tl.fma(near, -MOST, amax), PART, near)
         down = amax * SMALL
         guess = tl.inline_asm_elementwise("rcp.approx.ftz.f32 $0, $1;", "=r,r", [down], tl.float32, True, 1)
-        guess = tl.fma(tl.fma(guess, -down, 1.0), guess, guess)  # a step of Newton
         near = guess * (MOST * SMALL)
-        inverse = tl.fma(tl.fma(near, -down, MOST * SMALL), guess, near)
-        infinite = amax == float("inf")
-        return tl.where(infinite, amax, scale), tl.where(infinite, 0.0, inverse)
+        return scale, tl.fma(tl.fma(near, -down, MOST * SMALL), guess, near)
     else:
         return tl.div_rn(amax, MOST), tl.div_rn(MOST, amax)
 
 
 @triton.jit
 def _widen(x):
-    """x in float32, converted where it is used: hoisted out of the loop, as LLVM would, it takes twice the registers.
+    """x in float32, converted where it is used: earlier, as LLVM would, it takes twice the registers.
 
     Volatile assembly stays where it is. It gets pairs of 16-bit values, as they lie in 32-bit registers.
     """
@@ -135,64 +138,88 @@ def _share(total, n_cols, BLOCK_N: tl.constexpr, FULL: tl.constexpr):
 
 
 @triton.jit
+def _moments(x, n_cols, ROWS: tl.constexpr, BLOCK_N: tl.constexpr, FULL: tl.constexpr, STEP: tl.constexpr):
+    """Mean and variance of rows from sums of x and of its square: one round of messages between warps."""
+    total, squares = _sums(_apart(x, ROWS, BLOCK_N, STEP), _apart(x * x, ROWS, BLOCK_N, STEP))
+    mean = _share(total, n_cols, BLOCK_N, FULL)
+    return mean, _larger(_share(squares, n_cols, BLOCK_N, FULL) - mean * mean, 0.0)
+
+
+@triton.jit
+def _row_amax(y, ROWS: tl.constexpr, BLOCK_N: tl.constexpr, STEP: tl.constexpr, VECTOR: tl.constexpr):
+    """Largest magnitude of each row, or NaN: as floats in a thread, then as integers, in which magnitudes have the same
+    order and NaN is the largest; for these a warp has one instruction."""
+    if ASSEMBLY:
+        mine = tl.reshape(tl.abs(y), (ROWS, BLOCK_N // STEP, STEP // VECTOR, VECTOR))
+        mine = tl.reduce(tl.reduce(mine, 3, _larger), 1, _larger)
+        return tl.max(mine.to(tl.int32, bitcast=True), 1).to(tl.float32, bitcast=True)
+    else:
+        return _amax(y, 1)
+
+
+@triton.jit
+def _read(pointers, mask, WHOLE: tl.constexpr, CACHE: tl.constexpr, HINT: tl.constexpr):
+    if WHOLE:
+        return tl.load(pointers, cache_modifier=CACHE, eviction_policy=HINT)
+    else:
+        return tl.load(pointers, mask=mask, other=0.0, cache_modifier=CACHE, eviction_policy=HINT)
+
+
+@triton.jit
 def layer_norm_quantize_rows_kernel(
     x_ptr, weight_ptr, bias_ptr, q_ptr, scale_ptr, stride_xm, stride_sg, n_rows, n_cols, eps,
     CENTER: tl.constexpr, BIAS: tl.constexpr, PER_GROUP: tl.constexpr, MOST: tl.constexpr, GROUP: tl.constexpr,
-    ROWS: tl.constexpr, BLOCK_N: tl.constexpr, FULL: tl.constexpr, STAGES: tl.constexpr, VECTOR: tl.constexpr,
-    STEP: tl.constexpr,
+    ROWS: tl.constexpr, BLOCK_N: tl.constexpr, FULL: tl.constexpr, ALIGN: tl.constexpr, VECTOR: tl.constexpr,
+    STEP: tl.constexpr, PAST_L1: tl.constexpr,
 ):  # fmt: skip
-    # As many columns to a thread as one load takes. Left alone, the compiler gives it the 16 of an FP8 store, and then
-    # a warp's copies to shared memory, which pass the first-level cache by, fetch every sector twice.
-    cols = tl.max_contiguous(tl.broadcast_to(tl.arange(0, BLOCK_N)[None, :], (ROWS, BLOCK_N)), (1, VECTOR))
+    # Of an argument Triton knows only whether 16 divides it. These products say that ALIGN does, which lets loads and
+    # stores of a row of 5000 take as many bytes at once as those of 8192.
+    n_cols, stride_xm = n_cols // ALIGN * ALIGN, stride_xm // ALIGN * ALIGN
+    # As many columns to a thread as one load takes; left alone, the compiler gives it the 16 of an FP8 store.
+    cols = tl.max_contiguous(tl.multiple_of(tl.arange(0, BLOCK_N)[None, :], (1, VECTOR)), (1, VECTOR))
     in_row = cols < n_cols
-    weight = tl.load(weight_ptr + cols, mask=None if FULL else in_row, eviction_policy="evict_last")
-    if BIAS:
-        bias = tl.load(bias_ptr + cols, mask=None if FULL else in_row, eviction_policy="evict_last")
     # int64 because row * stride passes 2**31 elements on tensors that still fit in memory.
-    stride_xm, stride_qm = tl.cast(stride_xm, tl.int64), tl.cast(n_cols, tl.int64)
+    rows = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
+    row_exists = rows < n_rows
+    WHOLE: tl.constexpr = FULL and ROWS == 1  # no program is without a row
+    inside = in_row if ROWS == 1 else row_exists[:, None] & in_row
+    CACHE: tl.constexpr = ".cg" if PAST_L1 else ""
+    HINT: tl.constexpr = "" if PAST_L1 else "evict_first"  # a load has one or the other
+    x = _widen(_read(x_ptr + (rows * stride_xm)[:, None] + cols, inside, WHOLE, CACHE, HINT))
     if CENTER:
-        rows = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
-        origin = tl.load(x_ptr + rows * stride_xm, mask=rows < n_rows, other=0.0)
-    for first in tl.range(tl.program_id(0) * ROWS, n_rows, tl.num_programs(0) * ROWS, num_stages=STAGES):
-        rows = first + tl.arange(0, ROWS)
-        row_exists = rows < n_rows
-        inside = tl.broadcast_to(row_exists[:, None], (ROWS, BLOCK_N)) if FULL else row_exists[:, None] & in_row
-        x_ptrs = x_ptr + (rows * stride_xm)[:, None] + cols
-        x = _widen(tl.load(x_ptrs, mask=inside, other=0.0, eviction_policy="evict_first"))
-        if CENTER:
-            # Measured from the row's first element, known beforehand, x and its square are summed together: mean and
-            # variance in one round of messages between warps. No element is further from the mean than sqrt(n_cols)
-            # deviations, so the difference of squares keeps 24 - log2(n_cols) bits at least, wherever the mean lies.
-            x -= origin.to(tl.float32)[:, None]
+        mean, variance = _moments(x, n_cols, ROWS, BLOCK_N, FULL, STEP)
+        near = mean * mean <= 4.0 * variance  # false where either is NaN
+        if tl.min(near.to(tl.int32), 0) == 0:
+            x -= mean[:, None] if ROWS == 1 else tl.where(near, 0.0, mean)[:, None]
             if not FULL:
                 x = tl.where(in_row, x, 0.0)
-            later = rows + tl.num_programs(0) * ROWS
-            origin = tl.load(x_ptr + later * stride_xm, mask=later < n_rows, other=0.0)
-            total, squares = _sums(_apart(x, ROWS, BLOCK_N, STEP), _apart(x * x, ROWS, BLOCK_N, STEP))
-            mean = _share(total, n_cols, BLOCK_N, FULL)
-            variance = _larger(_share(squares, n_cols, BLOCK_N, FULL) - mean * mean, 0.0)
-            rstd = tl.rsqrt(variance + eps)
-            y = tl.fma(x, rstd[:, None], (-mean * rstd)[:, None])
-        else:
-            squares = tl.sum(_apart(x * x, ROWS, BLOCK_N, STEP), axis=1)
-            y = x * tl.rsqrt(_share(squares, n_cols, BLOCK_N, FULL) + eps)[:, None]
-        y *= _widen(weight)
-        if BIAS:
-            y += _widen(bias)
-        if not FULL:  # outside the row: where rstd is infinite or NaN, so is y
-            y = tl.where(in_row, y, 0.0)
-        if PER_GROUP:
-            grouped = tl.reshape(y, (ROWS, BLOCK_N // GROUP, GROUP))
-            scale, inverse = _scale_and_inverse(_amax(grouped, 2), MOST)
-            groups = tl.arange(0, BLOCK_N // GROUP)
-            scale_ptrs = scale_ptr + rows[:, None] + groups[None, :].to(tl.int64) * stride_sg
-            tl.store(scale_ptrs, scale, mask=row_exists[:, None] & (groups * GROUP < n_cols)[None, :])
-            y = tl.reshape(grouped * inverse[:, :, None], (ROWS, BLOCK_N))
-        else:
-            scale, inverse = _scale_and_inverse(_amax(y, 1), MOST)
-            tl.store(scale_ptr + rows, scale, mask=row_exists)
-            y *= inverse[:, None]
-        tl.store(q_ptr + (rows * stride_qm)[:, None] + cols, y.to(q_ptr.dtype.element_ty), mask=inside)
+            mean_off, variance_off = _moments(x, n_cols, ROWS, BLOCK_N, FULL, STEP)
+            if ROWS > 1:  # a row's result is the same whatever rows share its program
+                mean_off, variance_off = tl.where(near, mean, mean_off), tl.where(near, variance, variance_off)
+            mean, variance = mean_off, variance_off
+        rstd = tl.rsqrt(variance + eps)
+        y = tl.fma(x, rstd[:, None], (-mean * rstd)[:, None])
+    else:
+        squares = tl.sum(_apart(x * x, ROWS, BLOCK_N, STEP), axis=1)
+        y = x * tl.rsqrt(_share(squares, n_cols, BLOCK_N, FULL) + eps)[:, None]
+    # Outside the row these are 0, and so is y, except where mean * rstd is not finite: then no y of the row is.
+    y *= _widen(_read(weight_ptr + cols, in_row, FULL, "", "evict_last"))
+    if BIAS:
+        y += _widen(_read(bias_ptr + cols, in_row, FULL, "", "evict_last"))
+    if PER_GROUP:
+        grouped = tl.reshape(y, (ROWS, BLOCK_N // GROUP, GROUP))
+        scale, inverse = _scale_and_inverse(_amax(grouped, 2), MOST)
+        groups = tl.arange(0, BLOCK_N // GROUP)
+        scale_ptrs = scale_ptr + rows[:, None] + groups[None, :].to(tl.int64) * stride_sg
+        exists = row_exists[:, None] & (groups * GROUP < n_cols)[None, :]
+        tl.store(scale_ptrs, scale, mask=None if WHOLE else exists)
+        y = tl.reshape(grouped * inverse[:, :, None], (ROWS, BLOCK_N))
+    else:
+        scale, inverse = _scale_and_inverse(_row_amax(y, ROWS, BLOCK_N, STEP, VECTOR), MOST)
+        tl.store(scale_ptr + rows, scale, mask=None if WHOLE else row_exists)
+        y *= inverse[:, None]
+    q_ptrs = q_ptr + (rows * tl.cast(n_cols, tl.int64))[:, None] + cols
+    tl.store(q_ptrs, y.to(q_ptr.dtype.element_ty), mask=None if WHOLE else inside)
 
 
 @triton.jit
@@ -322,22 +349,17 @@ def _quantized_norm(name, x, weight, bias, eps, per, dtype, center: bool) -> tup
     kind = {"CENTER": center, "BIAS": bias is not None, "PER_GROUP": per == "group", "MOST": fp8_max(dtype)}
     if n_cols <= ROWS_MAX:
         block_n = max(GROUP, triton.next_power_of_2(n_cols))
-        rows = max(1, TILE_MIN // block_n)
-        tiles = triton.cdiv(n_rows, rows)
-        per_thread, warps, registers = HELD[x.element_size()]
-        num_warps = max(4, min(32, rows * block_n // (32 * per_thread)))
-        limits = device_limits(x.device)
-        per_sm = max(1, warps // num_warps)
-        programs = min(tiles, per_sm * limits.sms) if warps else tiles
-        # As many as leave shared memory for all programs; a stage less is a tile less. An SM has 1 KiB more than one
-        # program may take; of each program's share, 1 KiB is the system's, and reductions want up to 256 bytes.
-        tile_bytes = rows * block_n * x.element_size()
-        room = (limits.shared_bytes + 1024) // per_sm - 1280
-        stages = max(1, min(STAGES, 1 + room // tile_bytes))
-        layer_norm_quantize_rows_kernel[(programs,)](
+        size, align = x.element_size(), math.gcd(VECTOR, n_cols, x.stride(0))
+        aligned = align == VECTOR
+        long = aligned and size == 2 and n_cols == LONG
+        per_thread, registers = HELD_LONG if long else HELD[size]
+        rows = max(1, 32 * per_thread // block_n)  # at least what fills a warp
+        num_warps = max(1, block_n // (32 * per_thread))
+        layer_norm_quantize_rows_kernel[(triton.cdiv(n_rows, rows),)](
             x, weight, bias, q, scale, x.stride(0), n_rows, n_rows, n_cols, eps, **kind, GROUP=GROUP,
-            ROWS=rows, BLOCK_N=block_n, FULL=n_cols == block_n, STAGES=stages, VECTOR=VECTOR,
-            STEP=min(block_n, 32 * num_warps * VECTOR), num_warps=num_warps, maxnreg=registers,
+            ROWS=rows, BLOCK_N=block_n, FULL=n_cols == block_n, ALIGN=align, VECTOR=VECTOR,
+            STEP=min(block_n, 32 * num_warps * VECTOR), PAST_L1=aligned and size == 2 and (long or per == "group"),
+            num_warps=num_warps, maxnreg=registers if aligned else UNALIGNED,
         )  # fmt: skip
     else:
         layer_norm_quantize_resident_kernel[(n_rows,)](
@@ -461,7 +483,7 @@ def demo(h: Harness) -> None:
         x,
         weight,
         weight,
-        find=dict.fromkeys((89, 90, 100, 120), ("cp.async", "ld.global.v4")),
+        find=dict.fromkeys((89, 90, 100, 120), ("ld.global.v4",)),
     )
     long, weight = h.meta(4096, 32768), h.meta(32768)
     h.codegen(fused_layer_norm_quantize, long, weight, weight, find={90: ("ld.global.v4", "st.global.v4")})
