@@ -19,7 +19,8 @@ Errors     TypeError for another dtype, two dtypes or a warp_specialize that is 
            that is not 4 or 8; RuntimeError for a form that the compiler cannot specialize, a tile too large for the
            GPU's shared memory, a device without Triton or an input that requires grad.
 Wins when  not on Hopper with Triton 3.6 or 3.7: the table says what it costs, and the code why. The place to write it
-           by hand is Gluon, in the topic on TMA.
+           by hand is Gluon, in the topic on TMA. Compute Sanitizer's synccheck says of this kernel that a barrier is
+           initialized twice, and under its tools an H200 got wrong results, though none without them (Triton 3.6).
 Source     chapter section "Warp specialization"; its example, an elementwise loop, is the copy below.
 Run        python examples/triton/warp_specialized_matmul.py
 """
