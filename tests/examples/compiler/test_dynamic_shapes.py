@@ -58,7 +58,7 @@ def test_demo(h):
     assert rows["powers of two"]["compiled at"] == "1 2 3 5 9 17 33"
     assert rows["powers of two"]["rows per useful row"] == round(2731 / 2080, 3)
     assert rows["padded to 64"]["rows per useful row"] == round(64 * 64 / 2080, 3)
-    assert rows["mark_unbacked"]["seconds"] > 0
+    assert rows["mark_dynamic"]["seconds"] > 0
     assert rows["static"]["seconds"] is None  # only counted, at quick sizes
     limit = facts["static, at the default limit"]
     assert limit == {
