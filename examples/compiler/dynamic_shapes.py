@@ -305,7 +305,7 @@ def time_mix(h: Harness, model: nn.Module, served: dict[str, Served], batches, t
     """A call for every batch, one after the other: what each policy costs once compiled."""
     variants = {"torch eager": lambda *xs: tuple(model(x) for x in xs)}
     variants |= {f"torch.compile {name}": one.mix for name, one in served.items()}
-    # A CPU's library sums in an order that depends on the rows: padded to 64, 2.7 times eager's error was seen.
+    # A CPU's library sums in an order that depends on the rows: padded to 64, more than twice eager's error was seen.
     with watch() as seen:
         table = h.compare(
             variants, reference_of(model), *batches, baseline="torch eager", work=Work(), whole_calls=True, title=title,
