@@ -1,17 +1,20 @@
 """Time every variant of a table with one timer, and only after each of them was found right.
 
-On a GPU: triton.testing.do_bench, which empties L2 before each call and times with events, run for every
-variant in turn, over several rounds; a speed-up is the median over rounds of the ratio within a round, so that a GPU
-that slows down as it warms slows both sides. Each round has a random order, the same in every run: under a power limit
-a variant pays for what ran before it. The host's time to launch is kept out of the events and recorded by itself. A
+On a GPU: as triton.testing.do_bench does it, L2 is emptied before each call, which is timed with events; but variants
+alternate call by call. A round calls each once; a speed-up is the median over rounds of the ratio within a round,
+whose two calls are milliseconds apart and find the GPU at the same clocks. Under a power limit these wander by
+several percent from one tenth of a second to the next: with a block of calls for each variant, one GEMM under two names
+differed by 1 to 3 %, with single calls by less than 0.1 %. Each round has a random order, the same in every run: a
+variant pays for what ran before it. The host's time to launch is kept out of the events and recorded by itself. A
 table about whole calls (`whole_calls`) is timed the way its caller waits: calls back to back, launched by the host,
-over the wall clock. On a CPU: torch.utils.benchmark over the same rounds (its caches stay warm, for every variant
-alike). In Triton's interpreter nothing is timed: an interpreted kernel has no speed.
+over the wall clock. On a CPU: torch.utils.benchmark, a few rounds of a block for each variant (its caches stay warm,
+for every variant alike). In Triton's interpreter nothing is timed: an interpreted kernel has no speed.
 """
 
 from __future__ import annotations
 
 import functools
+import math
 import random
 import statistics
 import time
@@ -20,13 +23,14 @@ from contextlib import contextmanager, nullcontext
 from dataclasses import asdict, dataclass, field
 
 from harness.check import CheckError, check, rms_errors, tensors_of
-from harness.hardware import Ceilings, Machine, enqueue_ms, gpu_ms, power_watch, whole_call_ms
+from harness.hardware import Ceilings, Machine, enqueue_ms, gpu_round_ms, power_watch, whole_call_ms
 
 import torch
 
-ROUNDS = 7
-GPU_BUDGET_MS = 25  # per variant and round
-CPU_BUDGET_S = 0.05
+GPU_BUDGET_MS = 300  # of a variant, over all rounds
+LEAST_ROUNDS, MOST_ROUNDS = 30, 200
+BLOCKS = 7  # rounds of whole calls, and on a CPU
+WHOLE_BUDGET_MS, CPU_BUDGET_S = 25, 0.05  # of a block
 
 # What a library does, by the first words of a variant's name; every other variant is this repository's own.
 LIBRARIES = ("torch", "cuBLAS", "_scaled_mm", "cuDNN", "FlexAttention", "CUDA graph", "JAX")
@@ -215,22 +219,24 @@ def check_variants(
 def time_rounds(
     calls: dict[str, Callable], enqueue: dict[str, float | None], whole_calls: bool = False
 ) -> dict[str, list[list[float]]]:
-    """The times of every call in ms, in ROUNDS rounds of a random order each, which is the same in every run.
+    """The times of every call in ms, in rounds of a random order each, which is the same in every run.
 
     `enqueue` is the host's time to launch each on a GPU, in ms; None for one that runs on the CPU.
     """
-    names = list(calls)
-    samples: dict[str, list[list[float]]] = {name: [] for name in names}
-    for turn in range(ROUNDS):
-        for name in random.Random(turn).sample(names, len(names)):
-            if enqueue[name] is None:
-                times = cpu_ms(calls[name])
-            elif whole_calls:
-                times = whole_call_ms(calls[name], budget=GPU_BUDGET_MS)
-            else:
-                times = gpu_ms(calls[name], warmup=5, rep=GPU_BUDGET_MS, enqueue=enqueue[name])
-            samples[name].append(times)
-    return samples
+    names, order = list(calls), random.Random(0)
+    if whole_calls or None in enqueue.values():
+        samples: dict[str, list[list[float]]] = {name: [] for name in names}
+        for _ in range(BLOCKS):
+            for name in order.sample(names, len(names)):
+                on_cpu = enqueue[name] is None
+                times = cpu_ms(calls[name]) if on_cpu else whole_call_ms(calls[name], budget=WHOLE_BUDGET_MS)
+                samples[name].append(times)
+        return samples
+    warm = gpu_round_ms(calls, enqueue, [names] * 3)
+    round_ms = sum(statistics.median(each[name] for each in warm) for name in names)
+    rounds = min(MOST_ROUNDS, max(LEAST_ROUNDS, math.ceil(GPU_BUDGET_MS * len(names) / round_ms)))
+    timed = gpu_round_ms(calls, enqueue, [order.sample(names, len(names)) for _ in range(rounds)])
+    return {name: [[each[name]] for each in timed] for name in names}
 
 
 def time_variants(

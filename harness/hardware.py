@@ -14,7 +14,7 @@ import platform
 import statistics
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from importlib.metadata import PackageNotFoundError, version
 from importlib.util import find_spec
@@ -270,6 +270,11 @@ def _flush_ms() -> float:
     return events[0].elapsed_time(events[1]) / 10
 
 
+def _flushes(enqueue: float) -> int:
+    """How often to empty L2 before a call, so that the GPU is still busy with that when the host has launched it."""
+    return min(50, math.ceil((2 * enqueue + 0.02) / _flush_ms()))  # twice, and two events: hosts are uneven
+
+
 def gpu_ms(fn: Callable, warmup: int = 10, rep: int = 50, enqueue: float | None = None) -> list[float]:
     """Times of fn() in ms, cold L2, from triton's own timer (`rep` is a time budget in ms, not a count).
 
@@ -280,8 +285,7 @@ def gpu_ms(fn: Callable, warmup: int = 10, rep: int = 50, enqueue: float | None 
     from triton.runtime import driver
     from triton.testing import do_bench
 
-    ahead = 2 * (enqueue_ms(fn) if enqueue is None else enqueue) + 0.02  # twice, and two events: hosts are uneven
-    flushes = min(50, math.ceil(ahead / _flush_ms()))
+    flushes = _flushes(enqueue_ms(fn) if enqueue is None else enqueue)
     active = driver.active
     flush_once = active.clear_cache
 
@@ -294,6 +298,30 @@ def gpu_ms(fn: Callable, warmup: int = 10, rep: int = 50, enqueue: float | None 
         return do_bench(fn, warmup=warmup, rep=rep, return_mode="all")
     finally:
         del active.clear_cache
+
+
+def gpu_round_ms(calls: dict[str, Callable], enqueue: dict[str, float], orders: Iterable[list[str]]) -> list[dict]:
+    """The time in ms of each call, cold L2, in rounds: `orders` names the calls of each. One dict a round.
+
+    What triton's timer does for one function (empty L2, event, call, event) for several that are to be put
+    next to each other: their calls alternate, so that a GPU that changes its clocks changes them for all. The host
+    waits only at the end.
+    """
+    from triton.runtime import driver
+
+    cache = driver.active.get_empty_cache_for_benchmark()
+    flushes = {name: _flushes(enqueue[name]) for name in calls}
+    rounds = []
+    for order in orders:
+        rounds.append({name: [torch.cuda.Event(enable_timing=True) for _ in range(2)] for name in order})
+        for name, (start, end) in rounds[-1].items():
+            for _ in range(flushes[name]):
+                driver.active.clear_cache(cache)
+            start.record()
+            calls[name]()
+            end.record()
+    torch.cuda.synchronize()
+    return [{name: start.elapsed_time(end) for name, (start, end) in each.items()} for each in rounds]
 
 
 def whole_call_ms(fn: Callable, budget: float) -> list[float]:

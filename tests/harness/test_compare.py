@@ -5,8 +5,18 @@ import time
 from pathlib import Path
 
 from harness.check import CheckError, VacuousCheck
-from harness.compare import Comparison, Row, Work, _quantile, is_ours, time_variants
-from harness.hardware import Ceilings, interpreted
+from harness.compare import (
+    LEAST_ROUNDS,
+    MOST_ROUNDS,
+    Comparison,
+    Row,
+    Work,
+    _quantile,
+    is_ours,
+    time_rounds,
+    time_variants,
+)
+from harness.hardware import Ceilings, gpu_round_ms, interpreted
 from harness.report import best_row
 from harness.session import Harness
 from harness.settings import get_caches
@@ -267,10 +277,13 @@ def test_beside_with_a_reference_of_its_own(timed):
 
 
 def test_a_cold_first_call_finds_an_empty_cache_and_only_that(timed):
-    folders = []
+    def cache_folder():
+        return Path(os.environ.get("TORCHINDUCTOR_CACHE_DIR", "/nowhere"))
+
+    folders, usual = [], cache_folder()
 
     def look(x):
-        folder = Path(os.environ.get("TORCHINDUCTOR_CACHE_DIR", "/nowhere"))
+        folder = cache_folder()
         folders.append((folder, folder.is_dir() and not list(folder.iterdir())))
         return x * 2
 
@@ -282,12 +295,12 @@ def test_a_cold_first_call_finds_an_empty_cache_and_only_that(timed):
     (one, empty), (other, also_empty) = folders
     assert empty
     assert also_empty
-    assert one != other  # each has one of its own
+    assert len({one, other, usual}) == 3  # each has one of its own
     assert not one.exists()
     assert get_caches() == before
     folders.clear()
     timed.compare(variants, reference, torch.randn(8, 8), **options)
-    assert not any(empty for _, empty in folders)
+    assert {folder for folder, _ in folders} == {usual}
 
 
 def test_first_calls_that_the_technique_timed_itself(timed):
@@ -342,17 +355,17 @@ def fake_gpu(monkeypatch):
     calls = []
 
     def install(costs):
-        def timer(which, name):
-            def time(fn, *args, **kwargs):
-                calls.append(name)
-                ms = costs[fn()][which]
-                return ms if name == "launch" else [ms] * 3
+        def whole(fn, budget):
+            calls.append("whole")
+            return [costs[fn()][1]] * 3
 
-            return time
+        def rounds(timed, enqueue, orders):
+            calls.append("gpu")
+            return [{name: costs[timed[name]()][0] for name in order} for order in orders]
 
-        monkeypatch.setattr("harness.compare.gpu_ms", timer(0, "gpu"))
-        monkeypatch.setattr("harness.compare.whole_call_ms", timer(1, "whole"))
-        monkeypatch.setattr("harness.compare.enqueue_ms", timer(2, "launch"))
+        monkeypatch.setattr("harness.compare.gpu_round_ms", rounds)
+        monkeypatch.setattr("harness.compare.whole_call_ms", whole)
+        monkeypatch.setattr("harness.compare.enqueue_ms", lambda fn: costs[fn()][2])
         monkeypatch.setattr("harness.compare.power_watch", lambda: lambda: 0.0)
         return calls
 
@@ -440,6 +453,38 @@ def test_a_slow_host_does_not_count_as_gpu_time(h):
     assert slow.ms < 0.1
     assert slow.enqueue_us > 1000
     assert any("slow wrapper 1" in note for note in table.notes)
+
+
+def test_variants_alternate_call_by_call_on_a_gpu(monkeypatch):
+    """Clocks that wander from call to call bend neither the ratio nor the choice of rounds."""
+    cost, clock, rounds = {"torch": 3.0, "ours": 1.0}, iter(range(1, 10**6)), []
+
+    def timer(calls, enqueue, orders):
+        assert enqueue == {"torch": 0.01, "ours": 0.02}
+        rounds.append([list(order) for order in orders])
+        return [{name: slow * cost[calls[name]()] for name in order} for order in rounds[-1] for slow in [next(clock)]]
+
+    monkeypatch.setattr("harness.compare.gpu_round_ms", timer)
+    calls = {"torch": lambda: "torch", "ours": lambda: "ours"}
+    samples = time_rounds(calls, {"torch": 0.01, "ours": 0.02})
+    warm, timed = rounds
+    assert warm == [["torch", "ours"]] * 3
+    assert len(timed) == 75  # 2 variants of 300 ms each, by 8 ms a round: the warm ones took 4, 8 and 12
+    assert {tuple(order) for order in timed} == {("torch", "ours"), ("ours", "torch")}
+    assert all(ours[0] * 3 == torch[0] for torch, ours in zip(samples["torch"], samples["ours"], strict=True))
+    cost |= {"torch": 3e3, "ours": 1e3}
+    assert len(time_rounds(calls, {"torch": 0.01, "ours": 0.02})["ours"]) == LEAST_ROUNDS
+    cost |= {"torch": 3e-9, "ours": 1e-9}
+    assert len(time_rounds(calls, {"torch": 0.01, "ours": 0.02})["ours"]) == MOST_ROUNDS
+
+
+@pytest.mark.gpu
+def test_a_round_times_each_call_by_itself(h):
+    x = h.randn(1 << 24)
+    calls = {"once": lambda: x.mul_(1), "four times": lambda: [x.mul_(1) for _ in range(4)]}
+    rounds = gpu_round_ms(calls, dict.fromkeys(calls, 0.05), [["once", "four times"], ["four times", "once"]] * 5)
+    assert len(rounds) == 10
+    assert all(2 < each["four times"] / each["once"] < 6 for each in rounds)
 
 
 @pytest.mark.gpu
