@@ -16,9 +16,9 @@ Technique  One program per SM, operands and result by TMA, one pipeline through 
            layouts      b row-major, or the transpose of a row-major [N, K]: what nn.Linear has.
            The rule, plan(): the smallest tiles of which one wave covers c, so that the most SMs work: tile with 128x64
            and six stages, or with 128x128 and five; then pair, but 128x256 where that is one wave too and K is long.
-           What needs more waves takes 128x256, and late on Hopper if a tile has more steps than parts to store; whole
-           where a and b are far larger than L2; else split. All of this was found on an H200. Blackwell does not need
-           late: its accumulators lie in tensor memory (blackwell.py).
+           What needs more waves takes 128x256, and late on Hopper if a tile has more steps than parts to store, else
+           split. All of this was found on an H200. Blackwell does not need late: its accumulators lie in tensor memory
+           (blackwell.py).
 Question   What does a persistent kernel still lose around its tiles, and who pays for the descriptors?
 Needs      triton, sm_90
 Shapes     a [M, K] with contiguous rows, b [K, N] with contiguous rows or columns, K and N multiples of 8, any M (0
@@ -76,10 +76,8 @@ PARTS = {"tile": 1, "pair": 1, "whole": 1, "split": 2, "late": 4}  # of a tile's
 SCHEDULES = tuple(PARTS)
 PER_SM = {name: 2 if name == "pair" else 1 for name in SCHEDULES}  # programs that share an SM
 DESCRIPTORS = ("host", "program", "tile")  # made by the host, by each program once, by each program for each tile
-# GROUP_M, the rows of tiles in a band, of each schedule, and the bytes of a and b from which whole is taken: the best
-# of a sweep over SQUARES and LAYERS on an H200.
+# GROUP_M, the rows of tiles in a band, of each schedule: the best of a sweep over SQUARES and LAYERS on an H200.
 BANDS = {"tile": 8, "pair": 8, "whole": 16, "split": 8, "late": 8}
-WHOLE_FROM = 384 * 2**20
 
 
 @triton.jit
@@ -217,7 +215,6 @@ def on_hopper() -> bool:
 def plan(M: int, N: int, K: int, device: torch.device, schedule: str | None = None, band: int | None = None) -> Plan:
     """The rule of the module docstring for 16-bit operands, with the first tile and then the most stages that fit."""
     sms, limit = device_limits(device)
-    large = 2 * (M + N) * K > WHOLE_FROM
 
     def tiles_of(tile: tuple[int, ...]) -> int:
         return triton.cdiv(M, tile[0]) * triton.cdiv(N, tile[1])
@@ -229,7 +226,7 @@ def plan(M: int, N: int, K: int, device: torch.device, schedule: str | None = No
             candidates = [(name, tile) for name, tile in candidates if name != "pair"]
     for tile in TILES if schedule != "pair" else ():
         late = tiles_of(tile) > sms and triton.cdiv(K, tile[2]) > PARTS["late"] and on_hopper()
-        candidates.append((schedule or ("whole" if large else "late" if late else "split"), tile))
+        candidates.append((schedule or ("late" if late else "split"), tile))
     for chosen, tile in candidates:
         *sizes, warps, fewest = tile
         for stages in range(max(MOST_STAGES, fewest), fewest - 1, -1):
