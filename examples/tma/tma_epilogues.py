@@ -39,6 +39,7 @@ Run        python examples/tma/tma_epilogues.py
 from __future__ import annotations
 
 import functools
+import statistics
 from collections.abc import Callable
 
 from harness import (
@@ -55,6 +56,8 @@ from harness import (
     run,
     tma_descriptor,
 )
+from harness.compare import time_rounds
+from harness.hardware import enqueue_ms
 
 import torch
 import triton
@@ -699,17 +702,32 @@ def forms(h: Harness, M: int, N: int, K: int):
     )  # fmt: skip
 
 
-def compare_gemms(h: Harness, M: int, N: int, K: int) -> dict[str, float]:
-    """The GEMM without an epilogue, in ms: what of a ratio below is the GEMM's, and what the epilogue's."""
+def compare_gemms(h: Harness, M: int, N: int, K: int) -> dict[str, Callable]:
+    """The table without an epilogue, and its variants: what of a ratio below is the GEMM's, and what the epilogue's."""
     x, w, _ = layer(h, M, N, K)
     library = "torch" if h.interpreted else "cuBLAS"
     variants = {library: lambda x, w: torch.matmul(x, w.t())}
     variants |= {f"triton {variant}": functools.partial(linear, variant=variant) for variant in runnable(h)}
-    table = h.compare(
+    h.compare(
         variants, reference, x, w, title="no epilogue", baseline=library, case=case_of(h, M, N, K), terms=K,
         work=Work(bytes=x.nbytes + w.nbytes + 2 * M * N, flops=2 * M * N * K, dtype=h.half),
     )  # fmt: skip
-    return {row.variant: row.ms for row in table.rows} if table and table.rows[-1].ms else {}
+    return variants
+
+
+def epilogue_us(inputs: tuple, fused: dict[str, Callable], gemms: dict[str, Callable]) -> dict[str, float]:
+    """What each of `fused` takes beyond the GEMM of the same name in `gemms`: the median of the rounds' differences.
+
+    Two tables would not say: between them the clocks of a GPU at its power limit change by more than an epilogue takes.
+    """
+    calls = {(name, True): functools.partial(fn, *inputs) for name, fn in fused.items()}
+    calls |= {(name, False): functools.partial(gemms[name], *inputs[:2]) for name in fused}
+    rounds = time_rounds(calls, {name: enqueue_ms(call) for name, call in calls.items()})
+    with_and_without = {name: zip(rounds[name, True], rounds[name, False], strict=True) for name in fused}
+    return {
+        name: round(1000 * statistics.median(ours[0] - alone[0] for ours, alone in pairs), 1)
+        for name, pairs in with_and_without.items()
+    }
 
 
 def case_of(h: Harness, M: int, N: int, K: int) -> str:
@@ -733,10 +751,12 @@ def compare_layers(h: Harness, M: int, N: int, K: int) -> None:
         best = max((row for row in table.rows if row.ours), key=lambda row: row.speedup)
         ratios[form] = {v.removeprefix("triton "): round(r.speedup, 4) for v, r in took.items() if v in gemm}
         ratios[form]["best"] = round(best.speedup, 4)
-        if gemms == 1 and gemm:
+        if gemms == 1:
+            fused = {name: variants[baseline if name == "cuBLAS" else name] for name in gemm}
+            us = epilogue_us(inputs, fused, gemm)
             costs[form] = {
-                "kernel of its own, us": round(1000 * (took[baseline].ms - gemm["cuBLAS"]), 1),
-                **{f"{v}, us": round(1000 * (took[v].ms - gemm[v]), 1) for v in gemm if v in took},
+                "kernel of its own, us": us.pop("cuBLAS"),
+                **{f"{name}, us": each for name, each in us.items()},
             }
     if ratios:
         h.fact(f"over cuBLAS, then torch.compile, {case_of(h, M, N, K)}", ratios)
