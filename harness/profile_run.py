@@ -1,6 +1,7 @@
 """Run a script of this repository with something in its process watching it: what profiling/*.sh start.
 
-    python -m harness.profile_run launches OUT SCRIPT ARGS    count Triton's launches, by kernel, into the file OUT
+    python -m harness.profile_run launches OUT SCRIPT ARGS    for a sanitizer: count Triton's launches, by kernel, into
+                                                              the file OUT, and leave out what is not theirs
     python -m harness.profile_run unguarded OUT SCRIPT ARGS   the same, and outputs are neither poisoned nor guarded
     python -m harness.profile_run bounded OUT SCRIPT ARGS     for ncu: so many seconds of it for each technique
     python -m harness.profile_run torch OUT SCRIPT ARGS       torch.profiler, a trace per named call into the folder OUT
@@ -32,14 +33,50 @@ class Unavailable(Exception):
 
 
 @contextmanager
+def tuned_in_one_call() -> Iterator[None]:
+    """Triton's autotuners call each configuration once, take the first that runs, and leave no timings on disk.
+
+    Times mean nothing where every instruction is looked at, and a hundred launches to get one take minutes.
+    """
+    import torch
+    import triton
+    from triton.runtime.autotuner import Autotuner
+
+    def once(fn, *args, quantiles=None, **options):
+        fn()
+        torch.cuda.synchronize()
+        return 1.0 if quantiles is None else [1.0] * len(quantiles)
+
+    def search(tuner, key, configs, bench) -> bool:
+        bench()
+        return False
+
+    names = ("do_bench", "do_bench_cudagraph")
+    timers, cached = [getattr(triton.testing, name) for name in names], Autotuner.check_disk_cache
+    for name in names:
+        setattr(triton.testing, name, once)
+    Autotuner.check_disk_cache = search
+    try:
+        yield
+    finally:
+        for name, timer in zip(names, timers, strict=True):
+            setattr(triton.testing, name, timer)
+        Autotuner.check_disk_cache = cached
+
+
+@contextmanager
 def launches_counted(out: Path, guarded: bool = True) -> Iterator[None]:
-    """Write {"kernel": launches} to `out` at the end. Nothing is launched, and counted, in the interpreter.
+    """For a sanitizer: write {"kernel": launches} to `out` at the end, tune in one call of each configuration, and
+    compile for no other architecture.
+
+    Nothing is launched, and counted, in the interpreter.
 
     Memory that a check has poisoned counts as initialized, and its guarded edges as part of the tensor: a sanitizer
     that looks for what is not initialized, or beyond a tensor's end, wants it not `guarded`.
     """
     from harness import check
     from harness.hardware import interpreted, package_version
+    from harness.session import Harness
 
     counted: Counter[str] = Counter()
 
@@ -52,13 +89,14 @@ def launches_counted(out: Path, guarded: bool = True) -> Iterator[None]:
 
         chain = triton.knobs.runtime.launch_enter_hook
         chain.add(count)
-    before = check.poisoned_outputs
+    before, Harness.SHOWS_CODE = check.poisoned_outputs, False
     if not guarded:
         check.poisoned_outputs = lambda what: nullcontext()
     try:
-        yield
+        with nullcontext() if chain is None else tuned_in_one_call():
+            yield
     finally:
-        check.poisoned_outputs = before
+        check.poisoned_outputs, Harness.SHOWS_CODE = before, True
         if chain is not None:
             chain.remove(count)
         out.write_text(json.dumps(counted) + "\n", encoding="utf-8")

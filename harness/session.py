@@ -34,6 +34,8 @@ class Harness:
     bfloat16, or float16 where kernels are interpreted.
     """
 
+    SHOWS_CODE = True  # not so for a run under a sanitizer, which is about what runs
+
     def __init__(
         self,
         name: str,
@@ -58,6 +60,11 @@ class Harness:
         # From the name, so that running one technique alone gives it the data it has in the whole topic.
         self.seed = (seed + zlib.crc32(name.encode())) % 2**63
         self._generator = torch.Generator(self.device).manual_seed(self.seed)
+
+    @property
+    def shows_code(self) -> bool:
+        """Whether this run is also about generated code; else codegen() compiles nothing and returns no kernels."""
+        return self.SHOWS_CODE and not self.profile
 
     # --- sizes and inputs
 
@@ -207,7 +214,7 @@ class Harness:
         `find` maps an architecture (90 for sm_90) to names from harness.codegen.INSTRUCTIONS. Needs no GPU. Raises
         CodegenError when one is missing.
         """
-        if self.profile:
+        if not self.shows_code:
             return []
         with self.progress(f"compiling {wrapper.__name__} for {', '.join(f'sm_{sm}' for sm in find)}"):
             kernels = compile_for(wrapper, args, kwargs, sms=tuple(find), config=config)

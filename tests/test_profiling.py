@@ -551,14 +551,39 @@ def test_an_unknown_tool_is_wrong_usage(profiling, wrong):
 def test_a_sanitizer_meets_memory_that_is_not_poisoned(tmp_path, guarded):
     import harness.check
     from harness.profile_run import launches_counted
+    from harness.session import Harness
 
     import torch
 
+    h = Harness("made")
     with launches_counted(tmp_path / "launches", guarded=guarded), harness.check.poisoned_outputs("x"):
         made = torch.empty(1000)
+        assert h.codegen(torch.add, find={90: ("wgmma",)}) == [], "that compiles for minutes, and launches nothing"
+        assert not h.shows_code
+    assert h.shows_code
     assert (made.untyped_storage().nbytes() > 4000) == guarded
     with harness.check.poisoned_outputs("x"):
         assert torch.empty(8).isnan().all()
+
+
+def test_autotuners_call_each_configuration_once_and_leave_no_timings(monkeypatch):
+    """Under a sanitizer: its hundreds of launches took minutes there, and the next run would believe their times."""
+    pytest.importorskip("triton")
+    from harness.profile_run import tuned_in_one_call
+
+    import torch
+    import triton
+    from triton.runtime.autotuner import Autotuner
+
+    before, calls = (triton.testing.do_bench, triton.testing.do_bench_cudagraph, Autotuner.check_disk_cache), []
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda: calls.append("wait"))
+    with tuned_in_one_call():
+        assert triton.testing.do_bench(lambda: calls.append("config"), rep=2) == 1.0
+        assert triton.testing.do_bench_cudagraph(lambda: calls.append("config"), quantiles=(0.5, 0.2, 0.8)) == [1.0] * 3
+        assert calls == ["config", "wait"] * 2
+        assert Autotuner.check_disk_cache(None, (1,), [], lambda: calls.append("searched")) is False
+        assert calls[-1] == "searched"
+    assert before == (triton.testing.do_bench, triton.testing.do_bench_cudagraph, Autotuner.check_disk_cache)
 
 
 def test_launches_are_counted_and_the_script_keeps_its_status(tmp_path, cli):

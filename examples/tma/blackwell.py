@@ -659,7 +659,7 @@ def demo(h: Harness) -> None:
                 fn = functools.partial(blackwell_matmul, variant=variant, out_dtype=h.half)
                 what = f"blackwell_matmul {variant} {M}x{N}x{K} {str(dtype).removeprefix('torch.')}"
                 h.check(fn, reference, a, b, what=what, dtype=h.half, **budget(h, K, dtype))
-    if not h.profile:
+    if h.shows_code:
         explain(h, show_code(h))
         h.fact("tensor memory", "there is, so all of this ran" if has_tensor_memory(h) else "none here: compiled only")
 

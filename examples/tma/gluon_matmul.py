@@ -453,7 +453,7 @@ def show_code(h: Harness) -> None:
     codes = [step for step in STEPS if step != "persistent"]  # which has the code of roles
     for step in codes[:-1]:
         h.codegen(gluon_matmul, x, x, step, find={90: hopper if step in STEPS[:2] else (*hopper, "setmaxnreg")})
-    if h.profile:
+    if not h.shows_code:
         return
     kernel = h.record.codegen[-1]
     threads = 32 * kernel["warps"]

@@ -235,7 +235,7 @@ def show_errors(h: Harness, names: list[str], M: int, N: int, K: int) -> None:
 
 def show_code(h: Harness, n: int = 4096) -> None:
     """The instruction that each precision becomes, and that for ieee it is none of the tensor cores'."""
-    if h.profile:
+    if not h.shows_code:
         return
     used: dict[str, dict[str, list[str]]] = {}
     for name, precision in PRECISIONS.items():
