@@ -16,18 +16,24 @@ TOPICS := torch_compiler_examples.py triton_examples.py triton_fp8_advanced.py t
 PYTEST_ARGS ?= -m "not slow"
 # One process for each core, unless there is a GPU, which one process at a time should have.
 WORKERS ?= $(shell nvidia-smi -L >/dev/null 2>&1 && echo 0 || echo auto)
-# Without a GPU the Triton topics time nothing, so that they may run beside each other.
+# Without a GPU the Triton topics time nothing: at the lowest priority they take what the others leave of the cores.
 BESIDE = $(if $(filter auto,$(WORKERS)),$(filter triton_%,$(TOPICS)))
+# Without a GPU, Inductor asks g++ for each vector unit of this CPU, unless it is told that those it finds will do.
+UNITS = $(if $(filter auto,$(WORKERS)),TORCHINDUCTOR_VEC_ISA_OK=1)
 # In processes that each start a thread for every core, the threads spin while they wait for one that does not run.
 PYTEST = $(if $(filter auto,$(WORKERS)),OMP_NUM_THREADS=1) $(1)/bin/python -m pytest -n $(WORKERS) --dist worksteal
 
 .PHONY: run run-full test lint setup backends test-backends xla test-xla clean
 
-# What one of those that run beside each other says comes when it has ended.
 run: $(READY)
-	@status=0; for topic in $(filter-out $(BESIDE),$(TOPICS)); do $(BIN)/python $$topic --quick || status=1; done; \
-	printf '%s\n' $(BESIDE) | OMP_NUM_THREADS=1 xargs -r -P 0 -I TOPIC sh -c \
-	    'text=$$($(BIN)/python TOPIC --quick 2>&1); code=$$?; printf "%s\n" "$$text"; exit $$code' || status=1; \
+	@status=0; beside=; said=$$(mktemp -d) || exit 1; \
+	trap 'kill $$beside 2>/dev/null; rm -rf "$$said"' EXIT; trap 'exit 130' INT TERM; \
+	for topic in $(BESIDE); do \
+	    OMP_NUM_THREADS=1 nice -n 19 $(BIN)/python $$topic --quick >"$$said/$$topic" 2>&1 & beside="$$beside $$!"; \
+	    echo "$$topic runs meanwhile, at the lowest priority; what it says comes at the end"; \
+	done; \
+	for topic in $(filter-out $(BESIDE),$(TOPICS)); do $(UNITS) $(BIN)/python $$topic --quick || status=1; done; \
+	set -- $(BESIDE); for run in $$beside; do wait $$run || status=1; cat "$$said/$$1"; shift; done; \
 	exit $$status
 
 run-full: $(READY)

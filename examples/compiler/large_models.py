@@ -93,7 +93,8 @@ def lacks_memory(h: Harness, config: Config, dtype: torch.dtype) -> str | None:
 def demo(h: Harness) -> None:
     on_gpu = h.device.type == "cuda"
     dtype = torch.bfloat16 if on_gpu else torch.float32
-    models = h.pick(quick={"25 M": replace(SMALL, layers=3)}, full={"1 B": ONE_BILLION, "40 B": FORTY_BILLION})
+    small = {"25 M": replace(SMALL, layers=3)} if on_gpu else {"19 M": replace(SMALL, layers=2)}
+    models = h.pick(quick=small, full={"1 B": ONE_BILLION, "40 B": FORTY_BILLION})
     if not h.full:
         h.say("1 and 40 billion parameters need --full; 40 also a GPU with about 90 GiB")
     speedups = {}

@@ -322,22 +322,21 @@ def demo(h: Harness) -> None:
         return
     with TemporaryDirectory(prefix="logging-", ignore_cleanup_errors=True) as name:
         folder = Path(name)
+        cpu = h.device.type == "cpu"
         own = {kind: {"TORCHINDUCTOR_CACHE_DIR": str(folder / kind)} for kind in ("debug", "names")}
-        if h.device.type == "cpu":
+        if cpu:
             own = {kind: env | {"TORCHINDUCTOR_VEC_ISA_OK": "1"} for kind, env in own.items()}  # no search for units
         # No workers: a kernel that one of them compiled is not among those that its file can time.
         timed = {"TORCHINDUCTOR_BENCHMARK_KERNEL": "1", "TORCHINDUCTOR_COMPILE_THREADS": "1"}
         debug = own["debug"] | timed | {
             "TORCH_COMPILE_DEBUG": "1", "TORCH_COMPILE_DEBUG_DIR": str(folder), "TORCH_TRACE": str(folder / "trace"),
         }  # fmt: skip
-        names = own["names"] | {
-            "TORCH_LOGS": "graph_breaks,recompiles", "TORCHINDUCTOR_UNIQUE_KERNEL_NAMES": "0",
-        }  # fmt: skip
-        with (
-            Child(child_step, env=debug, timeout=TIMEOUT_S) as debugged,
-            Child(child_step, env=names, timeout=TIMEOUT_S) as renamed,
-            Child(child_step, env={"TORCH_LOGS": "fusions"}, timeout=TIMEOUT_S) as misled,
-        ):
+        names = {"TORCH_LOGS": "graph_breaks,recompiles", "TORCHINDUCTOR_UNIQUE_KERNEL_NAMES": "0"}
+        with ExitStack() as stack:
+            switches = {"debug": debug | names} if cpu else {"debug": debug, "names": own["names"] | names}
+            started = [stack.enter_context(Child(child_step, env=e, timeout=TIMEOUT_S)) for e in switches.values()]
+            debugged, renamed = started[0], started[-1]  # one process on a CPU, which has no Triton kernels to name
+            misled = stack.enter_context(Child(child_step, env={"TORCH_LOGS": "fusions"}, timeout=TIMEOUT_S))
             with h.progress("the artifacts of TORCH_LOGS"):
                 records, skips = artifacts_in_process(h)
             rows = artifacts_of(h, records, skips)
@@ -348,7 +347,7 @@ def demo(h: Harness) -> None:
         row, kept = debug_folder(h, folder)
         rows.append(row)
         codes = "\n".join(text for artifact, text in records if artifact == "output_code")
-        generated = "\n".join(path.read_text() for path in (folder / "names").rglob("*.py"))
+        generated = "\n".join(path.read_text() for path in (folder / list(switches)[-1]).rglob("*.py"))
         rows.append(kernel_names(h, codes, generated))
         if h.timing:
             flags = ["-k"] if h.device.type == "cuda" else ["--times", "5", "--repeat", "5"]

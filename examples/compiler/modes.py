@@ -135,7 +135,7 @@ def start(fn: Callable, tokens: torch.Tensor) -> dict:
 def demo(h: Harness) -> None:
     gpu = h.device.type == "cuda"
     dtype = torch.bfloat16 if gpu else torch.float32
-    config: Config = h.pick(quick=SMALL, full=ONE_BILLION) if gpu else h.pick(quick=replace(TINY, layers=2), full=SMALL)
+    config: Config = h.pick(quick=SMALL, full=ONE_BILLION) if gpu else h.pick(quick=replace(TINY, layers=1), full=SMALL)
     cases = h.pick(quick=((1, 16),), full=((1, 1), (1, 128)))
     model = Transformer.random(config, h.device, dtype, h.seed)
     h.fact("parameters", config.parameters)

@@ -103,6 +103,10 @@ def costs(seen: Compiled) -> dict:
     }  # fmt: skip
 
 
+def depth(layers: int) -> str:
+    return f"{layers} layer{'s' if layers > 1 else ''}"
+
+
 def by_depth(
     h: Harness, config: Config, depths: tuple[int, int], dtype: torch.dtype, tokens: torch.Tensor
 ) -> tuple[Transformer, dict, dict]:
@@ -114,16 +118,16 @@ def by_depth(
         torch.compiler.reset()
         model = make_model(h, config, layers, dtype)
         for name, way in WAYS.items():
-            with h.progress(f"{name}, {layers} layers"):
+            with h.progress(f"{name}, {depth(layers)}"):
                 compiled[name], seen = cold(way, model, tokens)
             found[name].append(seen)
-        h.fact(f"{layers} layers", {name: costs(each[-1]) for name, each in found.items()})
+        h.fact(depth(layers), {name: costs(each[-1]) for name, each in found.items()})
 
     few, many = depths
     slopes = {name: (b.seconds - a.seconds) / (many - few) for name, (a, b) in found.items()}
     for name, (a, b) in found.items():
         h.say(
-            f"{name}: from {few} to {many} layers {a.seconds:.1f} to {b.seconds:.1f} s, {slopes[name]:+.2f} s a layer; "
+            f"{name}: from {few} to {depth(many)} {a.seconds:.1f} to {b.seconds:.1f} s, {slopes[name]:+.2f} s a layer; "
             f"{a.kernels} to {b.kernels} kernels generated"
         )
     h.fact("seconds a layer", {name: round(slope, 3) for name, slope in slopes.items()})
@@ -136,11 +140,11 @@ def by_width(
     """As many blocks with more or fewer weights: does the time to compile follow the parameters?"""
     other = SMALL if config == TINY else TINY
     torch.compiler.reset()
-    with h.progress(f"{WHOLE}, {layers} layers of width {other.width}"):
+    with h.progress(f"{WHOLE}, {depth(layers)} of width {other.width}"):
         _, seen = cold(whole, make_model(h, other, layers, dtype), tokens % other.vocab)
     cases = [(replace(each, layers=layers), found) for each, found in ((config, known), (other, seen))]
     told = {f"width {c.width}": {"parameters": c.parameters, "cold s": round(f.seconds, 2)} for c, f in cases}
-    h.fact(f"whole, {layers} layers", told)
+    h.fact(f"whole, {depth(layers)}", told)
     (small, faster), (large, slower) = sorted(cases, key=lambda case: case[0].parameters)
     more, longer = large.parameters / small.parameters, slower.seconds / faster.seconds
     deeper = h.record.facts["seconds a layer"]
@@ -337,7 +341,7 @@ def demo(h: Harness) -> None:
     gpu = h.machine.mode == "gpu"
     config = h.pick(quick=TINY, full=ONE_BILLION if gpu else SMALL)
     dtype = torch.bfloat16 if gpu else torch.float32
-    few, many = h.pick(quick=(2, 4), full=(4, 16) if gpu else (2, 12))
+    few, many = h.pick(quick=(2, 4), full=(4, 16)) if gpu else h.pick(quick=(1, 2), full=(2, 12))
     many = max(few + 1, h.fit(many, bytes_each=2 * config.block_parameters * dtype.itemsize))
     tokens = h.randint(config.vocab, 1, h.pick(quick=64, full=128))
 
@@ -358,8 +362,11 @@ def demo(h: Harness) -> None:
         if table and h.timing:
             steady(h, table, seconds)
         del model, compiled
-        by_width(h, config, few, found[WHOLE][0], dtype, tokens)
-        why_one_serves_all(h, layers=12)
+        if gpu or h.full:
+            by_width(h, config, few, found[WHOLE][0], dtype, tokens)
+        else:
+            h.say("do seconds follow the parameters? --full compiles as many blocks of another width, too")
+        why_one_serves_all(h, layers=12 if gpu or h.full else 9)
         one_block_of_another_class(h)
     training(h)
 

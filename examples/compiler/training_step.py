@@ -322,10 +322,10 @@ def case_of(tokens: torch.Tensor) -> str:
 
 
 def demo(h: Harness) -> None:
-    config, sizes = replace(TINY, layers=h.pick(quick=1, full=4)), [(4, 129)]
+    config, sizes = replace(TINY, layers=h.pick(quick=1, full=4)), [h.pick(quick=(2, 65), full=(4, 129))]
     if mixed := h.machine.mode == "gpu":
         config = h.pick(quick=config, full=LARGE)
-        sizes = h.pick(quick=sizes, full=[(h.fit(16, bytes_each=3 * 2**30), 1025), (1, 129)])
+        sizes = h.pick(quick=[(4, 129)], full=[(h.fit(16, bytes_each=3 * 2**30), 1025), (1, 129)])
     tokens = [h.randint(config.vocab, *size) for size in sizes]
 
     def new() -> LanguageModel:

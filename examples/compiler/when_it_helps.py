@@ -194,7 +194,7 @@ def measure_rates(h: Harness, config: Config, dtype: torch.dtype) -> Rates:
 def demo(h: Harness) -> None:
     on_gpu = h.device.type == "cuda"
     dtype = torch.bfloat16 if on_gpu else torch.float32
-    config = h.pick(quick=replace(TINY, layers=2), full=WIDE if on_gpu else TINY)
+    config = h.pick(quick=replace(TINY, layers=2 if on_gpu else 1), full=WIDE if on_gpu else TINY)
     cases = h.pick(quick=((1, 1), (2, 128)), full=((1, 1), (1, 64), (1, 256), (1, 1024), (8, 2048)))
     h.fact("parameters", config.parameters)
     wake_compiler(h.device)
