@@ -34,7 +34,7 @@ class Harness:
     bfloat16, or float16 where kernels are interpreted.
     """
 
-    SHOWS_CODE = True  # not so for a run under a sanitizer, which is about what runs
+    SANITIZED = False  # under a sanitizer, a hundred times slower: the smallest sizes, our kernels, and no code shown
 
     def __init__(
         self,
@@ -64,13 +64,13 @@ class Harness:
     @property
     def shows_code(self) -> bool:
         """Whether this run is also about generated code; else codegen() compiles nothing and returns no kernels."""
-        return self.SHOWS_CODE and not self.profile
+        return not (self.SANITIZED or self.profile)
 
     # --- sizes and inputs
 
     def pick(self, quick, full, interpreted=None):
-        """The sizes of this run: large, small, or what the interpreter can do in a second or two."""
-        if self.interpreted and interpreted is not None:
+        """The sizes of this run: large, small, or what the interpreter, or a sanitizer, can do in a second or two."""
+        if (self.interpreted or self.SANITIZED) and interpreted is not None:
             return interpreted
         return full if self.full else quick
 
@@ -176,8 +176,9 @@ class Harness:
         `first_calls` (seconds) replaces those that the technique has timed itself; None: compiled before this table.
         `comparators` are the kernels of this repository that the technique is put next to: README's best row of the
         table is none of them.
-        In the interpreter only the baseline and our own variants are checked and nothing is timed; with
-        --check-only nothing is timed; with --profile each is warmed and then called once for the profiler.
+        In the interpreter only the baseline and our own variants are checked and nothing is timed; under a sanitizer
+        our own, on a GPU; with --check-only nothing is timed; with --profile each is warmed and then called once for
+        the profiler.
         """
         if baseline not in variants:
             raise ValueError(f"compare: baseline {baseline!r} is not one of the variants {list(variants)}")
@@ -188,8 +189,9 @@ class Harness:
             own = [name for name in variants if is_ours(name)]
             raise ValueError(f"compare: comparators {sorted(unknown)} are not among this repository's variants, {own}")
         table = Comparison(title or self.name, case or describe(inputs), baseline)
-        if self.interpreted:
-            variants = {name: fn for name, fn in variants.items() if is_ours(name) or name == baseline}
+        if self.interpreted or self.SANITIZED:
+            kept = {baseline} if self.interpreted or beside else set()
+            variants = {name: fn for name, fn in variants.items() if is_ours(name) or name in kept}
         if self.profile:
             profile_variants(table, variants, inputs, self.machine, self.progress)
             self.record.profiled |= {range_name(table, name): work.record() for name in variants}

@@ -765,8 +765,9 @@ def demo(h: Harness) -> None:
     for name, case in windows(h).items():
         h.check(every_form, references, *case, what=f"window {name}", terms=0, constant_ok=True)
     if not h.profile:
-        show_code(h)
-        show_rules(h)
+        if h.shows_code:
+            show_code(h)
+            show_rules(h)
         show_allocator(h)
         if h.timing:
             show_host_cost(h)

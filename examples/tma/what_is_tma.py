@@ -269,7 +269,7 @@ def form_on(form: str, sm: int, x: torch.Tensor) -> tuple[dict[str, str], dict[s
 
 def show_code(h: Harness) -> None:
     """The telling PTX of the hint and of the descriptor one after the other, then every form's machine code counted."""
-    if h.profile:
+    if not h.shows_code:
         return
     tma = ("cp.async.bulk.tensor", "mbarrier")
     x = h.meta(8192, 8192, dtype=torch.float16)

@@ -225,7 +225,7 @@ def demo(h: Harness) -> None:
             h.check(fn, reference, a, b, terms=K, what=f"matmul_specialized over {loop} {M}x{N}x{K}")
     if compiles(h, copy_specialized, x):
         h.check(copy_specialized, torch.Tensor.double, h.randn(4097, dtype=h.half), terms=0)
-    if not h.profile:
+    if h.shows_code:
         show_code(h)
 
     for n in h.pick(interpreted=(192,), quick=(4096,), full=(4096, 8192)):
