@@ -624,6 +624,9 @@ SAMPLES = {
     ),
     "triton_examples.torch.txt": ("torch_profile.sh", "triton_examples.py", ()),
     "triton_examples.proton.txt": ("proton.sh", "triton_examples.py", ()),
+    "triton_examples.sanitize.txt": ("sanitize.sh", "triton_examples.py", ()),
+    "triton_fp8_advanced.sanitize.txt": ("sanitize.sh", "triton_fp8_advanced.py", ()),
+    "triton_tma_blackwell.sanitize.txt": ("sanitize.sh", "triton_tma_blackwell.py", ()),
 }  # fmt: skip
 recorded = pytest.mark.skipif(not list(FOLDER.glob("*.txt")), reason="results/h200/profiles is not recorded yet")
 
