@@ -18,8 +18,10 @@ PYTEST_ARGS ?= -m "not slow"
 WORKERS ?= $(shell nvidia-smi -L >/dev/null 2>&1 && echo 0 || echo auto)
 # Without a GPU the Triton topics time nothing: at the lowest priority they take what the others leave of the cores.
 BESIDE = $(if $(filter auto,$(WORKERS)),$(filter triton_%,$(TOPICS)))
-# Without a GPU, Inductor asks g++ for each vector unit of this CPU, unless it is told that those it finds will do.
-UNITS = $(if $(filter auto,$(WORKERS)),TORCHINDUCTOR_VEC_ISA_OK=1)
+# Without a GPU: Inductor asks g++ for each vector unit of this CPU, unless it is told that those it finds will do; its
+# workers import torch, unless they are forked; threads spin while they wait for others that have no core, unless told.
+FORKED = $(if $(filter Linux,$(shell uname)),TORCHINDUCTOR_WORKER_START=fork)
+ON_CPU = $(if $(filter auto,$(WORKERS)),TORCHINDUCTOR_VEC_ISA_OK=1 $(FORKED) OMP_WAIT_POLICY=passive)
 # In processes that each start a thread for every core, the threads spin while they wait for one that does not run.
 PYTEST = $(if $(filter auto,$(WORKERS)),OMP_NUM_THREADS=1) $(1)/bin/python -m pytest -n $(WORKERS) --dist worksteal
 
@@ -28,12 +30,16 @@ PYTEST = $(if $(filter auto,$(WORKERS)),OMP_NUM_THREADS=1) $(1)/bin/python -m py
 run: $(READY)
 	@status=0; beside=; said=$$(mktemp -d) || exit 1; \
 	trap 'kill $$beside 2>/dev/null; rm -rf "$$said"' EXIT; trap 'exit 130' INT TERM; \
-	for topic in $(BESIDE); do \
-	    OMP_NUM_THREADS=1 nice -n 19 $(BIN)/python $$topic --quick >"$$said/$$topic" 2>&1 & beside="$$beside $$!"; \
-	    echo "$$topic runs meanwhile, at the lowest priority; what it says comes at the end"; \
-	done; \
-	for topic in $(filter-out $(BESIDE),$(TOPICS)); do $(UNITS) $(BIN)/python $$topic --quick || status=1; done; \
-	set -- $(BESIDE); for run in $$beside; do wait $$run || status=1; cat "$$said/$$1"; shift; done; \
+	if [ -n "$(BESIDE)" ]; then \
+	    echo "meanwhile, at the lowest priority: $(BESIDE); what they say comes at the end"; \
+	    ( one=; trap 'kill $$one 2>/dev/null; exit 130' INT TERM; bad=0; for topic in $(BESIDE); do \
+	        $(ON_CPU) OMP_NUM_THREADS=1 nice -n 19 $(BIN)/python $$topic --quick >"$$said/$$topic" 2>&1 & one=$$!; \
+	        wait $$one || bad=1; \
+	    done; exit $$bad ) & beside=$$!; \
+	fi; \
+	for topic in $(filter-out $(BESIDE),$(TOPICS)); do $(ON_CPU) $(BIN)/python $$topic --quick || status=1; done; \
+	if [ -n "$$beside" ]; then wait $$beside || status=1; fi; \
+	for topic in $(BESIDE); do cat "$$said/$$topic"; done; \
 	exit $$status
 
 run-full: $(READY)

@@ -108,9 +108,9 @@ def depth(layers: int) -> str:
 
 
 def by_depth(
-    h: Harness, config: Config, depths: tuple[int, int], dtype: torch.dtype, tokens: torch.Tensor
+    h: Harness, config: Config, depths: tuple[int, ...], dtype: torch.dtype, tokens: torch.Tensor
 ) -> tuple[Transformer, dict, dict]:
-    """Compile models of two depths in each way: the deeper model, its compiled forms, and what each way compiled."""
+    """Compile models of one or two depths in each way: the last model, its compiled forms, what each way compiled."""
     wake_compiler(h.device)
     found: dict[str, list[Compiled]] = {name: [] for name in WAYS}
     compiled = {}
@@ -123,6 +123,9 @@ def by_depth(
             found[name].append(seen)
         h.fact(depth(layers), {name: costs(each[-1]) for name, each in found.items()})
 
+    if len(depths) == 1:
+        h.say("what does a layer more take? --full compiles two depths")
+        return model, compiled, found
     few, many = depths
     slopes = {name: (b.seconds - a.seconds) / (many - few) for name, (a, b) in found.items()}
     for name, (a, b) in found.items():
@@ -341,8 +344,8 @@ def demo(h: Harness) -> None:
     gpu = h.machine.mode == "gpu"
     config = h.pick(quick=TINY, full=ONE_BILLION if gpu else SMALL)
     dtype = torch.bfloat16 if gpu else torch.float32
-    few, many = h.pick(quick=(2, 4), full=(4, 16)) if gpu else h.pick(quick=(1, 2), full=(2, 12))
-    many = max(few + 1, h.fit(many, bytes_each=2 * config.block_parameters * dtype.itemsize))
+    *few, many = h.pick(quick=(2, 4), full=(4, 16)) if gpu else h.pick(quick=(2,), full=(2, 12))
+    many = max(1 + sum(few), h.fit(many, bytes_each=2 * config.block_parameters * dtype.itemsize))
     tokens = h.randint(config.vocab, 1, h.pick(quick=64, full=128))
 
     with torch.no_grad():
@@ -350,7 +353,7 @@ def demo(h: Harness) -> None:
             model, found = make_model(h, config, many, dtype), {}
             compiled = {name: way(model) for name, way in WAYS.items()}
         else:
-            model, compiled, found = by_depth(h, config, (few, many), dtype, tokens)
+            model, compiled, found = by_depth(h, config, (*few, many), dtype, tokens)
         seconds = {name: each[-1].seconds for name, each in found.items()}
         table = h.compare(
             {EAGER: model, **compiled}, model.float64, tokens, baseline=EAGER, work=Work(),

@@ -67,14 +67,12 @@ def test_demo(h, monkeypatch):
     with settings_kept("demo", 0):
         demo(h)
     facts = h.record.facts
-    few, many = (
-        (facts["2 layers"], facts["4 layers"]) if h.machine.mode == "gpu" else (facts["1 layer"], facts["2 layers"])
-    )
+    gpu = h.machine.mode == "gpu"
+    many = facts["4 layers" if gpu else "2 layers"]
     assert all(way["graphs"] == 1 for way in many.values())
-    assert many[EACH]["ops traced"] == few[EACH]["ops traced"]
-    assert many[WHOLE]["ops traced"] > 1.5 * few[WHOLE]["ops traced"]
+    assert many[WHOLE]["ops traced"] > 1.5 * many[EACH]["ops traced"]
     assert many[NESTED]["ops traced"] < many[EACH]["ops traced"]  # a call of the region is one
-    assert set(facts["seconds a layer"]) == set(WAYS)
+    assert ("2 layers" in facts, "1 layer" in facts, "seconds a layer" in facts) == (True, False, gpu)
     (table,) = h.record.comparisons
     assert [row["variant"] for row in table["rows"]] == [EAGER, *WAYS]
     assert [row["first_call_s"] for row in table["rows"][1:]] == pytest.approx(
@@ -88,6 +86,10 @@ def test_as_many_blocks_of_another_width_have_more_parameters(h, monkeypatch):
     with torch.no_grad():
         _, _, found = by_depth(h, MINI, (1, 2), torch.float32, tokens)
         by_width(h, MINI, 1, found[WHOLE][0], torch.float32, tokens)
+    few, many = h.record.facts["1 layer"], h.record.facts["2 layers"]
+    assert many[EACH]["ops traced"] == few[EACH]["ops traced"]
+    assert many[WHOLE]["ops traced"] > 1.5 * few[WHOLE]["ops traced"]
+    assert set(h.record.facts["seconds a layer"]) == set(WAYS)
     narrow, wide = h.record.facts["whole, 1 layer"].values()
     assert list(h.record.facts["whole, 1 layer"]) == ["width 64", "width 128"]
     assert wide["parameters"] > 2 * narrow["parameters"]
