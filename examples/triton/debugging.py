@@ -477,7 +477,7 @@ def demo(h: Harness) -> None:
     for n in (0, 1, 997, BLOCK, BLOCK + 1):
         h.check(scale, reference, h.randn(n), terms=0)
     if h.SANITIZED:
-        h.say("the planted bug would end this run: its own, under memcheck, is in what this technique shows without")
+        h.say("the planted bug would end this run; without a sanitizer around it this technique puts it under memcheck")
         return
 
     gpu = h.machine.mode == "gpu"
