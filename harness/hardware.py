@@ -40,6 +40,10 @@ OWN_ENVIRONMENT = {"torch_xla": "`make xla` sets it up in .venv-xla and runs the
 # architecture that is being compiled for.
 OFFLINE_SM: int | None = None
 
+# Set under a sanitizer, where sizes are the interpreter's: with as many SMs as a GPU has, no program of a persistent
+# kernel would come to a second tile. The rows of those sizes that are split over programs need five.
+FEW_SMS: int | None = None
+
 
 class Skip(Exception):
     """Raised by a technique that cannot run here; the message is the reason."""
@@ -81,14 +85,15 @@ class Limits(NamedTuple):
 def device_limits(device: torch.device) -> Limits:
     """SMs and shared memory per block of a CUDA device, or of the architecture that is compiled for.
 
-    In the interpreter, which has neither, four SMs: persistent kernels then loop, as they do on a GPU.
+    In the interpreter, which has neither, four SMs: persistent kernels then loop, as they do on a GPU. Under a
+    sanitizer FEW_SMS, for the same reason.
     """
     if OFFLINE_SM:
         return Limits(132, SHARED_LIMIT[OFFLINE_SM])
     if interpreted():
         return Limits(4, SHARED_LIMIT[90])
     properties = torch.cuda.get_device_properties(device)
-    return Limits(properties.multi_processor_count, properties.shared_memory_per_block_optin)
+    return Limits(FEW_SMS or properties.multi_processor_count, properties.shared_memory_per_block_optin)
 
 
 @dataclass(frozen=True)

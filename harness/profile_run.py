@@ -67,14 +67,14 @@ def tuned_in_one_call() -> Iterator[None]:
 @contextmanager
 def launches_counted(out: Path, guarded: bool = True) -> Iterator[None]:
     """For a sanitizer: write {"kernel": launches} to `out` at the end, tune in one call of each configuration, take the
-    smallest sizes, and compile for no other architecture.
+    smallest sizes and few SMs, and compile for no other architecture.
 
     Nothing is launched, and counted, in the interpreter.
 
     Memory that a check has poisoned counts as initialized, and its guarded edges as part of the tensor: a sanitizer
     that looks for what is not initialized, or beyond a tensor's end, wants it not `guarded`.
     """
-    from harness import check
+    from harness import check, hardware
     from harness.hardware import interpreted, package_version
     from harness.session import Harness
 
@@ -95,14 +95,14 @@ def launches_counted(out: Path, guarded: bool = True) -> Iterator[None]:
 
         chain = triton.knobs.runtime.launch_enter_hook
         chain.add(count)
-    before, Harness.SANITIZED = check.poisoned_outputs, True
+    before, Harness.SANITIZED, hardware.FEW_SMS = check.poisoned_outputs, True, 5
     if not guarded:
         check.poisoned_outputs = lambda what: nullcontext()
     try:
         with nullcontext() if chain is None else tuned_in_one_call():
             yield
     finally:
-        check.poisoned_outputs, Harness.SANITIZED = before, False
+        check.poisoned_outputs, Harness.SANITIZED, hardware.FEW_SMS = before, False, None
         if chain is not None:
             chain.remove(count)
         keep()

@@ -550,7 +550,7 @@ def test_an_unknown_tool_is_wrong_usage(profiling, wrong):
 @pytest.mark.parametrize("guarded", [True, False])
 def test_a_sanitizer_meets_memory_that_is_not_poisoned_and_the_smallest_sizes(tmp_path, guarded):
     import harness.check
-    from harness import Work
+    from harness import Work, hardware
     from harness.profile_run import launches_counted
     from harness.session import Harness
 
@@ -561,6 +561,7 @@ def test_a_sanitizer_meets_memory_that_is_not_poisoned_and_the_smallest_sizes(tm
         made = torch.empty(1000)
         assert h.codegen(torch.add, find={90: ("wgmma",)}) == [], "that compiles for minutes, and launches nothing"
         assert not h.shows_code
+        assert hardware.FEW_SMS
         assert h.pick(quick=4096, full=8192, interpreted=160) == 160
         table = h.compare(
             {"torch": torch.neg, "torch.compile": None, "triton": torch.neg}, lambda x: -x.double(), h.randn(3),
@@ -568,6 +569,7 @@ def test_a_sanitizer_meets_memory_that_is_not_poisoned_and_the_smallest_sizes(tm
         )  # fmt: skip
         assert [row.variant for row in table.rows] == ["triton"], "what others generate takes minutes"
     assert h.shows_code
+    assert hardware.FEW_SMS is None
     assert (made.untyped_storage().nbytes() > 4000) == guarded
     with harness.check.poisoned_outputs("x"):
         assert torch.empty(8).isnan().all()

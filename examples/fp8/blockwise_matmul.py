@@ -605,7 +605,7 @@ def demo(h: Harness) -> None:
     show_code(h)
 
     ratios: dict[str, dict[str, float]] = {}
-    for M, N, K in h.pick(interpreted=[(130, 264, 256)], quick=SQUARES[:2], full=SQUARES + LAYERS):
+    for M, N, K in h.pick(interpreted=[(130, 264, 768)], quick=SQUARES[:2], full=SQUARES + LAYERS):
         for variant, ratio in compare(h, M, N, K).items():
             ratios.setdefault(variant, {})[f"{M}x{N}x{K}"] = ratio
     if ratios:

@@ -709,7 +709,7 @@ def demo(h: Harness) -> None:
     show_code(h)
 
     ratios = {"per tensor": {}, "per row": {}}
-    for M, N, K in h.pick(interpreted=[(260, 264, 144)], quick=SQUARES[:2], full=SQUARES + LAYERS):
+    for M, N, K in h.pick(interpreted=[(260, 264, 656)], quick=SQUARES[:2], full=SQUARES + LAYERS):
         for scales, found in ratios.items():
             for variant, ratio in compare(h, M, N, K, rows=scales == "per row").items():
                 found.setdefault(variant, {})[f"{M}x{N}x{K}"] = ratio

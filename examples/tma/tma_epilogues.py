@@ -830,7 +830,7 @@ def demo(h: Harness) -> None:
                 )  # fmt: skip
 
     show_code(h)
-    small, full = [(260, 272, 64)], [(8192, 14336, 4096)]
+    small, full = [(260, 272, 392)], [(8192, 14336, 4096)]
     cases = small if not h.timing else h.pick(interpreted=small, quick=[(4096, 4096, 4096)], full=full)
     for M, N, K in cases:
         compare_layers(h, M, N, K)

@@ -186,7 +186,7 @@ def demo(h: Harness) -> None:
         h.codegen(matmul_persistent, x, x, variant, find={90: (*tma, "wgmma")})
 
     speedups = {}
-    for M, N, K in h.pick(interpreted=[(260, 264, 64)], quick=SQUARES[:2], full=SQUARES + LAYERS):
+    for M, N, K in h.pick(interpreted=[(260, 264, 328)], quick=SQUARES[:2], full=SQUARES + LAYERS):
         a, b = h.randn(M, K, dtype=h.half), h.randn(K, N, dtype=h.half)
         variants = {"cuBLAS" if a.is_cuda else "torch": torch.matmul}
         variants |= {f"triton {step}": functools.partial(matmul_persistent, variant=step) for step in VARIANTS}
