@@ -5,22 +5,28 @@ Technique  In an ordinary kernel every warp waits for loads, multiplies and stor
            (mbarrier), and setmaxnreg moves registers from the producer to the consumers. In Triton it is one word,
            tl.range(..., warp_specialize=True), and the compiler may ignore it without saying so. What really happened
            is in the code: a specialized kernel has setmaxnreg, and more warps than were asked for.
-           Hopper's compiler specializes tiles of 64 rows and 4 warps that are loaded by descriptors. With 128 rows and
-           4 warps it gives up with an error; with 8 warps, or on a loop that was flattened, it drops the request.
-           Blackwell's takes each of these (Triton 3.6: not an unflattened loop over tiles). A loop without tensor cores
-           is never specialized, and on Blackwell the request may even be an error.
+           Hopper's compiler wants 4 warps and makes of them three groups of 4: one loads, two multiply. A tile of 128
+           rows loaded by descriptors that the kernel makes is split between the two; with descriptors from the host it
+           gives up with an error; and of a tile of 64 rows both multiply the whole, each for itself, and store it
+           twice. With 8 warps, or on a loop that was flattened, it drops the request. Blackwell's takes each of these
+           (Triton 3.6: not an unflattened loop over tiles). A loop without tensor cores is never specialized, and on
+           Blackwell the request may even be an error.
+           On Hopper it also leaves barriers that no role uses in the first bytes of the ring of loaded tiles, without
+           invalidating them as PTX demands. Without tools no result was ever wrong on an H200. Compute Sanitizer calls
+           them initialized twice, and under its racecheck and synccheck exactly the columns came out wrong whose
+           elements of b lie in those bytes: with 4 buffers 16 of them, with 3 buffers 12, with 2 buffers 8.
 Question   When does warp_specialize=True specialize warps, and what is it worth?
 Needs      triton, sm_90
 Shapes     a [M, K], b [K, N], both with contiguous rows, K and N multiples of 8, any M (0 too) -> c [M, N], contiguous.
            copy: x of any shape, contiguous -> the same.
 Dtypes     float16, bfloat16, both the same; sums are float32.
 Errors     TypeError for another dtype, two dtypes or a warp_specialize that is no bool; ValueError for rank, inner
-           sizes that differ, a layout TMA cannot load, an unknown loop, block_m that is not 64 or 128, or num_warps
-           that is not 4 or 8; RuntimeError for a form that the compiler cannot specialize, a tile too large for the
-           GPU's shared memory, a device without Triton or an input that requires grad.
-Wins when  not on Hopper with Triton 3.6 or 3.7: the table says what it costs, and the code why. The place to write it
-           by hand is Gluon, in the topic on TMA. Compute Sanitizer's synccheck says of this kernel that a barrier is
-           initialized twice, and under its tools an H200 got wrong results, though none without them (Triton 3.6).
+           sizes that differ, a layout TMA cannot load, an unknown loop or descriptors, block_m that is not 64 or 128,
+           or num_warps that is not 4 or 8; RuntimeError for a form that the compiler cannot specialize, a tile too
+           large for the GPU's shared memory, a device without Triton or an input that requires grad.
+Wins when  not on Hopper with Triton 3.6 or 3.7: split in two it is about as fast as one role of the same tile, and
+           where both multiply everything it takes as long as that says. The place to write it by hand is Gluon, in the
+           topic on TMA.
 Source     chapter section "Warp specialization"; its example, an elementwise loop, is the copy below.
 Run        python examples/triton/warp_specialized_matmul.py
 """
@@ -28,7 +34,9 @@ Run        python examples/triton/warp_specialized_matmul.py
 from __future__ import annotations
 
 import contextlib
+import contextvars
 import functools
+import re
 
 from harness import (
     Harness,
@@ -39,7 +47,7 @@ from harness import (
     run,
     tma_descriptor,
 )
-from harness.codegen import CodegenError, Kernel, compile_for
+from harness.codegen import CodegenError, Kernel, compile_for, dump
 
 import torch
 import triton
@@ -47,16 +55,24 @@ import triton.language as tl
 
 DTYPES = (torch.float16, torch.bfloat16)
 LOOPS = ("k", "tiles", "flattened tiles")  # which loop is specialized
-BLOCK_N, BLOCK_K, STAGES, GROUP_M = 128, 64, 4, 8
+DESCRIPTORS = ("kernel", "host")  # who makes them
+BLOCK_K, GROUP_M = 64, 8
+BLOCKS = {64: (128, 4), 128: (256, 3)}  # rows of a tile: its columns, and how many steps of K are in shared memory
 COPY_BLOCK = 1024
 
 
 @triton.jit
 def matmul_specialized_kernel(
-    a_desc, b_desc, c_desc, M, N, K,
+    a, b, c, M, N, K, stride_am, stride_bk, stride_cm,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, GROUP_M: tl.constexpr, STAGES: tl.constexpr,
-    OVER_K: tl.constexpr, OVER_TILES: tl.constexpr, FLATTEN: tl.constexpr,
+    DESCRIPTORS: tl.constexpr, OVER_K: tl.constexpr, OVER_TILES: tl.constexpr, FLATTEN: tl.constexpr,
 ):  # fmt: skip
+    if DESCRIPTORS == "host":
+        a_desc, b_desc, c_desc = a, b, c
+    else:
+        a_desc = tl.make_tensor_descriptor(a, [M, K], [stride_am, 1], [BLOCK_M, BLOCK_K])
+        b_desc = tl.make_tensor_descriptor(b, [K, N], [stride_bk, 1], [BLOCK_K, BLOCK_N])
+        c_desc = tl.make_tensor_descriptor(c, [M, N], [stride_cm, 1], [BLOCK_M, BLOCK_N])
     tiles_m, tiles_n = tl.cdiv(M, BLOCK_M), tl.cdiv(N, BLOCK_N)
     # With one program for each tile this loop runs once; a persistent kernel has fewer programs than tiles.
     for tile in tl.range(
@@ -101,12 +117,14 @@ def matmul_specialized(
     b: torch.Tensor,
     loop: str = "k",
     warp_specialize: bool = True,
-    block_m: int = 64,
-    num_warps: int = 4,
+    block_m: int | None = None,
+    num_warps: int | None = None,
+    descriptors: str = "kernel",
 ) -> torch.Tensor:
     """a @ b with `loop` of LOOPS asked to be specialized, or not; limits and errors are in the module docstring.
 
-    "k" runs one program per tile, the others one per SM.
+    "k" runs one program per tile, the others one per SM. None takes the larger tile that shared memory has room for,
+    and as many warps as it needs: Hopper's compiler turns 4 into 12 where it specializes.
     """
     name = "matmul_specialized"
     require_triton_device(name, a, b)
@@ -118,8 +136,15 @@ def matmul_specialized(
         raise ValueError(f"{name}: loop {loop!r} is not one of {LOOPS}")
     if not isinstance(warp_specialize, bool):
         raise TypeError(f"{name}: warp_specialize is {warp_specialize!r}; pass True or False")
+    if not isinstance(descriptors, str) or descriptors not in DESCRIPTORS:
+        raise ValueError(f"{name}: descriptors {descriptors!r} is not one of {DESCRIPTORS}")
+    limits = device_limits(a.device)
+    if block_m is None:
+        block_m = max(rows for rows in BLOCKS if rows == 64 or _shared_bytes(rows) <= limits.shared_bytes)
+    if num_warps is None:
+        num_warps = 4 if block_m == 64 or warp_specialize else 8
     ints = type(block_m) is int and type(num_warps) is int
-    if not ints or block_m not in (64, 128) or num_warps not in (4, 8):
+    if not ints or block_m not in BLOCKS or num_warps not in (4, 8):
         raise ValueError(f"{name}: block_m {block_m!r} and num_warps {num_warps!r}; need 64 or 128, and 4 or 8")
     M, K = a.shape
     N = b.shape[1]
@@ -129,18 +154,36 @@ def matmul_specialized(
     if not (M and N and K):
         return torch.zeros((M, N), dtype=a.dtype, device=a.device)
     c = torch.empty((M, N), dtype=a.dtype, device=a.device)
-    tiles = triton.cdiv(M, block_m) * triton.cdiv(N, BLOCK_N)
-    launch = matmul_specialized_kernel[(tiles if loop == "k" else min(tiles, device_limits(a.device).sms),)]
-    what = f"loop {loop!r} of a tile of {block_m} rows and {num_warps} warps"
-    with _telling(name, what, "block_m=64 and num_warps=4, or warp_specialize=False"):
-        launch(
-            tma_descriptor(a, [block_m, BLOCK_K]), tma_descriptor(b, [BLOCK_K, BLOCK_N]),
-            tma_descriptor(c, [block_m, BLOCK_N]), M, N, K,
-            BLOCK_M=block_m, BLOCK_N=BLOCK_N, BLOCK_K=BLOCK_K, GROUP_M=GROUP_M, STAGES=STAGES,
-            OVER_K=warp_specialize and loop == "k", OVER_TILES=warp_specialize and loop != "k",
-            FLATTEN=loop == "flattened tiles", num_warps=num_warps,
-        )  # fmt: skip
+    block_n, stages = BLOCKS[block_m]
+    tiles = triton.cdiv(M, block_m) * triton.cdiv(N, block_n)
+    described = (
+        tma_descriptor(a, [block_m, BLOCK_K]), tma_descriptor(b, [BLOCK_K, block_n]),
+        tma_descriptor(c, [block_m, block_n]),
+    )  # fmt: skip
+    launch = functools.partial(
+        matmul_specialized_kernel[(tiles if loop == "k" else min(tiles, limits.sms),)],
+        *(described if descriptors == "host" else (a, b, c)), M, N, K, *(each.strides[0] for each in described),
+        BLOCK_M=block_m, BLOCK_N=block_n, BLOCK_K=BLOCK_K, GROUP_M=GROUP_M, STAGES=stages, DESCRIPTORS=descriptors,
+        OVER_K=warp_specialize and loop == "k", OVER_TILES=warp_specialize and loop != "k",
+        FLATTEN=loop == "flattened tiles", num_warps=num_warps,
+    )  # fmt: skip
+
+    # A kernel that makes descriptors needs memory for them, from an allocator that is set for everybody: a copy of
+    # the context keeps it to this call.
+    def with_scratch() -> None:
+        triton.set_allocator(lambda size, alignment, stream: torch.empty(size, dtype=torch.int8, device=a.device))
+        launch()
+
+    what = f"loop {loop!r} of a tile of {block_m} rows, {num_warps} warps and {descriptors} descriptors"
+    with _telling(name, what, "another of loop, block_m, num_warps and descriptors, or warp_specialize=False"):
+        contextvars.copy_context().run(with_scratch)
     return c
+
+
+def _shared_bytes(block_m: int) -> int:
+    """What a specialized kernel keeps in shared memory: tiles of a and b, the tile of c, and 1 KiB for barriers."""
+    block_n, stages = BLOCKS[block_m]
+    return 2 * (stages * (block_m + block_n) * BLOCK_K + block_m * block_n) + 1024
 
 
 def copy_specialized(x: torch.Tensor) -> torch.Tensor:
@@ -171,13 +214,24 @@ def verdict(kernel: Kernel, asked: int) -> str:
     return f"dropped: no setmaxnreg, {kernel.warps} warps"
 
 
-# Architecture, loop, rows of the tile, warps: each rule of the lesson, and what this repository relies on.
+def share_of_products(ptx: str, block_m: int) -> float:
+    """How often a specialized Hopper kernel multiplies its tile: each wgmma in its code belongs to one role alone."""
+    columns = re.findall(r"wgmma\.mma_async\S*\.m64n(\d+)k16\.", ptx)
+    return sum(64 * int(n) * 16 for n in columns) / (block_m * BLOCKS[block_m][0] * BLOCK_K)
+
+
+# Architecture, loop, rows of the tile, warps, descriptors: each rule of the lesson, and what this repository relies on.
 FORMS = [
-    (90, "k", 64, 4), (90, "k", 128, 4), (90, "k", 64, 8), (90, "k", 128, 8), (90, "tiles", 64, 4),
-    (90, "flattened tiles", 64, 4), (100, "k", 128, 8), (100, "flattened tiles", 128, 8), (120, "k", 64, 4),
+    (90, "k", 64, 4, "host"), (90, "k", 128, 4, "host"), (90, "k", 128, 4, "kernel"), (90, "k", 128, 8, "kernel"),
+    (90, "tiles", 64, 4, "kernel"), (90, "tiles", 128, 4, "kernel"), (90, "flattened tiles", 64, 4, "kernel"),
+    (100, "k", 128, 8, "kernel"), (100, "flattened tiles", 128, 8, "host"), (120, "k", 64, 4, "host"),
 ]  # fmt: skip
-SPECIALIZED = {(90, "k", 64, 4), (90, "tiles", 64, 4), *FORMS[6:]}
-LAUNCHES = {"tile per program": "k", "persistent": "tiles"}  # what is timed
+DROPPED = {(90, "k", 128, 4, "host"), (90, "k", 128, 8, "kernel"), (90, "flattened tiles", 64, 4, "kernel")}
+TIMED = {  # what is timed, with one role and specialized: the loop and the rows of the tile
+    "64 rows, tile per program": ("k", 64),
+    "128 rows, tile per program": ("k", 128),
+    "128 rows, persistent": ("tiles", 128),
+}
 
 
 def show_code(h: Harness) -> None:
@@ -185,14 +239,16 @@ def show_code(h: Harness) -> None:
     x = h.meta(4096, 4096)
     verdicts = {}
     for form in FORMS:
-        sm, loop, block_m, num_warps = form
+        sm, loop, block_m, num_warps, descriptors = form
         with h.progress(f"compiling the loop over {loop} for sm_{sm}"):
-            (kernel,) = compile_for(matmul_specialized, (x, x, loop, True, block_m, num_warps), sms=(sm,))
+            args = (x, x, loop, True, block_m, num_warps, descriptors)
+            (kernel,) = compile_for(matmul_specialized, args, sms=(sm,))
         h.record.codegen.append(kernel.record())
         said = verdict(kernel, num_warps)
-        verdicts[f"sm_{sm}, loop over {loop}, {block_m} rows, {num_warps} warps"] = said
-        if (form in SPECIALIZED) != said.startswith("specialized"):
-            raise CodegenError(f"matmul_specialized on sm_{sm}, loop over {loop}: {said}; the lesson is out of date")
+        what = f"sm_{sm}, loop over {loop}, {block_m} rows, {num_warps} warps, descriptors of the {descriptors}"
+        verdicts[what] = said
+        if (form not in DROPPED) != said.startswith("specialized"):
+            raise CodegenError(f"matmul_specialized on {what}: {said}; the lesson is out of date")
     for sm in (90, 100):
         (kernel,) = compile_for(copy_specialized, (h.meta(1 << 20),), sms=(sm,))
         h.record.codegen.append(kernel.record())
@@ -200,6 +256,13 @@ def show_code(h: Harness) -> None:
         if kernel.found.get("setmaxnreg") or (kernel.error and sm == 90):
             raise CodegenError(f"copy_specialized on sm_{sm}: {verdicts.popitem()[1]}; the lesson is out of date")
     h.fact("warp_specialize=True", verdicts)
+    shares = {
+        f"sm_90, {rows} rows": share_of_products(dump(matmul_specialized, (x, x, "k", True, rows), sm=90)["ptx"], rows)
+        for rows in BLOCKS
+    }
+    if list(shares.values()) != [2, 1]:
+        raise CodegenError(f"matmul_specialized: times that a tile is multiplied {shares}; the lesson is out of date")
+    h.fact("times that a tile is multiplied", shares)
 
 
 def programs_per_sm(kernel: Kernel) -> int:
@@ -212,17 +275,29 @@ def programs_per_sm(kernel: Kernel) -> int:
 
 def compiles(h: Harness, wrapper, *args) -> bool:
     """Whether this machine's compiler takes the form at all: on Blackwell the request is an error in some."""
-    return h.interpreted or not compile_for(wrapper, args, sms=(h.machine.sm,))[0].error
+    if h.interpreted:
+        return True
+    (kernel,) = compile_for(wrapper, args, sms=(h.machine.sm,))
+    return not kernel.error and kernel.fits
+
+
+def run_or_check(h: Harness, fn, a: torch.Tensor, b: torch.Tensor, what: str) -> None:
+    """Hold a specialized kernel to its reference, but for a sanitizer, which writes to the barriers left behind."""
+    if h.SANITIZED:
+        fn(a, b)
+    else:
+        h.check(fn, reference, a, b, terms=a.shape[1], what=f"matmul_specialized {what}")
 
 
 def demo(h: Harness) -> None:
     x = h.meta(4096, 4096)
-    loops = [loop for loop in LOOPS if compiles(h, matmul_specialized, x, x, loop)]
+    forms = [("k", 64), ("k", 128), ("tiles", 128), ("flattened tiles", 64)]
+    forms = [(loop, rows) for loop, rows in forms if compiles(h, matmul_specialized, x, x, loop, True, rows)]
     for M, N, K in [(1, 8, 8), (129, 264, 72), (5, 16, 0)]:
         a, b = h.randn(M, K, dtype=h.half), h.randn(K, N, dtype=h.half)
-        for loop in loops:
-            fn = functools.partial(matmul_specialized, loop=loop)
-            h.check(fn, reference, a, b, terms=K, what=f"matmul_specialized over {loop} {M}x{N}x{K}")
+        for loop, rows in forms:
+            fn = functools.partial(matmul_specialized, loop=loop, block_m=rows)
+            run_or_check(h, fn, a, b, f"over {loop}, {rows} rows, {M}x{N}x{K}")
     if compiles(h, copy_specialized, x):
         h.check(copy_specialized, torch.Tensor.double, h.randn(4097, dtype=h.half), terms=0)
     if h.shows_code:
@@ -231,24 +306,27 @@ def demo(h: Harness) -> None:
     for n in h.pick(interpreted=(192,), quick=(4096,), full=(4096, 8192)):
         a, b = h.randn(n, n, dtype=h.half), h.randn(n, n, dtype=h.half)
         variants = {"cuBLAS" if a.is_cuda else "torch": torch.matmul}
-        for label, loop in LAUNCHES.items():
+        for label, (loop, rows) in TIMED.items():
             for word, asked in (("one role", False), ("specialized", True)):
-                if not asked or loop in loops:
-                    fn = functools.partial(matmul_specialized, loop=loop, warp_specialize=asked)
+                fn = functools.partial(matmul_specialized, loop=loop, warp_specialize=asked, block_m=rows)
+                if asked and h.SANITIZED:
+                    run_or_check(h, fn, a, b, f"{label} {n}x{n}x{n}")
+                elif compiles(h, matmul_specialized, x, x, loop, asked, rows):
                     variants[f"triton {label}, {word}"] = fn
         case = f"{n}x{n}x{n} {str(h.half).removeprefix('torch.')}"
         work = Work(bytes=6 * n * n, flops=2 * n**3, dtype=h.half)
         table = h.compare(variants, reference, a, b, baseline=next(iter(variants)), work=work, case=case, terms=n)
         if table and table.rows[-1].ms and h.machine.sm == 90:
             rows = {row.variant: row for row in table.rows}
-            for label, loop in LAUNCHES.items():
+            for label, (loop, block_m) in TIMED.items():
                 plain, special = (rows[f"triton {label}, {word}"] for word in ("one role", "specialized"))
                 kernels = [
-                    compile_for(matmul_specialized, (a, b, loop, asked), sms=(90,))[0] for asked in (False, True)
+                    compile_for(matmul_specialized, (a, b, loop, asked, block_m), sms=(90,))[0]
+                    for asked in (False, True)
                 ]
                 fit = [programs_per_sm(kernel) for kernel in kernels]
                 h.say(
-                    f"{special.variant}: {plain.ms / special.ms:.2f}x one role; "
+                    f"{special.variant}: {special.speedup / plain.speedup:.2f}x one role; "
                     f"{kernels[1].warps} warps of {kernels[1].registers} registers and {kernels[1].shared // 1024} "
                     f"KiB, so {fit[1]} program an SM, where {kernels[0].warps} warps of {kernels[0].registers} and "
                     f"{kernels[0].shared // 1024} KiB leave room for {fit[0]}"
