@@ -53,7 +53,8 @@ def test_what_the_demo_leaves_out():
     x = torch.empty(4096, 4096, dtype=torch.bfloat16, device="meta")
     here, hopper = (SimpleNamespace(interpreted=i, machine=SimpleNamespace(sm=90)) for i in (True, False))
     assert all(compiles(hopper, matmul_specialized, x, x, loop, True, 64) for loop in LOOPS)
-    assert all(compiles(hopper, matmul_specialized, x, x, loop, True, rows) for loop, rows in TIMED.values())
+    for loop, rows, descriptors in TIMED.values():
+        assert compiles(hopper, matmul_specialized, x, x, loop, True, rows, None, descriptors)
     refused = (matmul_specialized, x, x, "k", True, 128, 4, "host")
     assert compiles(here, *refused)
     assert not compiles(hopper, *refused)
@@ -403,8 +404,8 @@ def test_programs_on_a_hopper_sm(registers, shared_kib, warps, programs):
 
 def test_what_specialization_costs_on_hopper():
     """The lesson's reason: twelve warps of 168 registers fill an SM, where two programs of one role share it."""
-    assert programs_per_sm(_compiled("k", True, 64, sm=90)) == 1
-    assert programs_per_sm(_compiled("k", False, 64, sm=90)) == 2
+    assert programs_per_sm(_compiled("k", True, 64, None, "host", sm=90)) == 1
+    assert programs_per_sm(_compiled("k", False, 64, None, "host", sm=90)) == 2
     assert programs_per_sm(_compiled("k", True, 128, sm=90)) == programs_per_sm(_compiled("k", False, 128, sm=90)) == 1
 
 
