@@ -310,10 +310,11 @@ def _consume(
     released, once, by who has waited for its load.
 
     c_buf belongs to the first, then to the second, in every tile. Who has written waits in the first step of its next
-    tile, or at the end, until TMA has read it, and says so: completion number t of read[HALF] means that what HALF
-    stored before its tile number t is out of c_buf. The first needs number t of read[1] for its tile t, the second
-    number t + 1 of read[0]. The first waits before it arrives at `summed`, so these are never a phase ahead
-    of who waits for them either.
+    tile, or at the end, until TMA has read it, and says so: completion number t of read[0] means that what the first
+    stored for its tile number t is out of c_buf, number t of read[1] what the second stored before its tile number t
+    (nothing, before tile 0). The first needs number t of read[1] for its tile t, the second number t of read[0]. No
+    completion is not waited for but the last of read[1]. The first waits before it arrives at `summed`, for which the
+    second waits in the same tile: so neither of the two is a phase ahead of who waits for it.
     """
     a_bufs, b_bufs, full, empty = operands
     scale_a_bufs, scale_b_buf, bias_buf, last_full, last_empty = last
@@ -335,7 +336,10 @@ def _consume(
         b = b_bufs.index(slot).permute((1, 0))
         acc = warpgroup_mma(a_bufs.index(2 * slot + HALF), b, acc, use_acc=False, is_async=True)
         tma.store_wait(0)
-        mbarrier.arrive(read.index(HALF))
+        if HALF == 1:
+            mbarrier.arrive(read.index(1))
+        else:
+            mbarrier.arrive(read.index(0), pred=tile >= gl.num_programs(0))  # of the tile before, if there was one
         acc = warpgroup_mma_wait(1, deps=(acc,))  # for nothing: makes a tensor of the sums in flight
         slot, phase = _next(slot, phase, STAGES)
         left = True  # in flight
@@ -363,7 +367,7 @@ def _consume(
             bias = bias_buf.reshape([BLOCK_N])
         row += HALF * HALF_M
         _store_parts(
-            c_desc, c_buf, read.index(0), tile_phase ^ 1, acc, row, col, by_row, by_column, bias, ROWS, BIAS,
+            c_desc, c_buf, read.index(0), tile_phase, acc, row, col, by_row, by_column, bias, ROWS, BIAS,
             HALF, 0, PARTS,
         )  # fmt: skip
         if ROWS or BIAS:
