@@ -312,9 +312,9 @@ def _consume(
     c_buf belongs to the first, then to the second, in every tile. Who has written waits in the first step of its next
     tile, or at the end, until TMA has read it, and says so: completion number t of read[0] means that what the first
     stored for its tile number t is out of c_buf, number t of read[1] what the second stored before its tile number t
-    (nothing, before tile 0). The first needs number t of read[1] for its tile t, the second number t of read[0]. No
-    completion is not waited for but the last of read[1]. The first waits before it arrives at `summed`, for which the
-    second waits in the same tile: so neither of the two is a phase ahead of who waits for it.
+    (nothing, before tile 0). The first needs number t of read[1] for its tile t, the second number t of read[0]; of
+    these only the last of read[1] is waited for by nobody. The first waits before it arrives at `summed`, for which the
+    second waits in the same tile: so neither of the two is two phases ahead of who waits for it.
     """
     a_bufs, b_bufs, full, empty = operands
     scale_a_bufs, scale_b_buf, bias_buf, last_full, last_empty = last

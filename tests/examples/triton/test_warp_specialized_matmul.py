@@ -1,5 +1,6 @@
 """warp_specialized_matmul: every loop right whatever the compiler makes of it, what it makes of it, bad input."""
 
+import contextvars
 import functools
 import re
 from types import SimpleNamespace
@@ -18,7 +19,6 @@ from examples.triton.warp_specialized_matmul import (
     BLOCKS,
     COPY_BLOCK,
     DESCRIPTORS,
-    DROPPED,
     DTYPES,
     FORMS,
     GROUP_M,
@@ -27,6 +27,7 @@ from examples.triton.warp_specialized_matmul import (
     _telling,
     compiles,
     copy_specialized,
+    demo,
     matmul_specialized,
     programs_per_sm,
     reference,
@@ -95,9 +96,24 @@ def test_the_setting_of_the_allocator_stays_the_callers(h):
     """The kernel's descriptors need workspace; what the caller has set for that is neither used nor replaced."""
     from triton.runtime import _allocation
 
-    before = _allocation._allocator.get()
-    matmul_specialized(h.randn(8, 8, dtype=h.half), h.randn(8, 8, dtype=h.half))
-    assert _allocation._allocator.get() is before
+    def refuse(size, alignment, stream):
+        raise AssertionError("the caller's allocator was asked")
+
+    def call():
+        triton.set_allocator(refuse)
+        matmul_specialized(h.randn(8, 8, dtype=h.half), h.randn(8, 8, dtype=h.half))
+        assert _allocation._allocator.get() is refuse
+
+    contextvars.copy_context().run(call)
+
+
+@pytest.mark.parametrize("descriptors", DESCRIPTORS)
+@pytest.mark.parametrize("loop", LOOPS)
+@pytest.mark.parametrize("specialize", [False, True])
+def test_hopper_takes_every_form_by_default(loop, specialize, descriptors):
+    """Also where it drops the request: then with the warps that one role needs, without spills."""
+    kernel = _compiled(loop, specialize, None, None, descriptors, sm=90)
+    assert (kernel.error, kernel.fits, kernel.spills) == (None, True, 0)
 
 
 @pytest.mark.parametrize(("sm", "rows"), [(80, 64), (90, 128), (100, 128), (120, 64)])
@@ -286,15 +302,16 @@ def test_a_tile_that_is_not_split_is_multiplied_twice():
     x = torch.empty(4096, 4096, dtype=torch.bfloat16, device="meta")
     for rows, times in ((64, 2), (128, 1)):
         for loop in ("k", "tiles"):
-            ptx = dump(matmul_specialized, (x, x, loop, True, rows), sm=90)["ptx"]
+            ptx = dump(matmul_specialized, (x, x, loop, True, rows, None, "kernel"), sm=90)["ptx"]
             assert share_of_products(ptx, rows) == times
             assert ptx.count("cp.async.bulk.tensor.2d.global.shared::cta.bulk_group") == 2, "both store"
 
 
 @pytest.mark.parametrize("loop", LOOPS)
 @pytest.mark.parametrize(("block_m", "num_warps"), [(64, 4), (128, 8)])
-def test_what_blackwell_does_with_the_request(loop, block_m, num_warps):
-    kernel = _compiled(loop, True, block_m, num_warps, "host" if loop == "flattened tiles" else "kernel", sm=100)
+@pytest.mark.parametrize("descriptors", DESCRIPTORS)
+def test_what_blackwell_does_with_the_request(loop, block_m, num_warps, descriptors):
+    kernel = _compiled(loop, True, block_m, num_warps, descriptors, sm=100)
     if loop == "tiles" and BEFORE_3_7:
         assert kernel.error
         return
@@ -341,20 +358,21 @@ def test_the_forms_of_the_lesson_are_compiled_and_recorded(h):
     verdicts, shares = facts.values()
     assert len(verdicts) == len(FORMS) + 2
     assert len(h.record.codegen) == len(FORMS) + 2
-    assert sum(said.startswith("specialized") for said in verdicts.values()) == len(FORMS) - len(DROPPED)
-    assert set(FORMS) > DROPPED
-    assert shares == {"sm_90, 64 rows": 2, "sm_90, 128 rows": 1}
+    assert {said.split(":")[0] for said in verdicts.values()} == set(FORMS.values())
+    assert shares == {f"sm_90, {label}": 2 if rows == 64 else 1 for label, (_, rows, _) in TIMED.items()}
 
 
-@pytest.mark.parametrize("changed", [DROPPED | {FORMS[0]}, DROPPED - {FORMS[1]}])
+@pytest.mark.parametrize("changed", [("specialized", "dropped"), ("does not compile", "dropped")])
 def test_a_lesson_out_of_date_is_an_error(h, monkeypatch, changed):
-    monkeypatch.setattr(warp_specialized_matmul, "DROPPED", changed)
+    expected, instead = changed
+    form = next(form for form, said in FORMS.items() if said == expected and form[1] == "k")
+    monkeypatch.setitem(FORMS, form, instead)
     with pytest.raises(CodegenError, match=r"matmul_specialized on sm_90, loop over k, .*; the lesson is out of date"):
         show_code(h)
 
 
 def test_a_tile_that_is_split_after_all_is_an_error(h, monkeypatch):
-    monkeypatch.setattr(warp_specialized_matmul, "FORMS", [])
+    monkeypatch.setattr(warp_specialized_matmul, "FORMS", {})
     monkeypatch.setattr(warp_specialized_matmul, "share_of_products", lambda ptx, rows: 1.0)
     with pytest.raises(CodegenError, match=r"times that a tile is multiplied .* out of date"):
         show_code(h)
@@ -371,6 +389,26 @@ def test_under_a_sanitizer_specialized_kernels_run_and_are_not_compared(h, monke
         monkeypatch.setattr(Harness, "SANITIZED", watched)
         run_or_check(h, lambda a, b: ran.append(a @ b), x, x, "what")
         assert (len(ran), len(checked)) == (1 + watched, 1)
+
+
+def test_the_demo_under_a_sanitizer(h, monkeypatch):
+    """Every kernel runs; what is compared has one role."""
+    from harness.session import Harness
+
+    asked, compared = [], []
+    wrapped = matmul_specialized
+    monkeypatch.setattr(Harness, "SANITIZED", True)
+    monkeypatch.setattr(
+        warp_specialized_matmul,
+        "matmul_specialized",
+        lambda *args, **form: asked.append(form) or wrapped(*args, **form),
+    )
+    monkeypatch.setattr(h, "compare", lambda variants, *_, **__: compared.extend(variants))
+    monkeypatch.setattr(warp_specialized_matmul, "compiles", lambda *_: True)
+    demo(h)
+    assert sum(form.get("warp_specialize", True) for form in asked) == 3 * 4 + len(TIMED)
+    assert [name for name in compared if name.endswith("one role")] == [f"triton {label}, one role" for label in TIMED]
+    assert not any(name.endswith("specialized") for name in compared)
 
 
 def test_verdicts():
