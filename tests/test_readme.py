@@ -294,6 +294,23 @@ def test_every_block_says_what_it_is():
     assert languages <= {"sh", "text", "diff"}
 
 
+@pytest.mark.skipif(not shutil.which("make"), reason="needs make")
+@pytest.mark.parametrize("workers", ["auto", "0"])
+def test_make_run_leaves_out_no_technique(workers):
+    """Without a GPU the compiler's topic is run in two commands, beside the others; with one it is run whole."""
+    said = subprocess.run(
+        ["make", "-n", "run", f"WORKERS={workers}", f"VENV={Path(sys.prefix)}"],
+        cwd=ROOT, capture_output=True, text=True, check=True,
+    ).stdout  # fmt: skip
+    topics = re.findall(r"for topic in (.*?); ?do", said)
+    scripts = [script for names in topics for script in names.split()]
+    assert sorted(scripts) == sorted(TOPICS)
+    names = re.findall(r'names="(.*?)"', said)[0].split() if workers == "auto" else []
+    late = re.findall(r"torch_compiler_examples\.py (\w+) --quick", said)
+    want = [t.name for t in TOPICS["torch_compiler_examples.py"].techniques] if workers == "auto" else []
+    assert sorted(names + late) == sorted(want)
+
+
 @pytest.mark.parametrize("name", PAGES)
 def test_commands_within_the_text_can_be_parsed(name):
     for command in [*inline_commands(PAGES[name]), *fenced_commands(PAGES[name])]:
