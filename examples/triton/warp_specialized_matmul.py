@@ -13,8 +13,9 @@ Technique  In an ordinary kernel every warp waits for loads, multiplies and stor
            Blackwell the request may even be an error.
            On Hopper it also leaves barriers that no role uses in the first bytes of the ring of loaded tiles, without
            invalidating them as PTX demands. Without tools no result was ever wrong on an H200. Compute Sanitizer calls
-           them initialized twice, and under its racecheck and synccheck (once under memcheck) results were wrong: in
-           no other columns than those whose elements of b lie in those bytes, 4 for each buffer of the ring.
+           them initialized twice, and results were wrong under its racecheck and synccheck, and once under memcheck.
+           Where the wrong columns were looked at (the first two), they were those whose elements of b lie in those
+           bytes, 4 for each buffer of the ring.
 Question   When does warp_specialize=True specialize warps, and what is it worth?
 Needs      triton, sm_90
 Shapes     a [M, K], b [K, N], both with contiguous rows, K and N multiples of 8, any M (0 too) -> c [M, N], contiguous.
@@ -24,9 +25,9 @@ Errors     TypeError for another dtype, two dtypes or a warp_specialize that is 
            devices, inner sizes that differ, a layout TMA cannot load, an unknown loop or descriptors, block_m that is
            not 64 or 128, or num_warps that is not 4 or 8; RuntimeError for a form that the compiler cannot specialize,
            a tile too large for the GPU's shared memory, a device without Triton or an input that requires grad.
-Wins when  not on Hopper with Triton 3.6 or 3.7: split in two it is about as fast as one role of the same tile, and
-           where both multiply everything it takes as long as that says. The place to write it by hand is Gluon, in the
-           topic on TMA.
+Wins when  not on Hopper with Triton 3.6: split in two it is about as fast as one role of the same tile, and slower
+           where both multiply everything. Triton 3.7 makes the same roles; it was compiled, not timed. The place to
+           write it by hand is Gluon, in the topic on TMA.
 Source     chapter section "Warp specialization"; its example, an elementwise loop, is the copy below.
 Run        python examples/triton/warp_specialized_matmul.py
 """
