@@ -1,6 +1,6 @@
 """The harness: everything a technique file imports besides torch and triton.
 
-    from harness import Harness, Work, require_triton_device, run
+    from harness import Harness, Work, run
 
 Import it before triton. Where there is no GPU the harness switches Triton's interpreter on, and triton
 reads that switch once, when it is imported. Names are resolved on first use, so that `--list` does not
@@ -12,20 +12,13 @@ from importlib import import_module
 _HOME = {
     "Harness": "harness.session",
     "Skip": "harness.hardware",
-    "Work": "harness.compare",
-    "dequantize_reference": "harness.fp8",
-    "fp8_max": "harness.fp8",
-    "quantize_reference": "harness.fp8",
-    "require_fp8": "harness.fp8",
-    "require_scales": "harness.fp8",
-    "autotune_configs": "harness.hardware",
-    "device_limits": "harness.hardware",
-    "gluon_descriptor": "harness.hardware",
+    "Table": "harness.bench",
+    "Timing": "harness.bench",
+    "Work": "harness.bench",
+    "geomean": "harness.bench",
     "interpreted": "harness.hardware",
-    "require_tma_layout": "harness.hardware",
-    "require_triton_device": "harness.hardware",
+    "near": "harness.bench",
     "run": "harness.cli",
-    "tma_descriptor": "harness.hardware",
 }
 __all__ = sorted(_HOME)
 

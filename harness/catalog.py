@@ -1,8 +1,9 @@
 """What there is to run, read from the source text alone: no torch, no triton; only load_module() executes anything.
 
-A topic script lists its technique files in TECHNIQUES; with ARCHITECTURES = (80, 90) its run ends with a table of the
-code of each technique for sm_80 and sm_90. A technique file's docstring says the rest: its first line is the lesson,
-and the fields `Question` and `Needs` feed --list, doctor and the README.
+A topic script lists its technique files in TECHNIQUES, and the one or two that show the topic best in TOUR; with
+ARCHITECTURES = (80, 90) a run with -v ends with a table of the code of each technique for sm_80 and sm_90. A technique
+file's docstring says the rest: its first line is the lesson, and the fields `Question` and `Needs` feed --list, doctor
+and the README; `Variants` and `Study` name the files that belong to it.
 """
 
 from __future__ import annotations
@@ -65,13 +66,19 @@ class Needs:
 
 @dataclass(frozen=True)
 class Technique:
-    """One technique file: its name is the file's stem. `error` says why it cannot be read, if it cannot."""
+    """One lesson: its name is the file's stem. `variants` and `studies` are the files that its docstring names.
+
+    `error` says why it cannot be read, if it cannot.
+    """
 
     name: str
     path: Path
     lesson: str = ""
     question: str = ""
     needs: Needs = Needs()
+    variants: tuple[Path, ...] = ()
+    studies: tuple[Path, ...] = ()
+    source: str = ""
     error: str | None = None
 
     @property
@@ -83,7 +90,7 @@ class Technique:
 class Topic:
     """One topic script and its techniques in the order in which it tells them.
 
-    `architectures` are those whose code its run closes with; none for most topics.
+    `architectures` are those whose code its run closes with; none for most topics. `tour` are names of techniques.
     """
 
     name: str
@@ -91,6 +98,7 @@ class Topic:
     title: str
     techniques: tuple[Technique, ...] = field(default=())
     architectures: tuple[int, ...] = ()
+    tour: tuple[str, ...] = ()
 
     @property
     def file(self) -> str:
@@ -137,7 +145,12 @@ def read_technique(path: Path) -> Technique:
         if name not in found:
             raise CatalogError(f"{path}: its docstring has no '{name}' field")
     lesson = docstring.splitlines()[0].strip()
-    return Technique(path.stem, path, lesson, found["Question"], Needs.parse(found["Needs"], str(path)))
+    variants = tuple(path.parent / name for name in re.findall(r"\b\w+\.py\b", found.get("Variants", "")))
+    studies = tuple(ROOT / name for name in re.findall(r"\bstudies/[\w/]+\.py\b", found.get("Study", "")))
+    if missing := [str(each) for each in (*variants, *studies) if not each.is_file()]:
+        raise CatalogError(f"{path}: its docstring names {', '.join(missing)}, which does not exist")
+    needs = Needs.parse(found["Needs"], str(path))
+    return Technique(path.stem, path, lesson, found["Question"], needs, variants, studies, found.get("Source", ""))
 
 
 def _read_or_explain(path: Path) -> Technique:
@@ -164,8 +177,11 @@ def read_topic(path: Path) -> Topic:
     names = [technique.name for technique in techniques]
     if len(set(names)) != len(names):
         raise CatalogError(f"{path}: two of its techniques share a name: {sorted(names)}")
+    tour = _literal(tree, "TOUR") or ()
+    if not isinstance(tour, (tuple, list)) or set(tour) - set(names):
+        raise CatalogError(f"{path}: TOUR is {tour!r}; name techniques of this topic: {', '.join(names)}")
     title = (ast.get_docstring(tree) or path.stem).splitlines()[0].strip()
-    return Topic(path.stem, path, title, techniques, tuple(architectures))
+    return Topic(path.stem, path, title, techniques, tuple(architectures), tuple(tour))
 
 
 def _literal(tree: ast.Module, name: str):

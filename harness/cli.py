@@ -1,4 +1,4 @@
-"""The command line, the same for every script: a topic's, and a technique file's run by itself.
+"""The command line, the same for every script: a topic's, and a lesson's run by itself.
 
 Exit status: 0 all passed or skipped, 1 something failed, 2 wrong usage, 130 interrupted.
 """
@@ -19,7 +19,7 @@ from contextlib import suppress
 from importlib import import_module
 from pathlib import Path
 
-from harness.catalog import ROOT, CatalogError, Needs, Technique, Topic, read_technique, read_topic
+from harness.catalog import ROOT, CatalogError, Needs, Technique, Topic, load_module, read_technique, read_topic
 
 USAGE_ERROR, INTERRUPTED = 2, 130
 
@@ -34,9 +34,11 @@ def main(script: str, argv: list[str] | None = None) -> None:
 
 
 def run(demo: Callable, argv: list[str] | None = None) -> None:
-    """Run the one technique file that `demo` is defined in, when it is run as a script; the same options."""
-    topic = _topic_of_one(Path(demo.__globals__["__file__"]))
-    sys.exit(_status(topic, argv, {topic.techniques[0].name: demo}))
+    """Run the one lesson that `demo` is defined in, when it is run as a script; the same options.
+
+    It is imported again under its dotted name, so that its study and its tests mean the same kernels.
+    """
+    sys.exit(_status(_topic_of_one(Path(demo.__globals__["__file__"])), argv))
 
 
 def skip_without_packages() -> None:
@@ -45,7 +47,7 @@ def skip_without_packages() -> None:
     And as failed when torch_xla is there and does not load. Called while that file is still importing harness, since
     its own import of the package would end in a traceback.
     """
-    script = getattr(sys.modules["__main__"], "__file__", None)
+    script = getattr(sys.modules.get("__main__"), "__file__", None)
     if script is None:
         return
     try:
@@ -57,7 +59,7 @@ def skip_without_packages() -> None:
         sys.exit(_status(topic))
     if technique.needs.xla:
         try:
-            import_module("harness.xla")
+            import_module("examples.common.xla")
         except ImportError as error:
             sys.exit(_status(topic, demos={technique.name: _raising(error)}))
 
@@ -70,8 +72,18 @@ def _raising(error: Exception) -> Callable:
 
 
 def _topic_of_one(path: Path) -> Topic:
+    """A topic of this technique alone, under the name of the topic that lists it: its record is that topic's."""
     technique = read_technique(path.resolve())
-    return Topic(technique.name, technique.path, technique.lesson, (technique,))
+    scripts = (each for each in ROOT.glob("*.py") if f'"{technique.file}"' in each.read_text(encoding="utf-8"))
+    name = next((each.stem for each in scripts), technique.name)
+    return Topic(name, technique.path, technique.lesson, (technique,))
+
+
+def _order(topic: Topic) -> list[str]:
+    """The names of a topic's techniques as its script tells them, also where one of them runs by itself."""
+    script = ROOT / f"{topic.name}.py"
+    whole = read_topic(script) if topic.path != script and script.is_file() else topic
+    return [technique.name for technique in whole.techniques]
 
 
 def _missing(needs: Needs) -> str | None:
@@ -83,10 +95,10 @@ def _missing(needs: Needs) -> str | None:
 
 
 def _xla():
-    """harness.xla, where a technique has made its device: what is pending there outlives the technique."""
+    """examples.common.xla, where a technique has made its device: what is pending there outlives the technique."""
     if "torch_xla" not in sys.modules:
         return None
-    from harness import xla
+    from examples.common import xla
 
     return xla if xla.in_use() else None
 
@@ -107,14 +119,17 @@ def _usage(message: str) -> int:
 def _parser(topic: Topic) -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog=f"python {topic.path.name}", description=topic.title)
     parser.add_argument("techniques", nargs="*", metavar="technique", help="only these; all of them by default")
-    parser.add_argument("--list", action="store_true", help="names, lessons and needs; runs nothing")
+    parser.add_argument("--tour", action="store_true", help="only those that show the topic best")
+    parser.add_argument("--list", action="store_true", help="names, questions and needs; runs nothing")
     sizes = parser.add_mutually_exclusive_group()
     sizes.add_argument("--quick", action="store_true", help="small sizes (the default without a GPU)")
     sizes.add_argument("--full", action="store_true", help="large sizes (the default with a GPU)")
     how = parser.add_mutually_exclusive_group()
     how.add_argument("--check-only", action="store_true", help="correctness and generated code, no timing")
     how.add_argument("--profile", action="store_true", help="one warm, named call per variant for nsys or ncu to see")
-    parser.add_argument("--json", type=Path, metavar="PATH", help="write the record of the run here")
+    parser.add_argument("--study", action="store_true", help="after each lesson its study: how we know")
+    parser.add_argument("-v", "--verbose", action="store_true", help="every check, every table, all generated code")
+    parser.add_argument("--json", type=Path, metavar="PATH", help="record the run here; what it did not run is kept")
     parser.add_argument("--seed", type=_seed, default=0, metavar="N", help="seed of the inputs (default 0)")
     return parser
 
@@ -133,7 +148,7 @@ def _list(title: str, techniques: tuple[Technique, ...]) -> None:
     width = max(len(t.name) for t in techniques)
     print(title)
     for t in techniques:
-        print(f"  {t.name:{width}}  {t.error or t.lesson}\n  {'':{width}}  needs {t.needs.text}")
+        print(f"  {t.name:{width}}  {t.error or t.question}\n  {'':{width}}  needs {t.needs.text}")
 
 
 def _choose(topic: Topic, names: list[str]) -> tuple[Technique, ...] | str:
@@ -149,8 +164,6 @@ def _choose(topic: Topic, names: list[str]) -> tuple[Technique, ...] | str:
 
 def _json_problem(path: Path) -> str | None:
     """Why the record cannot be written to this (resolved) path; None when it can."""
-    from harness.report import load_record
-
     try:
         if path.is_dir():
             return f"--json {path}: is a folder; name a file"
@@ -158,10 +171,6 @@ def _json_problem(path: Path) -> str | None:
             return f"--json {path}: the folder {path.parent} does not exist; make it first"
         if not os.access(path if path.exists() else path.parent, os.W_OK):
             return f"--json {path}: cannot be written; choose a place where you may write"
-        if path.is_file() and path.stat().st_size:
-            load_record(path)
-    except ValueError:
-        return f"--json {path}: exists and is not a record of an earlier run; choose another name, or remove it"
     except OSError as error:
         return f"--json {path}: {error.strerror}"
     return None
@@ -173,7 +182,7 @@ def _run_topic(topic: Topic, argv: list[str], demos: dict[str, Callable]) -> int
         options = parser.parse_args(argv)
     except SystemExit as stop:
         return stop.code
-    chosen = _choose(topic, options.techniques)
+    chosen = _choose(topic, options.techniques or (list(topic.tour) if options.tour else []))
     if isinstance(chosen, str):
         return _usage(chosen)
     if options.list:
@@ -183,86 +192,100 @@ def _run_topic(topic: Topic, argv: list[str], demos: dict[str, Callable]) -> int
     if path and (problem := _json_problem(path)):
         return _usage(problem)
 
-    from harness import report
-    from harness.hardware import ceilings, machine
+    from harness import console as show
+    from harness.hardware import machine
+    from harness.record import ExampleRecord, Record, git_state, recorded_answer
 
     this = machine()
+    try:
+        record = Record(path, topic.name, this.gpu)
+    except (ValueError, OSError) as error:
+        return _usage(f"--json {error}")
+    console = show.make_console()
+    commit, dirty = git_state()
+    how = {"command": shlex.join(["python", topic.file, *argv]), "commit": commit, "dirty": dirty, "seed": options.seed}
     reasons = {technique.error or _missing(technique.needs) for technique in chosen}
     if len(reasons) == 1 and (reason := reasons.pop()) and not any(technique.error for technique in chosen):
-        return _skip_all(topic, argv, chosen, options, path, reason)
-    full = options.full or (this.mode == "gpu" and not options.quick)
-    interpreted = this.mode == "interpreted" and any(technique.needs.triton for technique in chosen)
-    sizes = "interpreted" if interpreted else "full" if full else "quick"
-    console = report.make_console()
-    record = report.RunRecord(
-        topic.name, shlex.join(["python", topic.file, *argv]), this, ceilings(), options.seed, sizes
-    )
-    report.header(console, record, topic.title)
-    if interpreted:
+        for technique in chosen:  # nothing that was asked for can start, for one and the same reason: said once
+            record.put(ExampleRecord(technique.name, "skipped", reason, machine=this.record(), **how))
+        record.save()
+        show.say(console, f"SKIPPED: {reason}", style="yellow")
+        return 0
+    show.header(console, this.record(), topic.title, commit, dirty)
+    if this.mode == "interpreted" and any(technique.needs.triton for technique in chosen):
         done = "called for the profiler and not" if options.profile else "ours and the baseline are"
-        note = f"Triton kernels are interpreted: {done} checked, nothing is timed."
-        report.say(console, note, style="yellow")
+        note = f"No GPU: Triton kernels are interpreted, {done} checked, nothing is timed."
+        show.paragraph(console, note, "yellow", indent="")
     if this.mode != "gpu" and options.profile:
         console.print("  no GPU: each variant is warmed, then called once inside torch.profiler.record_function")
-    stopped = False
+    ran, order, stopped = [], _order(topic), False
     try:
         for technique in chosen:
-            session = _session(technique, options, full, console)
-            record.examples.append(session.record)
-            record.save(path)  # before as well: a run that is killed says in which technique
-            _run_one(technique, session, demos.get(technique.name))
-            record.save(path)
+            record.running = technique.name
+            record.save()  # before as well: a run that is killed says in which technique
+            try:
+                _run_technique(topic, technique, options, console, how, demos.get(technique.name), ran)
+            finally:
+                record.running = None
+                record.put(ran[-1], order)
+                record.save()
     except KeyboardInterrupt:
         stopped = True
-        for example in record.examples[-1:]:
-            example.status, example.reason = "failed", "interrupted"
         console.print("\ninterrupted; this is what was done")
-    report.show_summary(console, record)
-    report.show_architectures(console, record, topic.architectures)
-    record.save(path)
+    known = {each.name: recorded_answer(topic.name, each.name) for each in ran if not each.answer}
+    show.show_summary(console, ran, known)
+    if options.verbose:
+        show.show_architectures(console, ran, topic.architectures)
     if path:
-        report.say(console, f"record: {options.json}")
+        show.say(console, f"record: {options.json}")
     if stopped:
         return INTERRUPTED
-    return int(any(example.status == "failed" for example in record.examples))
+    return int(any("failed" in (each.status, each.study and each.study.status) for each in ran))
 
 
-def _skip_all(topic: Topic, argv, chosen, options, path: Path | None, reason: str) -> int:
-    """Nothing that was asked for can start, for one and the same reason: said once, and recorded."""
-    from harness import report
-    from harness.hardware import ceilings, machine
-
-    record = report.RunRecord(
-        topic.name, shlex.join(["python", topic.file, *argv]), machine(), ceilings(), options.seed, "none"
-    )
-    record.examples = [report.ExampleRecord(technique.name, "skipped", reason) for technique in chosen]
-    record.save(path)
-    report.say(report.make_console(), f"SKIPPED: {reason}", style="yellow")
-    return 0
-
-
-def _session(technique: Technique, options, full: bool, console):
+def _run_technique(topic: Topic, technique: Technique, options, console, how: dict, demo, ran: list) -> None:
+    """Run a lesson, and its study if asked; what becomes of them is in the record that is appended to `ran`."""
+    from harness.console import technique_heading
+    from harness.hardware import machine
     from harness.session import Harness
 
-    return Harness(
-        technique.name, technique.needs, full=full, timing=not options.check_only, profile=options.profile,
-        seed=options.seed, console=console,
-    )  # fmt: skip
+    on_gpu, interpreted = machine().mode == "gpu", machine().mode == "interpreted" and technique.needs.triton
+    full = options.full or (on_gpu and not options.quick)
+    given = {
+        "topic": topic.name, "full": full, "timing": not options.check_only, "profile": options.profile,
+        "verbose": options.verbose, "seed": options.seed, "console": console,
+    }  # fmt: skip
+    how = how | {"sizes": "interpreted" if interpreted else "full" if full else "quick"}
+    session = Harness(technique.name, technique.needs, **given)
+    ran.append(session.record)
+    technique_heading(console, technique)
+    _run_one(technique, session, how, [technique.path], "demo", demo)
+    if not (options.study and session.record.status == "passed"):
+        return
+    if technique.studies:
+        study = Harness(technique.name, technique.needs, lesson=session.tables, **given)
+        session.record.study = study.record
+        technique_heading(console, technique, ", study")
+        _run_one(technique, study, how, list(technique.studies), "study")
 
 
-def _run_one(technique: Technique, session, demo: Callable | None) -> None:
-    """Run one technique; whatever goes wrong in it becomes its status, and the next one runs."""
-    from harness.catalog import load_module
+def _run_one(
+    technique: Technique, session, how: dict, files: list[Path], function: str, given: Callable | None = None
+) -> None:
+    """Run demo(h) or study(h) of these files; whatever goes wrong becomes its status, and the next one runs."""
+    from harness.console import say
     from harness.faults import explain, where
-    from harness.hardware import Skip
-    from harness.report import say, technique_heading
+    from harness.hardware import Skip, ceilings, machine
     from harness.settings import settings_kept
+    from harness.sources import sources_hash
 
     import numpy as np
     import torch
 
     console, record = session.console, session.record
-    technique_heading(console, technique)
+    for name, value in how.items():
+        setattr(record, name, value)
+    record.question = technique.question if function == "demo" else ""
     if xla := _xla():
         xla.start_clean()
     started = time.perf_counter()
@@ -271,30 +294,36 @@ def _run_one(technique: Technique, session, demo: Callable | None) -> None:
             raise CatalogError(technique.error)
         if reason := _missing(technique.needs):
             raise Skip(reason)
-        demo = demo or load_module(technique.path).demo
         if technique.needs.xla:
-            from harness import xla
+            from examples.common import xla  # before torch_xla, which then knows its device
 
             xla.device()  # before any backward pass on the CPU: after one, XLA's own would fail
+        functions = [given] if given else [getattr(load_module(file), function) for file in files]
         # The interpreter computes with numpy, which warns where a GPU makes a NaN.
         with np.errstate(all="ignore"), warnings.catch_warnings(), settings_kept(technique.name, session.seed):
             # Inductor's advice at each compilation; TF32 is a technique of its own (numerics).
             warnings.filterwarnings("ignore", message="TensorFloat32 tensor cores for float32 matrix multiplication")
             warnings.filterwarnings("ignore", message=r"\s*Online softmax is disabled on the fly")
-            demo(session)
+            for each in functions:
+                each(session)
             if xla := _xla():
                 xla.settle()  # what cannot be run is this technique's failure
-        if not session.profile and not (record.checks or record.comparisons or record.codegen or record.facts):
-            raise AssertionError("its demo(h) checked, compared and recorded nothing")
+        if not session.profile and not (record.checks or record.tables or record.codegen or record.facts):
+            raise AssertionError(f"its {function}(h) checked, compared and recorded nothing")
+        session.finish()
         record.status = "passed"
     except Skip as skip:
         record.status, record.reason = "skipped", str(skip)
+        session.finish(passed=False)
         say(console, f"SKIPPED: {skip}")
     except KeyboardInterrupt:
+        record.status, record.reason = "failed", "interrupted"
+        session.finish(passed=False)
         raise
     except BaseException as error:  # a technique must not end the run, not even by sys.exit
         known = explain(error)
         record.status, record.reason = "failed", known or f"{type(error).__name__}: {error}"
+        session.finish(passed=False)
         if known:
             say(console, f"FAILED: {known}", style="red")
             for line in where(error):
@@ -303,65 +332,12 @@ def _run_one(technique: Technique, session, demo: Callable | None) -> None:
             say(console, "".join(traceback.format_exception(error)), style="red")
     finally:
         record.seconds = round(time.perf_counter() - started, 3)
+        record.machine = machine().record() | {"ceilings": ceilings().record()}
+        with suppress(OSError, SyntaxError):  # what cannot be read has failed above
+            peers = [Path(peer.__file__).resolve() for peer in session.peers]
+            record.peers = sorted(str(peer.relative_to(ROOT)) for peer in peers)
+            record.sources = sources_hash(files[0], [*files[1:], *peers])
         if session.device.type == "cuda":
             gc.collect()  # a model in a cycle of references
             with suppress(RuntimeError):  # a GPU that the technique has broken
                 torch.cuda.empty_cache()
-
-
-def doctor() -> int:
-    """This machine, its versions and ceilings, and for every technique: runs, interpreted, or why it is skipped."""
-    from harness import report
-    from harness.catalog import topics
-    from harness.hardware import ceilings, machine, package_version
-
-    import torch
-    from rich import box
-    from rich.table import Table
-
-    console, this = report.make_console(), machine()
-    record = report.RunRecord("doctor", "python -m harness doctor", this, ceilings(), 0, "none")
-    report.header(console, record, "doctor")
-    versions = ("numpy", "rich", "nvidia-ml-py", "pytest", "hypothesis", "matplotlib", "torch_xla")
-    console.print("  " + "  ".join(f"{name} {package_version(name) or 'not installed'}" for name in versions))
-    if this.mode == "gpu":
-        with report.progress(console, "measuring this GPU's ceilings"):
-            limits = ceilings()
-            copy = f"copy {limits.copy_tbps():.2f} TB/s"
-            dtypes = (torch.bfloat16, torch.float16, torch.float32)
-            gemms = [f"cuBLAS {str(d)[6:]} {limits.gemm_tflops(d):.0f} TFLOP/s" for d in dtypes]
-        console.print("  measured: " + ", ".join([copy, *gemms, f"empty launch {limits.launch_floor_us():.1f} us"]))
-    table = Table(box=box.SIMPLE_HEAD)
-    for head in ("topic", "technique", "needs", "here"):
-        table.add_column(head)
-    for topic in topics(ROOT):
-        for technique in topic.techniques:
-            if technique.error:
-                here = f"broken: {technique.error}"
-            elif reason := this.lacks(technique.needs):
-                here = f"skipped: {reason}"
-            elif this.mode == "interpreted" and technique.needs.triton:
-                here = "interpreted"
-            else:
-                here = "runs"
-            table.add_row(topic.name, technique.name, technique.needs.text, here)
-    report.show_table(console, table)
-    return 0
-
-
-def readme(check: bool) -> int:
-    """Renew the generated tables of README.md and docs/, or with `check` only say whether they are up to date."""
-    from harness.report import documents
-
-    texts = documents()
-    differing = [path for path, (old, new) in texts.items() if old != new]
-    for path, (_, new) in texts.items():
-        name = path.relative_to(ROOT)
-        if check and path in differing:
-            said = f"{name} differs from the docstrings and results/; run: python -m harness readme"
-            print(said, file=sys.stderr)
-        elif not check:
-            if path in differing:
-                path.write_text(new, encoding="utf-8")
-            print(f"{name}: {'renewed' if path in differing else 'unchanged'}")
-    return int(check and bool(differing))

@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import atexit
 import contextlib
+import hashlib
 import io
 import json
 import os
@@ -80,7 +81,8 @@ class Kernel:
     """One kernel compiled for one architecture; `error` says why there is none.
 
     `tensor_memory` counts the 32-bit columns of tensor memory that the program takes; None where the architecture has
-    no tensor memory, and in records from before it was counted.
+    no tensor memory, and in records from before it was counted. `ptx_hash` tells two programs apart: what it is called
+    and where its source stands are not in it.
     """
 
     kernel: str
@@ -94,6 +96,7 @@ class Kernel:
     config: str = ""
     error: str | None = None
     tensor_memory: int | None = None
+    ptx_hash: str | None = None
 
     @property
     def fits(self) -> bool:
@@ -265,9 +268,9 @@ for _one in reversed(_workers):
 
 
 def _answer(request: dict) -> dict:
-    from harness import hardware
+    from examples.common.device import compiling_for
 
-    if hardware.OFFLINE_SM:  # each worker would start workers of its own
+    if compiling_for():  # each worker would start workers of its own
         raise CodegenError(
             f"codegen: {request['function']} was asked for while its file was being imported to compile it; "
             "call compile_for and dump from within a function, or below `if __name__ == '__main__':`"
@@ -310,8 +313,10 @@ def _reason(error: Exception) -> str:
     return f"{type(cause).__name__}: {lines[-1] if lines else 'no message'}"
 
 
-class _OfflineDriver:
+class OfflineDriver:
     """What triton asks of a GPU driver in order to compile, answered for an architecture that is not here."""
+
+    compile_only = True  # examples.common.device asks: wrappers then take meta tensors
 
     def __init__(self) -> None:
         self.sm = 90
@@ -329,15 +334,12 @@ class _OfflineDriver:
 
 
 def _compile(request: dict) -> dict:
-    from harness import hardware
-
     import triton
     from triton.runtime.autotuner import Autotuner
     from triton.runtime.jit import JITFunction
 
-    hardware.OFFLINE_SM = request["sm"]
-    if not isinstance(getattr(_compile, "driver", None), _OfflineDriver):
-        _compile.driver = _OfflineDriver()
+    if not isinstance(getattr(_compile, "driver", None), OfflineDriver):
+        _compile.driver = OfflineDriver()
         triton.runtime.driver.set_active(_compile.driver)
     _compile.driver.sm = request["sm"]
     launches: list[tuple[JITFunction, object, str, str]] = []
@@ -390,8 +392,22 @@ def _texts(kernel) -> dict[str, str]:
     return {stage: kernel.asm[stage] for stage in stages} | {"log": _logs.get(kernel.hash, "")}
 
 
+_WHERE = re.compile(  # what PTX says of its source, and no instruction: comments, debug sections, places, their labels
+    r"/\*.*?\*/|//[^\n]*|\.section\s+\.debug\w*\s*\{[^{}]*\}|^\s*\.(?:loc|file)\b[^\n]*|^\s*\$L__(?:tmp|func_)\w*:",
+    re.MULTILINE | re.DOTALL,
+)
+
+
+def _ptx_hash(ptx: str) -> str:
+    """The same for two kernels of the same instructions, whatever their names and wherever their source stands."""
+    for entry in re.findall(r"\.entry\s+([\w$]+)", ptx):
+        ptx = re.sub(rf"\b{re.escape(entry)}(?=\b|_param_\d)", "entry", ptx)
+    lines = (" ".join(line.split()) for line in _WHERE.sub("", ptx).splitlines())
+    return hashlib.sha256("\n".join(filter(None, lines)).encode()).hexdigest()[:16]
+
+
 def _read(function, kernel, log: str, config: str, sm: int) -> Kernel:
-    from harness.hardware import SHARED_LIMIT
+    from examples.common.device import SHARED_LIMIT
 
     if log:  # a second launch of the same kernel is found in memory and is not assembled again
         _logs[kernel.hash] = log
@@ -406,6 +422,7 @@ def _read(function, kernel, log: str, config: str, sm: int) -> Kernel:
         spills=spilled, shared=kernel.metadata.shared, shared_limit=SHARED_LIMIT.get(sm),
         warps=kernel.metadata.num_warps, config=config,
         tensor_memory=kernel.metadata.tmem_size if sm // 10 in TENSOR_MEMORY else None,
+        ptx_hash=_ptx_hash(ptx),
     )  # fmt: skip
 
 

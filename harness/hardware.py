@@ -18,31 +18,13 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from importlib.metadata import PackageNotFoundError, version
 from importlib.util import find_spec
-from typing import NamedTuple
 
 from harness.catalog import Needs
-from harness.interpreter import mend_interpreter
 
 import torch
 
-# Shared memory one block may use, in bytes, by compute capability (CUDA C++ Programming Guide, "Technical
-# Specifications per Compute Capability": the opt-in maximum of one thread block).
-SHARED_LIMIT = {
-    **dict.fromkeys((80, 87), 163 * 1024),
-    **dict.fromkeys((86, 89, 120, 121), 99 * 1024),
-    **dict.fromkeys((90, 100, 103, 110), 227 * 1024),
-}
-
 # What pins a torch of its own and so cannot stand beside the others: how to have it.
 OWN_ENVIRONMENT = {"torch_xla": "`make xla` sets it up in .venv-xla and runs the topic there"}
-
-# Set by the offline compiler's worker, where wrappers run on meta tensors and nothing is launched: the
-# architecture that is being compiled for.
-OFFLINE_SM: int | None = None
-
-# Set under a sanitizer, where sizes are the interpreter's: with as many SMs as a GPU has, no program of a persistent
-# kernel would come to a second tile. The rows of those sizes that are split over programs need five.
-FEW_SMS: int | None = None
 
 
 class Skip(Exception):
@@ -68,32 +50,6 @@ def interpreted() -> bool:
     """True where Triton kernels run in Triton's interpreter, on the CPU."""
     said = os.environ.get("TRITON_INTERPRET", "").lower()
     return said in ("1", "true", "yes", "on", "y") and find_spec("triton") is not None  # the words triton knows
-
-
-def autotune_configs(configs: list) -> list:
-    """All of them on a GPU; the first in the interpreter, where there is nothing to time and no driver to time it."""
-    return configs[:1] if interpreted() else configs
-
-
-class Limits(NamedTuple):
-    """What a wrapper needs to know of a device to choose a grid or a number of stages."""
-
-    sms: int
-    shared_bytes: int
-
-
-def device_limits(device: torch.device) -> Limits:
-    """SMs and shared memory per block of a CUDA device, or of the architecture that is compiled for.
-
-    In the interpreter, which has neither, four SMs: persistent kernels then loop, as they do on a GPU. Under a
-    sanitizer FEW_SMS, for the same reason.
-    """
-    if OFFLINE_SM:
-        return Limits(132, SHARED_LIMIT[OFFLINE_SM])
-    if interpreted():
-        return Limits(4, SHARED_LIMIT[90])
-    properties = torch.cuda.get_device_properties(device)
-    return Limits(FEW_SMS or properties.multi_processor_count, properties.shared_memory_per_block_optin)
 
 
 @dataclass(frozen=True)
@@ -129,6 +85,11 @@ class Machine:
     @property
     def sm(self) -> int | None:
         return self.capability[0] * 10 + self.capability[1] if self.capability else None
+
+    def record(self) -> dict:
+        """As JSON, with what waits for the host apart: its cores decide what a launch costs."""
+        held = {**vars(self), "mode": self.mode}
+        return held | {"host": {name: held.pop(name) for name in ("cpu", "cores")}}
 
     def lacks(self, needs: Needs) -> str | None:
         """Why a technique with these needs cannot run here; None when it can."""
@@ -423,95 +384,3 @@ class Ceilings:
 @functools.cache
 def ceilings() -> Ceilings:
     return Ceilings()
-
-
-def require_triton_device(name: str, *tensors: torch.Tensor) -> None:
-    """The checks every wrapper of a forward-only Triton kernel makes first.
-
-    Raises TypeError for an argument that is no tensor, a sparse one and, in the interpreter, for bfloat16 (Triton
-    computes it on its uint16 bits there); ValueError for tensors on different devices and for views that negate or
-    conjugate lazily, whose memory holds other numbers than they show; RuntimeError for a device
-    that cannot run the kernel, or for an input that requires grad where autograd is on.
-    """
-    for tensor in tensors:
-        if not isinstance(tensor, torch.Tensor):
-            raise TypeError(f"{name}: expected a torch.Tensor, got {type(tensor).__name__}")
-        if tensor.layout is not torch.strided:
-            raise TypeError(f"{name}: a tensor has layout {tensor.layout}; call x.to_dense() first")
-        if tensor.is_neg() or tensor.is_conj():
-            raise ValueError(f"{name}: a tensor is a lazy negation or conjugate; call x.resolve_neg().resolve_conj()")
-    devices = {tensor.device for tensor in tensors}
-    if len(devices) > 1:
-        raise ValueError(f"{name}: tensors are on {', '.join(sorted(map(str, devices)))}; move them to one device")
-    if torch.is_grad_enabled() and any(tensor.requires_grad for tensor in tensors):
-        raise RuntimeError(
-            f"{name}: an input requires grad and this kernel has no backward; "
-            "pass x.detach() or call it under torch.no_grad()"
-        )
-    device = devices.pop() if devices else torch.device("cpu")
-    if OFFLINE_SM and device.type == "meta":
-        return
-    if interpreted():
-        mend_interpreter()
-        if device.type != "cpu":
-            raise RuntimeError(
-                f"{name}: TRITON_INTERPRET=1 runs kernels on the CPU, got a tensor on {device}; unset it"
-            )
-        if any(tensor.dtype is torch.bfloat16 for tensor in tensors):
-            raise TypeError(
-                f"{name}: Triton's interpreter computes bfloat16 wrongly (triton issue 11584); "
-                "use float16 or float32 here, or a GPU"
-            )
-    elif device.type != "cuda":
-        raise RuntimeError(f"{name}: tensors are on {device}; move them to a CUDA device, or set TRITON_INTERPRET=1")
-    elif device.index != torch.cuda.current_device():
-        raise RuntimeError(
-            f"{name}: tensors are on {device}, but Triton launches on the current device, "
-            f"cuda:{torch.cuda.current_device()}; call it within torch.cuda.device({device.index})"
-        )
-
-
-def require_tma_layout(name: str, **tensors: torch.Tensor) -> None:
-    """The checks of a wrapper whose kernel loads its tensors by TMA, after require_triton_device.
-
-    Raises ValueError unless the last dimension is contiguous and the start and all other strides are multiples of 16
-    bytes (and no stride is 0). Triton 3.6 and 3.7 assert nearly the same, but name neither the argument nor a way out.
-    """
-    for label, x in tensors.items():
-        if not x.numel():
-            continue  # nothing will be loaded
-        steps = [step * x.element_size() for size, step in zip(x.shape[:-1], x.stride()[:-1], strict=True) if size > 1]
-        contiguous = x.stride(-1) == 1 or x.shape[-1] == 1
-        if not contiguous or x.data_ptr() % 16 or any(step % 16 or step == 0 for step in steps):
-            raise ValueError(
-                f"{name}: {label} has shape {tuple(x.shape)}, strides {x.stride()} and starts {x.data_ptr() % 16} "
-                f"bytes past a multiple of 16; TMA needs a contiguous last dimension and 16-byte multiples elsewhere; "
-                f"pad the last dimension to a multiple of {16 // x.element_size()} and call {label}.contiguous()"
-            )
-
-
-def tma_descriptor(x: torch.Tensor, block_shape: list[int], padding: str = "zero"):
-    """TensorDescriptor.from_tensor for a tensor that passed require_tma_layout; `padding` fills what lies outside it.
-
-    The stride of a dimension of one element is never used, but Triton wants a multiple of 16 bytes even there.
-    """
-    from triton.tools.tensor_descriptor import TensorDescriptor
-
-    return TensorDescriptor(x, list(x.shape), _tma_strides(x), block_shape, padding)
-
-
-def gluon_descriptor(x: torch.Tensor, block_shape: list[int]):
-    """tma_descriptor for a Gluon kernel; its blocks lie in shared memory as Gluon lays them out by default.
-
-    The kernel finds that layout, which the tensor cores read, as desc.layout.
-    """
-    from triton.experimental.gluon import language as gl
-    from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
-
-    like = {1: gl.int8, 2: gl.int16, 4: gl.int32}[x.element_size()]  # the layout depends on the size alone
-    layout = gl.NVMMASharedLayout.get_default_for(block_shape, like)
-    return TensorDescriptor(x, list(x.shape), _tma_strides(x), block_shape, layout)
-
-
-def _tma_strides(x: torch.Tensor) -> list[int]:
-    return [*(step if size > 1 else 16 for size, step in zip(x.shape[:-1], x.stride()[:-1], strict=True)), 1]

@@ -1,17 +1,17 @@
-"""What a technique's demo(h) is handed: inputs, checks, tables, code, facts and skips, all of them recorded."""
+"""What a technique's demo(h), and its study(h), is handed: inputs, checks, tables, code, the answer; all recorded."""
 
 from __future__ import annotations
 
 import json
 import zlib
 from collections.abc import Callable, Iterable
+from functools import partial
+from types import ModuleType
 
-from harness import report
-from harness.catalog import Needs
-from harness.check import check as check_once
-from harness.codegen import CodegenError, Kernel, compile_for
-from harness.compare import (
-    Comparison,
+from harness import console as show
+from harness.bench import (
+    Table,
+    Timing,
     Work,
     check_variants,
     describe,
@@ -21,17 +21,24 @@ from harness.compare import (
     range_name,
     time_variants,
 )
+from harness.catalog import ROOT, Needs, load_module
+from harness.check import check as check_once
+from harness.codegen import CodegenError, Kernel, compile_for
 from harness.hardware import Machine, Skip, ceilings, machine
+from harness.record import ExampleRecord, recorded_answer
 
 import torch
 from rich.console import Console
+
+EACH_KERNEL = Timing()
+LONGEST_ANSWER = 240  # characters: one or two sentences
 
 
 class Harness:
     """One technique's run. `device` is where its inputs live, `full` says whether sizes are those worth timing.
 
     `interpreted` says that its Triton kernels run in the interpreter; `half` is the 16-bit dtype to demonstrate with:
-    bfloat16, or float16 where kernels are interpreted.
+    bfloat16, or float16 where kernels are interpreted. In a study `lesson` has the tables of the lesson before it.
     """
 
     SANITIZED = False  # under a sanitizer, a hundred times slower: the smallest sizes, our kernels, and no code shown
@@ -41,25 +48,35 @@ class Harness:
         name: str,
         needs: Needs | None = None,
         *,
+        topic: str = "",
         full: bool = False,
         timing: bool = True,
         profile: bool = False,
+        verbose: bool = False,
         seed: int = 0,
+        lesson: Iterable[Table] | None = None,
         console: Console | None = None,
     ) -> None:
-        self.name, self.needs = name, needs or Needs()
-        self.full, self.timing, self.profile = full, timing, profile
+        self.name, self.topic, self.needs = name, topic, needs or Needs()
+        self.full, self.timing, self.profile, self.verbose = full, timing, profile, verbose
+        self.lesson, self.is_study = list(lesson or ()), lesson is not None
         self.machine: Machine = machine()
         # XLA's programs run on the device of PJRT, and are put next to this process's CPU.
         self.device = torch.device("cpu" if self.needs.xla else self.machine.device)
         # Only Triton kernels are interpreted: a technique of torch alone runs for real, and is timed, on any CPU.
         self.interpreted = self.machine.mode == "interpreted" and self.needs.triton
         self.half = torch.float16 if self.interpreted else torch.bfloat16
-        self.console = console or report.make_console()
-        self.record = report.ExampleRecord(name)
+        self.console = console or show.make_console()
+        self.record = ExampleRecord(name)
+        self.tables: list[Table] = []
+        self.peers: list[ModuleType] = []
         # From the name, so that running one technique alone gives it the data it has in the whole topic.
         self.seed = (seed + zlib.crc32(name.encode())) % 2**63
         self._generator = torch.Generator(self.device).manual_seed(self.seed)
+        self._answer: tuple[Callable[[], str], bool] | None = None
+        self._evidence: dict[int, list[str]] = {}  # by architecture, the instructions that were required and found
+        self._lines: list[Callable[[], None]] = []  # what finish() prints, in the order in which it came
+        self._cases: dict[tuple[str, str], list[Table]] = {}
 
     @property
     def shows_code(self) -> bool:
@@ -100,24 +117,34 @@ class Harness:
         torch.compiler.reset()
         return torch.compile(fn, dynamic=False, **options)
 
+    def peer(self, name: str) -> ModuleType:
+        """The module of another technique, "triton/flash_attention", whose kernel this one's table is put beside.
+
+        It counts as a source of what is recorded. Name its rows in compare(peers=...): they are no headlines.
+        """
+        path = (ROOT / "examples" / name).with_suffix(".py")
+        if not path.is_file():
+            raise ValueError(f"peer: there is no technique {name!r}; write 'triton/softmax'")
+        module = load_module(path)
+        if module not in self.peers:
+            self.peers.append(module)
+        return module
+
     # --- evidence
 
     def say(self, text: str) -> None:
-        report.say(self.console, f"  {text}")
+        """A conclusion that the run draws from its numbers: printed, and recorded."""
+        self.record.conclusions.append(text)
+        self._print(partial(show.paragraph, self.console, text))
 
     def fact(self, name: str, value) -> None:
-        """Record and print a result that is not a time: graphs, recompiles, bytes, seconds to compile.
+        """Record a result that is not a time: graphs, recompiles, bytes, seconds to compile. Printed with -v.
 
         Raises TypeError for what JSON cannot hold (NaN, keys that are no strings): convert it first.
         """
         self._keep(name, value)
-        if isinstance(value, dict):  # one line for each, and one more level fits on it
-            self.say(f"{name}:")
-            for key, each in value.items():
-                shown = ", ".join(f"{k}: {v}" for k, v in each.items()) if isinstance(each, dict) else each
-                self.say(f"  {key}: {shown}")
-        else:
-            self.say(f"{name}: {value}")
+        if self.verbose or self.is_study:
+            self._print(partial(show.show_fact, self.console, name, value))
 
     def _keep(self, name: str, value) -> None:
         try:
@@ -128,9 +155,16 @@ class Harness:
         self.record.facts[name] = value
 
     def table(self, name: str, rows: dict[str, dict]) -> None:
-        """fact(name, rows), printed as a table: a row for each key, a column for each key within. Lists read a / b."""
+        """A fact, printed as a table: a row for each key, a column for each key within. Lists read a / b."""
         self._keep(name, rows)
-        report.show_rows(self.console, name, rows)
+        if rows:
+            self._print(partial(show.show_rows, self.console, name, rows))
+
+    def _print(self, line: Callable[[], None]) -> None:
+        if self.verbose:
+            line()
+        else:
+            self._lines.append(line)
 
     def check(self, fn: Callable, reference: Callable, *inputs, what: str | None = None, **budget) -> None:
         """Run fn on poisoned memory and hold it to the float64 reference; harness.check says how.
@@ -148,7 +182,8 @@ class Harness:
         with self.progress(what):
             entry["error"] = check_once(fn, reference, *inputs, what=what, **budget)
         entry["passed"] = True
-        self.say(f"right  {what}: largest error / budget {entry['error']:.2f}")
+        if self.verbose:
+            show.say(self.console, f"  right  {what}: {entry['error']:.2f} of its error budget")
 
     def compare(
         self,
@@ -160,52 +195,53 @@ class Harness:
         title: str | None = None,
         case: str | None = None,
         references: dict[str, Callable] | None = None,
-        whole_calls: bool = False,
-        beside: float | None = None,
-        cold: bool = False,
-        first_calls: dict[str, float | None] | None = None,
-        comparators: Iterable[str] = (),
+        timing: Timing = EACH_KERNEL,
+        peers: Iterable[str] = (),
+        max_error_ratio: float | None = None,
         **budget,
-    ) -> Comparison | None:
-        """Check every variant against one float64 reference, then time them all; see harness.compare.
+    ) -> Table:
+        """Check every variant against one float64 reference, then time them all; see harness.bench.
 
         A variant that draws its own random numbers has a reference of its own in `references`, under its name. That
         reference is called with torch's random state as the variant found it: what it draws is what the variant drew.
-        `whole_calls` times calls as a caller in a loop sees them, the host's launching included. `beside` holds every
-        variant to that many times the baseline's own error. `cold` empties the compiler's caches for first calls, and
-        `first_calls` (seconds) replaces those that the technique has timed itself; None: compiled before this table.
-        `comparators` are the kernels of this repository that the technique is put next to: README's best row of the
-        table is none of them.
+        `max_error_ratio` holds every variant to that many times the baseline's own error. `peers` are the kernels of
+        other techniques, which the table's best row is none of.
         In the interpreter only the baseline and our own variants are checked and nothing is timed; under a sanitizer
         our own, on a GPU; with --check-only nothing is timed; with --profile each is warmed and then called once for
-        the profiler.
+        the profiler. The table is then false, and has no times.
         """
         if baseline not in variants:
             raise ValueError(f"compare: baseline {baseline!r} is not one of the variants {list(variants)}")
         if unknown := set(references or ()) - set(variants):
             raise ValueError(f"compare: references for {sorted(unknown)}, but the variants are {list(variants)}")
-        comparators = set(comparators)
-        if unknown := {name for name in comparators if name not in variants or not is_ours(name)}:
+        if unknown := {name for name in peers if name not in variants or not is_ours(name)}:
             own = [name for name in variants if is_ours(name)]
-            raise ValueError(f"compare: comparators {sorted(unknown)} are not among this repository's variants, {own}")
-        table = Comparison(title or self.name, case or describe(inputs), baseline)
+            raise ValueError(f"compare: peers {sorted(unknown)} are not among this repository's variants, {own}")
+        table = Table(title or self.name, case or describe(inputs), baseline)
+        self.tables.append(table)
         if self.interpreted or self.SANITIZED:
-            kept = {baseline} if self.interpreted or beside else set()
+            kept = {baseline} if self.interpreted or max_error_ratio else set()
             variants = {name: fn for name, fn in variants.items() if is_ours(name) or name in kept}
         if self.profile:
             profile_variants(table, variants, inputs, self.machine, self.progress)
             self.record.profiled |= {range_name(table, name): work.record() for name in variants}
             self.say(f"profiled  {table.title}  {table.case}: {', '.join(variants)}")
-            return None
+            return table
         check_variants(
             table, variants, reference, inputs, self.progress, references,
-            beside=beside, cold=cold, first_calls=first_calls, comparators=comparators, **budget,
+            max_error_ratio=max_error_ratio, timing=timing, peers=peers, **budget,
         )  # fmt: skip
         if self.timing and not self.interpreted:
             with self.progress(f"timing {table.title} {table.case}"):
-                time_variants(table, variants, inputs, work, ceilings(), whole_calls)
-        self.record.comparisons.append(table.record())
-        report.show_comparison(self.console, table)
+                time_variants(table, variants, inputs, work, ceilings(), timing.end_to_end)
+        self.record.tables.append(table.record())
+        if self.verbose:
+            show.show_comparison(self.console, table)
+        else:  # the cases of one title are one table
+            cases = self._cases.setdefault((table.title, table.baseline), [])
+            if not cases:
+                self._lines.append(partial(show.show_cases, self.console, cases))
+            cases.append(table)
         return table
 
     def codegen(
@@ -227,13 +263,54 @@ class Harness:
             for name in wanted:
                 if not any(kernel.found.get(name) for kernel in compiled):
                     reason = next((k.error for k in compiled if k.error), "it is not in the PTX")
-                    report.show_codegen(self.console, kernels)
+                    show.show_codegen(self.console, kernels)
                     raise CodegenError(f"{wrapper.__name__} on sm_{sm}: no {name}: {reason}")
-        report.show_codegen(self.console, kernels)
+                if name not in self._evidence.setdefault(sm, []):
+                    self._evidence[sm].append(name)
+        if self.verbose:
+            show.show_codegen(self.console, kernels)
         return kernels
 
+    # --- the answer
+
+    def answer(self, sentence: Callable[[], str], timed: bool = True) -> None:
+        """The docstring's question, answered from this run's values: one or two sentences, at most 240 characters.
+
+        `sentence` is called at the end, and only where something was timed; with timed=False, for an answer made of
+        counts, wherever the technique runs. Raises TypeError for anything but a function that takes no argument.
+        """
+        if not callable(sentence):
+            raise TypeError(f"answer: got {type(sentence).__name__}; pass a function that makes the sentence")
+        self._answer = (sentence, timed)
+
+    @property
+    def timed(self) -> bool:
+        """Whether this run has timed anything so far."""
+        return any(table.timed for table in self.tables)
+
+    def finish(self, passed: bool = True) -> None:
+        """Settle the answer and print what was kept back: checks, code, tables, conclusions, the answer."""
+        said = None
+        if self._answer and passed and not self.profile:
+            sentence, needs_times = self._answer
+            if self.timed or not needs_times:
+                said = sentence()
+                if not isinstance(said, str) or not 0 < len(said) <= LONGEST_ANSWER:
+                    raise ValueError(f"answer: {said!r}; a text of at most {LONGEST_ANSWER} characters is wanted")
+                self.record.answer = said
+        if not self.verbose:
+            show.show_evidence(self.console, self.record, self._evidence)
+        for line in self._lines:
+            line()
+        self._lines.clear()
+        if said:
+            show.show_answer(self.console, said)
+        elif self._answer and passed and not self.profile:
+            known = None if self.is_study else recorded_answer(self.topic, self.name)
+            show.show_answer(self.console, f"Not timed here; {known}" if known else "Not timed here.")
+
     def progress(self, what: str):
-        return report.progress(self.console, what)
+        return show.progress(self.console, what)
 
     # --- skips
 

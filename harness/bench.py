@@ -1,4 +1,4 @@
-"""Time every variant of a table with one timer, and only after each of them was found right.
+"""Check every variant of a table, then time them all with one timer, and only what was found right.
 
 On a GPU: as triton.testing.do_bench does it, L2 is emptied before each call, which is timed with events; but variants
 alternate call by call. A round calls each once; a speed-up is the median over rounds of the ratio within a round,
@@ -6,7 +6,7 @@ whose two calls are milliseconds apart and find the GPU at the same clocks. Unde
 several percent from one tenth of a second to the next: with a block of calls for each variant, one GEMM under two names
 differed by 1 to 3 %, with single calls by less than 0.1 %. Each round has a random order, the same in every run: a
 variant pays for what ran before it. The host's time to launch is kept out of the events and recorded by itself. A
-table about whole calls (`whole_calls`) is timed the way its caller waits: calls back to back, launched by the host,
+table about whole calls (Timing.end_to_end) is timed the way its caller waits: calls back to back, launched by the host,
 over the wall clock. On a CPU: torch.utils.benchmark, a few rounds of a block for each variant (its caches stay warm,
 for every variant alike). In Triton's interpreter nothing is timed: an interpreted kernel has no speed.
 """
@@ -15,16 +15,20 @@ from __future__ import annotations
 
 import functools
 import math
+import os
 import random
 import statistics
 import time
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager, nullcontext
 from dataclasses import asdict, dataclass, field
+from tempfile import TemporaryDirectory
+from unittest.mock import patch
 
 from harness.check import CheckError, check, rms_errors, tensors_of
 from harness.hardware import Ceilings, Machine, enqueue_ms, gpu_round_ms, power_watch, whole_call_ms
 
+import numpy as np
 import torch
 
 GPU_BUDGET_MS = 300  # of a variant, over all rounds
@@ -83,11 +87,25 @@ class Work:
         return max(times, default=None)
 
 
+@dataclass(frozen=True)
+class Timing:
+    """How a table is timed, where it is not each kernel by itself with a cold L2.
+
+    `end_to_end` times calls as a caller in a loop sees them, the host's launching included. `cold` empties the
+    compiler's caches for first calls. `first_calls` (seconds) replaces those that the technique has timed itself; None:
+    compiled before this table.
+    """
+
+    end_to_end: bool = False
+    cold: bool = False
+    first_calls: dict[str, float | None] | None = None
+
+
 @dataclass
 class Row:
     """One variant of a table; times in ms, None where nothing was timed. `enqueue_us` is the host's own share.
 
-    A `comparator` is a kernel of this repository, but not the technique's: it is never the technique's best row.
+    A `peer` is a kernel of this repository, but not the technique's: it is never the technique's best row.
     """
 
     variant: str
@@ -102,12 +120,12 @@ class Row:
     of_ceiling: float | None = None
     speedup: float | None = None
     enqueue_us: float | None = None
-    comparator: bool = False
+    peer: bool = False
 
 
 @dataclass
-class Comparison:
-    """One table: its variants over one case, against one baseline."""
+class Table:
+    """One table: its variants over one case, against one baseline. It is true where it has times."""
 
     title: str
     case: str
@@ -115,8 +133,68 @@ class Comparison:
     rows: list[Row] = field(default_factory=list)
     notes: list[str] = field(default_factory=list)
 
+    @property
+    def timed(self) -> bool:
+        return bool(self.rows) and all(row.ms is not None for row in self.rows)
+
+    def __bool__(self) -> bool:
+        return self.timed
+
+    def __getitem__(self, variant: str) -> Row:
+        for row in self.rows:
+            if row.variant == variant:
+                return row
+        raise KeyError(f"{self.title} {self.case} has no row {variant!r}; it has {[row.variant for row in self.rows]}")
+
+    def __contains__(self, variant: str) -> bool:
+        return any(row.variant == variant for row in self.rows)
+
+    @property
+    def best(self) -> Row:
+        """The fastest row of this technique's own: no library's and no peer's; where all are a library's, of those that
+        are put beside the baseline. Raises ValueError where nothing was timed."""
+        if not self.timed:
+            raise ValueError(f"{self.title} {self.case}: nothing was timed here; ask only within h.answer(...)")
+        own = [row for row in self.rows if row.ours and not row.peer]
+        return min(own or [row for row in self.rows if row.variant != self.baseline], key=lambda row: row.ms)
+
+    def over(self, other: str, variant: str | None = None) -> float:
+        """How many times as fast as the row `other` the row `variant` is (the best one unless given)."""
+        mine = self.best if variant is None else self[variant]
+        if mine.speedup is None:
+            raise ValueError(f"{self.title} {self.case}: {mine.variant} was not timed here; ask within h.answer(...)")
+        return mine.speedup / self[other].speedup
+
     def record(self) -> dict:
         return asdict(self)
+
+
+def geomean(tables: Iterable[Table], over: str, of: str | None = None) -> float:
+    """The geometric mean of table.over(over, of) over tables that have both rows. Raises ValueError when none has."""
+    having = [table for table in tables if table.timed and over in table and (of is None or of in table)]
+    if not having:
+        raise ValueError(f"geomean: no timed table has a row {over!r}" + (f" and a row {of!r}" if of else ""))
+    return statistics.geometric_mean(table.over(over, of) for table in having)
+
+
+def near(a: float | Row, b: float | Row, within: float = 0.02) -> bool:
+    """Whether two numbers, or the times of two rows, differ by at most that part of the larger one."""
+    a, b = (each.ms if isinstance(each, Row) else each for each in (a, b))
+    return abs(a - b) <= within * max(abs(a), abs(b))
+
+
+@contextmanager
+def _fresh_cache() -> Iterator[None]:
+    """Within it Inductor and Triton write to an empty folder, which goes at the end, whatever happens within."""
+    from torch._inductor.utils import clear_caches
+
+    with TemporaryDirectory(prefix="fresh-cache-", ignore_cleanup_errors=True) as folder:
+        try:
+            with patch.dict(os.environ, {"TORCHINDUCTOR_CACHE_DIR": folder, "TRITON_CACHE_DIR": f"{folder}/triton"}):
+                clear_caches()
+                yield
+        finally:
+            clear_caches()
 
 
 def _random_state() -> Callable[[], None]:
@@ -138,24 +216,22 @@ def is_compiled(fn: Callable) -> bool:
 
 
 def check_variants(
-    table: Comparison,
+    table: Table,
     variants: dict[str, Callable],
     reference: Callable,
     inputs: tuple,
     progress,
     references: dict[str, Callable] | None = None,
-    beside: float | None = None,
-    cold: bool = False,
-    first_calls: dict[str, float | None] | None = None,
-    comparators: Iterable[str] = (),
+    max_error_ratio: float | None = None,
+    timing: Timing = Timing(),
+    peers: Iterable[str] = (),
     **budget,
 ) -> None:
     """Check each variant against the float64 reference and note how long its first call took.
 
-    With `beside` there is no budget for each element, which does not fit a network of many layers: a variant must stay
-    within that many times the baseline's own error (rms, per output), and its row's error is the fraction of that.
-    With `cold` the first call of each finds Inductor's and Triton's caches empty. `first_calls` are seconds for the
-    variants whose first call the technique has timed itself, before; None for those that something else has compiled.
+    With `max_error_ratio` there is no budget for each element, which does not fit a network of many layers: a variant
+    must stay within that many times the baseline's own error (rms, per output); its row's error is a fraction of that.
+    `timing` says whether first calls find the caches of Inductor and Triton empty.
 
     `references` holds the variants that need one of their own, because they draw random numbers of their own: each
     call of such a variant and of its reference finds torch's random state the same. The reference comes after the
@@ -164,14 +240,12 @@ def check_variants(
     Memory is poisoned for our own variants only, and not for a compiled one: a library's outputs are the library's
     business, and poisoned allocation would change what torch.compile traces.
     """
-    from harness.compiler import empty_cache
-
-    references, comparators = references or {}, set(comparators)
+    references, peers, beside = references or {}, set(peers), max_error_ratio
     if beside and next(iter(variants)) != table.baseline:
-        raise ValueError(f"compare: beside={beside} needs the baseline first, got {list(variants)}")
+        raise ValueError(f"compare: max_error_ratio={beside} needs the baseline first, got {list(variants)}")
     if beside and set(budget) - {"dtype"}:
         raise ValueError(
-            f"compare: beside={beside} takes the place of a budget; leave out {sorted(set(budget) - {'dtype'})}"
+            f"compare: max_error_ratio={beside} replaces the budget; leave out {sorted(set(budget) - {'dtype'})}"
         )
     allowed = None
     rewind = _random_state()
@@ -186,7 +260,7 @@ def check_variants(
                 return fn(*args)
             if torch.cuda.is_available():
                 torch.cuda.synchronize()  # the float64 reference may still be running
-            with empty_cache() if cold else nullcontext():
+            with _fresh_cache() if timing.cold else nullcontext():
                 started = time.perf_counter()
                 out = fn(*args)
                 if torch.cuda.is_available():
@@ -212,19 +286,19 @@ def check_variants(
                 error = check(call, wanted, *inputs, what=what, poison=is_ours(name) and not is_compiled(fn), **budget)
         if error > 1:  # check() raises by itself
             raise CheckError(f"{what}: off by {error * beside:.1f} times what {table.baseline} is, {beside:g} allowed")
-        row = Row(name, is_ours(name), (first_calls or {}).get(name, seconds), error, comparator=name in comparators)
+        row = Row(name, is_ours(name), (timing.first_calls or {}).get(name, seconds), error, peer=name in peers)
         table.rows.append(row)
 
 
 def time_rounds(
-    calls: dict[str, Callable], enqueue: dict[str, float | None], whole_calls: bool = False
+    calls: dict[str, Callable], enqueue: dict[str, float | None], end_to_end: bool = False
 ) -> dict[str, list[list[float]]]:
     """The times of every call in ms, in rounds of a random order each, which is the same in every run.
 
     `enqueue` is the host's time to launch each on a GPU, in ms; None for one that runs on the CPU.
     """
     names, order = list(calls), random.Random(0)
-    if whole_calls or None in enqueue.values():
+    if end_to_end or None in enqueue.values():
         samples: dict[str, list[list[float]]] = {name: [] for name in names}
         for _ in range(BLOCKS):
             for name in order.sample(names, len(names)):
@@ -240,27 +314,27 @@ def time_rounds(
 
 
 def time_variants(
-    table: Comparison,
+    table: Table,
     variants: dict[str, Callable],
     inputs: tuple,
     work: Work,
     ceilings: Ceilings,
-    whole_calls: bool = False,
+    end_to_end: bool = False,
 ) -> None:
-    """Fill in the times of every row, in rounds. `whole_calls` counts the host's time too: see the module."""
+    """Fill in the times of every row, in rounds. `end_to_end` counts the host's time too: see the module."""
     on_gpu = any(isinstance(x, torch.Tensor) and x.is_cuda for x in inputs)
     names = [row.variant for row in table.rows]
     calls = {name: functools.partial(variants[name], *inputs) for name in names}
     enqueue = {name: enqueue_ms(calls[name]) if on_gpu else None for name in names}
     held_share = power_watch()
-    samples = time_rounds(calls, enqueue, whole_calls)
+    samples = time_rounds(calls, enqueue, end_to_end)
     held = held_share()
 
     medians = {name: [statistics.median(times) for times in rounds] for name, rounds in samples.items()}
     floor = work.floor_ms(ceilings) if on_gpu else None
     for row in table.rows:
-        pooled = sorted(t for times in samples[row.variant] for t in times)
-        row.ms, row.p20, row.p80 = (_quantile(pooled, q) for q in (0.5, 0.2, 0.8))
+        pooled = [t for times in samples[row.variant] for t in times]
+        row.ms, row.p20, row.p80 = np.quantile(pooled, (0.5, 0.2, 0.8)).tolist()
         row.tbps = work.bytes / row.ms / 1e9 if work.bytes else None
         row.tflops = work.flops / row.ms / 1e9 if work.flops else None
         row.of_ceiling = floor / row.ms if floor else None
@@ -269,7 +343,7 @@ def time_variants(
         row.enqueue_us = enqueue[row.variant] * 1000 if on_gpu else None
     if held and held > 0.02:
         table.notes.append(f"the power limit held the clocks down for {min(held, 1):.0%} of the time this table took")
-    if whole_calls and on_gpu:
+    if end_to_end and on_gpu:
         busy = {row.variant: row.enqueue_us / row.ms / 1000 for row in table.rows}
         bound = {name: min(share, 1) for name, share in busy.items() if share > 0.8}
         told = ", ".join(f"{name} {share:.0%}" for name, share in bound.items())
@@ -293,13 +367,6 @@ def cpu_ms(fn: Callable) -> list[float]:
     return [seconds * 1000 for seconds in timer.blocked_autorange(min_run_time=CPU_BUDGET_S).times]
 
 
-def _quantile(ordered: list[float], q: float) -> float:
-    position = q * (len(ordered) - 1)
-    low = int(position)
-    high = min(low + 1, len(ordered) - 1)
-    return ordered[low] + (ordered[high] - ordered[low]) * (position - low)
-
-
 @contextmanager
 def named_range(name: str, on_gpu: bool) -> Iterator[None]:
     """What nsys and ncu are to see, and nothing else: an NVTX range between the profiler's start and stop."""
@@ -321,13 +388,11 @@ def named_range(name: str, on_gpu: bool) -> Iterator[None]:
 capture = named_range  # around the call that is profiled; a profiler within the process puts itself here
 
 
-def range_name(table: Comparison, variant: str) -> str:
+def range_name(table: Table, variant: str) -> str:
     return f"{table.title} {table.case}: {variant}"
 
 
-def profile_variants(
-    table: Comparison, variants: dict[str, Callable], inputs: tuple, machine: Machine, progress
-) -> None:
+def profile_variants(table: Table, variants: dict[str, Callable], inputs: tuple, machine: Machine, progress) -> None:
     """Warm and tune each variant, then call it once under its name, between profiler start and stop."""
     on_gpu = machine.device == "cuda"
     for name, fn in variants.items():

@@ -1,0 +1,181 @@
+"""The record of a topic on one kind of machine, schema 2: what `--json` writes, and what README and companion read.
+
+    {"schema": 2, "topic": "triton_examples", "gpu": "NVIDIA H200", "running": null, "examples": [EXAMPLE, ...]}
+
+Examples are recorded one by one, each with everything that describes its run:
+
+    name, status (passed, failed, skipped), reason, seconds, when, command, seed, sizes (full, quick, interpreted)
+    commit, dirty       of the checkout;  sources  a hash of the code that had a part in it (harness.sources)
+    peers               files of other techniques whose kernels stand in its tables, which are among the sources
+    machine             GPU, its limits, driver, torch, triton, python; host {cpu, cores}; ceilings, as measured then
+    question, answer    of its docstring, and of this run; answer is null where nothing was timed
+    conclusions         the sentences that the run drew from its numbers
+    checks, tables, codegen, facts, profiled    what was measured
+    study               an EXAMPLE of its own, or absent
+
+A run replaces the examples that it ran and keeps the others; without `--study` it keeps a study too. The file is
+written after each technique, in one step; while one runs, "running" names it.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+from dataclasses import dataclass, field, fields
+from datetime import datetime, timezone
+from pathlib import Path
+
+from harness.catalog import ROOT
+
+SCHEMA = 2
+REFERENCES = ("h200", "cpu")  # the folders of results/ in which a recorded answer is looked for
+
+
+@dataclass
+class ExampleRecord:
+    """What one technique, or its study, did; the shape of one entry of "examples"."""
+
+    name: str
+    status: str = "running"
+    reason: str | None = None
+    seconds: float = 0.0
+    when: str = field(default_factory=lambda: datetime.now(timezone.utc).isoformat(timespec="seconds"))
+    command: str = ""
+    seed: int = 0
+    sizes: str = ""
+    commit: str | None = None
+    dirty: bool | None = None
+    sources: str | None = None
+    peers: list[str] = field(default_factory=list)
+    machine: dict = field(default_factory=dict)
+    question: str = ""
+    answer: str | None = None
+    conclusions: list[str] = field(default_factory=list)
+    checks: list[dict] = field(default_factory=list)
+    tables: list[dict] = field(default_factory=list)
+    codegen: list[dict] = field(default_factory=list)
+    facts: dict = field(default_factory=dict)
+    profiled: dict[str, dict] = field(default_factory=dict)  # with --profile: the work of each named call
+    study: ExampleRecord | None = None
+
+    def as_dict(self) -> dict:
+        held = {each.name: getattr(self, each.name) for each in fields(self) if each.name != "study"}
+        return held | ({"study": self.study.as_dict()} if self.study else {})
+
+
+class Record:
+    """The record of a topic that a run writes to: `path` None keeps it in memory.
+
+    Raises ValueError when the file holds something else than a record of this topic on this kind of machine.
+    """
+
+    def __init__(self, path: Path | None, topic: str, gpu: str | None) -> None:
+        self.path, self.topic, self.gpu = path, topic, gpu
+        self.running: str | None = None
+        self.examples: list[dict] = []
+        if path is not None and path.is_file() and path.stat().st_size:
+            held = load(path)
+            if missing := {"topic", "gpu", "examples"} - set(held):
+                raise ValueError(f"{path}: lacks {', '.join(sorted(missing))}; expected what --json writes")
+            if (held["topic"], held["gpu"]) != (topic, gpu):
+                raise ValueError(
+                    f"{path}: holds {held['topic']} on {held['gpu'] or 'a CPU'}, and this run is {topic} on "
+                    f"{gpu or 'a CPU'}; choose another file"
+                )
+            self.examples = held["examples"]
+
+    def put(self, example: ExampleRecord, order: list[str] | None = None) -> None:
+        """Replace the example of that name, but for a study that this run has not made; `order` are names, as told."""
+        new, old = example.as_dict(), next((each for each in self.examples if each["name"] == example.name), {})
+        if "study" in old:
+            new.setdefault("study", old["study"])
+        self.examples = [each for each in self.examples if each["name"] != example.name] + [new]
+        if order:
+            place = {name: i for i, name in enumerate(order)}
+            self.examples.sort(key=lambda each: place.get(each["name"], len(place)))
+
+    def as_dict(self) -> dict:
+        return {
+            "schema": SCHEMA, "topic": self.topic, "gpu": self.gpu, "running": self.running, "examples": self.examples,
+        }  # fmt: skip
+
+    def save(self) -> None:
+        if self.path is None:
+            return
+        text = json.dumps(self.as_dict(), indent=1, allow_nan=False, default=str) + "\n"
+        if self.path.exists() and not self.path.is_file():  # a pipe or a device is written to, not replaced
+            self.path.write_text(text, encoding="utf-8")
+            return
+        partial = self.path.with_name(f".{self.path.name}.partial")
+        try:
+            partial.write_text(text, encoding="utf-8")
+            os.replace(partial, self.path)
+        except OSError:  # a file that may be written in a folder that may not
+            self.path.write_text(text, encoding="utf-8")
+
+
+def load(path: Path) -> dict:
+    """A record as it is. Raises ValueError when the file is no record of this schema."""
+    try:
+        record = json.loads(path.read_text(encoding="utf-8"))
+    except ValueError as error:  # of JSON, or of UTF-8
+        raise ValueError(f"{path}: not JSON ({error}); expected what --json writes") from None
+    if not isinstance(record, dict) or record.get("schema") != SCHEMA:
+        raise ValueError(f"{path}: not a record of schema {SCHEMA}; expected what --json writes")
+    return record
+
+
+def as_run(record: dict) -> dict:
+    """A record with what its newest example says of machine, commit and command at its top: of one run, that run.
+
+    The technique in which a run was killed is its last example, "running".
+    """
+    examples = record.get("examples") or []
+    newest = max(examples or [{}], key=lambda example: example.get("when", ""))
+    named = ("machine", "when", "commit", "dirty", "command", "sizes", "seed")
+    run = {name: newest[name] for name in named if name in newest}
+    if "machine" in run:
+        run["machine"] = run["machine"] | run["machine"].get("host", {})
+    if name := record.get("running"):
+        rest = [example for example in examples if example["name"] != name]
+        run["examples"] = [*rest, ExampleRecord(name, when="").as_dict()]
+    return record | run
+
+
+def recorded(topic: str, name: str, root: Path = ROOT) -> dict | None:
+    """The example of that name that README shows: of the first of REFERENCES that has recorded it; None of none."""
+    for machine in REFERENCES:
+        path = root / "results" / machine / f"{topic}.json"
+        if path.is_file():
+            for example in load(path)["examples"]:
+                if example["name"] == name:
+                    return example
+    return None
+
+
+def recorded_answer(topic: str, name: str) -> str | None:
+    """`recorded on an NVIDIA H200, 2026-11-22: ...`, or None where no answer was recorded."""
+    example = recorded(topic, name)
+    if not (example and example["answer"]):
+        return None
+    machine = example["machine"]
+    where = f"an {machine['gpu']}" if machine["gpu"] else f"{machine['host']['cores']} cores of a CPU"
+    return f"recorded on {where}, {example['when'][:10]}: {example['answer']}"
+
+
+def git_state() -> tuple[str | None, bool | None]:
+    """(commit, dirty) of this checkout. Where git does not know it, GIT_COMMIT from the environment, dirty unknown."""
+
+    def git(*args: str) -> str | None:
+        try:
+            done = subprocess.run(["git", "-C", str(ROOT), *args], capture_output=True, text=True, check=True)
+        except (OSError, subprocess.CalledProcessError):
+            return None
+        return done.stdout.strip()
+
+    commit = git("rev-parse", "HEAD") if (ROOT / ".git").exists() else None
+    if commit is None:
+        return os.environ.get("GIT_COMMIT"), None
+    status = git("status", "--porcelain", "--untracked-files=no")
+    return commit, None if status is None else bool(status)

@@ -1,0 +1,80 @@
+"""What a recorded number was measured with: a hash over the syntax trees of the code that had a part in it.
+
+For a lesson that is its file and what that imports from this repository (its variants, examples/common), the peers it
+is put beside, and what of the harness checks and times. Comments, docstrings and layout have no part: a sentence that
+is mended must not make a number old. `ast.dump` differs between versions of Python, so the trees are walked here, and
+fields that are empty are skipped: a field that a newer Python adds is empty in older code.
+"""
+
+from __future__ import annotations
+
+import ast
+import hashlib
+from collections.abc import Iterable, Iterator
+from pathlib import Path
+
+from harness.catalog import ROOT
+
+MEASURING = ("harness/bench.py", "harness/check.py", "harness/hardware.py")
+PACKAGES = ("examples", "studies", "compile_inspect", "triton_compiler")
+
+
+def sources_hash(path: Path, peers: Iterable[Path] = (), root: Path = ROOT) -> str:
+    """16 hex digits over the lesson or study at `path`, everything it imports from this repository, and its peers."""
+    files = set(closure(path, root))
+    for peer in peers:
+        files |= set(closure(peer, root))
+    files |= {root / name for name in MEASURING if (root / name).exists()}
+    digest = hashlib.sha256()
+    for file in sorted(files):
+        digest.update(file.relative_to(root).as_posix().encode())
+        for word in _words(ast.parse(file.read_bytes())):
+            digest.update(word.encode() + b"\0")
+    return digest.hexdigest()[:16]
+
+
+def closure(path: Path, root: Path = ROOT) -> Iterator[Path]:
+    """`path`, then each file of this repository that it imports, directly or not; the harness is left out."""
+    seen, todo = set(), [path.resolve()]
+    while todo:
+        file = todo.pop()
+        if file in seen or not file.is_relative_to(root):
+            continue
+        seen.add(file)
+        yield file
+        todo += [found for module in imported(file) if (found := _file_of(module, root))]
+
+
+def imported(path: Path) -> Iterator[str]:
+    """The dotted names that a file imports, wherever in it; of `from a import b` both a and a.b, a module or not."""
+    for node in ast.walk(ast.parse(path.read_bytes())):
+        if isinstance(node, ast.Import):
+            yield from (alias.name for alias in node.names)
+        elif isinstance(node, ast.ImportFrom) and node.module:
+            yield node.module
+            yield from (f"{node.module}.{alias.name}" for alias in node.names)
+
+
+def _file_of(module: str, root: Path) -> Path | None:
+    if module.split(".")[0] not in PACKAGES:
+        return None
+    path = root.joinpath(*module.split("."))
+    return next((each for each in (path.with_suffix(".py"), path / "__init__.py") if each.is_file()), None)
+
+
+def _words(node: ast.AST) -> Iterator[str]:
+    """The tree in words: the type of each node, and its fields that hold something."""
+    yield type(node).__name__
+    for name, value in ast.iter_fields(node):
+        if value is None or value == []:
+            continue
+        yield name
+        for each in value if isinstance(value, list) else [value]:
+            alone = each.value if isinstance(each, ast.Expr) else None
+            if isinstance(alone, ast.Constant) and isinstance(alone.value, str):
+                continue  # a docstring, or any other text that stands for itself
+            if isinstance(each, ast.AST):
+                yield from _words(each)
+            else:
+                yield repr(each)
+    yield ")"
