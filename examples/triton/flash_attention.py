@@ -1,45 +1,41 @@
-"""Flash attention: the scores never leave the chip, so attention is bound by arithmetic and not by memory.
+"""Flash attention: the scores never leave the chip, so attention is compute-bound and not memory-bound.
 
-Technique  softmax(scale * Q K^T) V in one kernel. Written out, the scores of a head are S * S values that go to memory
-           and come back at least twice; for S = 16384 in bfloat16 that is 0.5 GB a pass and head, against 16 MB
-           of Q, K, V and O. A program owns BLOCK_M rows of Q and walks over K and V in blocks of BLOCK_N rows.
-           What makes this possible is the online softmax. For a row, after some blocks, keep
-               m = max of the scores s_j seen,   l = sum of exp(s_j - m),   acc = sum of exp(s_j - m) * v_j.
-           A new block may raise the maximum to m'. Since exp(s - m') = exp(s - m) * exp(m - m'), multiplying l and acc
-           by alpha = exp(m - m') makes them what they would have been under m'; then the new block is added. At the end
-           acc / l is the exact answer, in any order of blocks. exp2 is the instruction the GPU has, so the scale
-           carries the factor log2(e).
-           Which tile: the tensor cores idle while a program computes exponentials, and nothing in one program fills
-           that gap, because its warps meet at a barrier in every block. So a tile of 128 rows is given 4 warps and
-           not 8: two such programs share an SM, and one multiplies while the other exponentiates. Causal tiles have
-           unequal work, so the longest start first, a few heads at a time whose K and V fit L2.
-Question   What does it take to compute attention without ever storing the scores, and how fast is that in Triton?
+softmax(scale * Q K^T) V is one kernel. Written out, the scores of a head are S * S values that travel to memory and
+back: for S = 16384 in bfloat16 0.5 GB a pass and head, against 16 MB of Q, K, V and O. Here a program owns BLOCK_M rows
+of Q and walks over K and V in blocks of BLOCK_N rows, with an online softmax. Of each row it keeps
+
+    m = max of the scores s_j seen,   l = sum of exp(s_j - m),   acc = sum of exp(s_j - m) * v_j.
+
+A block may raise the maximum to m'. Multiplied by alpha = exp(m - m'), l and acc are what they would have been under
+m', and the block is added. At the end acc / l is the exact answer, in any order of blocks.
+
+The warps of a program meet at a barrier in every block, so its exponentials run while its tensor cores idle. A tile of
+128 rows therefore has 4 warps and not 8: two programs share an SM, and one multiplies while the other exponentiates.
+Causal tiles have unequal work: the longest start first, in groups of heads whose K and V fit L2.
+
+Question   How fast is attention without stored scores in Triton, by length and mask, beside the fastest library?
 Needs      triton, sm_90
-Shapes     q [B, H, S, D], k and v [B, H_kv, S_kv, D] with H a multiple of H_kv (grouped queries) -> [B, H, S, D],
-           contiguous. D is 64 or 128; any S and S_kv from 1 up; causal needs S == S_kv.
-Dtypes     float16, bfloat16, all three the same; scores, maxima, sums and the accumulator are float32; the weights are
-           rounded to the input dtype for the second product.
-Errors     TypeError for another dtype, or causal that is no bool; ValueError for rank, sizes that do not fit together,
-           another head dim, no keys, a scale that is not positive and finite in float32, or a layout TMA cannot load
-           (last dimension contiguous, other strides and the start multiples of 16 bytes); RuntimeError for a device
-           without Triton or an input that requires grad.
-Wins when  the library has no fused kernel for the variant wanted. cuDNN's kernel, which overlaps exponentials and
-           products inside one program, stays ahead on Hopper: the table says by how much.
-Source     Dao et al. 2022 and Shah et al. 2024 (FlashAttention 1 and 3); online softmax: Milakov and Gimelshein 2018.
-Run        python examples/triton/flash_attention.py
+Wins when  no library has a kernel for the variant wanted; cuDNN overlaps exponentials and MMAs within one program.
+Study      studies/triton/flash_attention.py
+Source     goes beyond the chapter; FlashAttention (Dao et al. 2022), 3 (Shah et al. 2024); Milakov, Gimelshein 2018.
 """
 
 from __future__ import annotations
 
 import functools
 import math
-import statistics
 
-from harness import Harness, Work, require_tma_layout, require_triton_device, run, tma_descriptor
+from harness import Harness, Table, Work, run
 
 import torch
 import triton
 import triton.language as tl
+from torch.nn.attention import SDPBackend
+
+from examples.common.attention import attention_budget, attention_flops, check_attention, sdpa
+from examples.common.attention import attention_reference as reference
+from examples.common.device import require_triton_device
+from examples.common.tma import require_tma_layout, tma_descriptor
 
 DTYPES = (torch.float16, torch.bfloat16)
 # Head dim -> BLOCK_M, BLOCK_N, warps, stages, and whether V is loaded before K: chosen by timing on an H200.
@@ -62,13 +58,13 @@ def flash_attention_kernel(
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, D: tl.constexpr, CAUSAL: tl.constexpr, RAGGED: tl.constexpr,
     HEADS: tl.constexpr, STAGES: tl.constexpr, V_FIRST: tl.constexpr,
 ):  # fmt: skip
-    # Bands of HEADS heads; in a band all heads' longest tile first, then all heads' second longest, and so on.
+    # Groups of HEADS heads; in a group all heads' longest tile first, then all heads' second longest, and so on.
     pid = tl.program_id(0)
     tiles = tl.cdiv(S, BLOCK_M)
     first = pid // (HEADS * tiles) * HEADS
-    band = min(tl.num_programs(0) // tiles - first, HEADS)
-    head = first + pid % (HEADS * tiles) % band
-    tile = pid % (HEADS * tiles) // band
+    heads = min(tl.num_programs(0) // tiles - first, HEADS)
+    head = first + pid % (HEADS * tiles) % heads
+    tile = pid % (HEADS * tiles) // heads
     if CAUSAL:
         tile = tiles - 1 - tile
     b, h = head // H, head % H
@@ -117,31 +113,25 @@ def flash_attention_kernel(
 def flash_attention(
     q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, causal: bool = False, scale: float | None = None
 ) -> torch.Tensor:
-    """softmax(scale * q @ k^T) @ v per head, scale 1 / sqrt(D) unless given; limits are in the module docstring."""
+    """softmax(scale * q @ k^T) @ v per head, contiguous, scale 1 / sqrt(D) unless given.
+
+    q [B, H, S, D], k and v [B, H_kv, S_kv, D], with H a multiple of H_kv (grouped queries); D is 64 or 128, any S and
+    S_kv from 1 up, and causal needs S == S_kv. float16 or bfloat16, all three the same; scores, sums and the
+    accumulator are float32, the weights are rounded to the input dtype for the second product.
+
+    Raises TypeError for another dtype, or a causal that is no bool; ValueError for rank, sizes that do not fit
+    together, another head dim, no keys, a scale that is not positive and finite in float32, or a layout that TMA
+    cannot load; RuntimeError for a device without Triton or an input that requires grad.
+    """
     name = "flash_attention"
     require_triton_device(name, q, k, v)
     if q.dtype not in DTYPES or k.dtype != q.dtype or v.dtype != q.dtype:
         raise TypeError(f"{name}: dtypes {q.dtype}, {k.dtype}, {v.dtype}; all must be the same one of {DTYPES}")
-    if not isinstance(causal, bool):
-        raise TypeError(f"{name}: causal is {causal!r}; pass True or False")
-    shapes = f"shapes {tuple(q.shape)}, {tuple(k.shape)}, {tuple(v.shape)}"
-    if not q.ndim == k.ndim == v.ndim == 4:
-        raise ValueError(f"{name}: {shapes}; need q [B, H, S, D] and k, v [B, H_kv, S_kv, D]")
-    B, H, S, D = q.shape
-    H_kv, S_kv = k.shape[1:3]
-    if k.shape != v.shape or k.shape[0] != B or k.shape[3] != D or not H_kv or H % H_kv:
-        raise ValueError(f"{name}: {shapes}; k and v must be alike, with q's B and D and a number of heads dividing H")
-    if D not in TILES:
-        raise ValueError(f"{name}: head dim {D} is not one of {tuple(TILES)}; pad q, k and v with zeros to the next")
-    if S_kv == 0:
-        raise ValueError(f"{name}: {shapes}; without a key there is nothing to attend to")
-    if causal and S_kv != S:
-        raise ValueError(f"{name}: causal with {S} queries and {S_kv} keys; which key a query ends at is not defined")
-    if scale is None:
-        scale = D**-0.5
-    if isinstance(scale, bool) or not isinstance(scale, (int, float)) or not 2**-126 <= scale < 2**127:
-        raise ValueError(f"{name}: scale is {scale!r}; pass a number above 0 that is finite and normal in float32")
+    scale = check_attention(name, q, k, v, TILES, causal, scale)
+    if k.shape != v.shape:
+        raise ValueError(f"{name}: shapes {tuple(k.shape)} and {tuple(v.shape)}; k and v must be alike")
     require_tma_layout(name, q=q, k=k, v=v)
+    (B, H, S, D), (_, H_kv, S_kv, _) = q.shape, k.shape
     o = torch.empty(q.shape, dtype=q.dtype, device=q.device)
     if o.numel():
         block_m, block_n, num_warps, stages, v_first = TILES[D]
@@ -155,55 +145,33 @@ def flash_attention(
     return o
 
 
-def reference(
-    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, causal: bool = False, scale: float | None = None
-) -> torch.Tensor:
-    """The same in float64, one head at a time: the scores of all of them would fill a GPU."""
-    B, H, S, D = q.shape
-    out = torch.empty(q.shape, dtype=torch.float64, device=q.device)
-    hidden = torch.ones(S, k.shape[2], dtype=torch.bool, device=q.device).triu(1) if causal else None
-    for b in range(B):
-        for h in range(H):
-            h_kv = h // (H // k.shape[1])
-            scores = q[b, h].double() @ k[b, h_kv].double().T * (D**-0.5 if scale is None else scale)
-            if causal:
-                scores.masked_fill_(hidden, -math.inf)
-            out[b, h] = torch.softmax(scores, dim=-1) @ v[b, h_kv].double()
-    return out
-
-
-def budget(dtype: torch.dtype, keys: int) -> dict:
-    """Weights are rounded to the input dtype, each by half an eps of its own; then `keys` products are summed."""
-    return {"terms": keys, "operand_eps": torch.finfo(dtype).eps / 2}
-
-
-def flops(q: torch.Tensor, k: torch.Tensor, causal: bool) -> int:
-    """Two products of 2 * S * S_kv * D operations a head; a causal mask leaves half of them."""
-    B, H, S, D = q.shape
-    return 4 * B * H * S * k.shape[2] * D // (2 if causal else 1)
-
-
 def library_variants(h: Harness, S: int, causal: bool) -> dict:
-    """The calls a user of torch has: its own flash attention, cuDNN's, and FlexAttention through the compiler."""
-    from torch.nn.attention import SDPBackend, sdpa_kernel
+    """The calls a user of torch has: cuDNN's, torch's own flash attention, and FlexAttention through the compiler."""
     from torch.nn.attention.flex_attention import create_block_mask, flex_attention
 
-    attention = functools.partial(torch.nn.functional.scaled_dot_product_attention, is_causal=causal)
+    flash = {"torch flash": sdpa(SDPBackend.FLASH_ATTENTION, causal)}
     if h.device.type == "cpu":
-        return {"torch": attention}
+        return flash
+    mask = create_block_mask(lambda b, h, i, j: i >= j, None, None, S, S, device=h.device) if causal else None
+    flex = {"FlexAttention": h.compiled(functools.partial(flex_attention, block_mask=mask))}
+    return {"cuDNN": sdpa(SDPBackend.CUDNN_ATTENTION, causal)} | flash | flex
 
-    def sdpa(backend, q, k, v):
-        with sdpa_kernel(backend):
-            return attention(q, k, v)
 
-    mask = None
-    if causal:
-        mask = create_block_mask(lambda b, h, i, j: i >= j, None, None, S, S, device=h.device)
-    return {
-        "FlexAttention": h.compiled(functools.partial(flex_attention, block_mask=mask)),
-        "torch flash": functools.partial(sdpa, SDPBackend.FLASH_ATTENTION),
-        "cuDNN": functools.partial(sdpa, SDPBackend.CUDNN_ATTENTION),
-    }
+def compare(h: Harness, B: int, H: int, S: int, D: int, causal: bool) -> Table:
+    """This kernel beside the libraries', for S queries and keys in each of B x H heads."""
+    q, k, v = (h.randn(B, H, S, D, dtype=h.half) for _ in range(3))
+    libraries = library_variants(h, S, causal)
+    return h.compare(
+        libraries | {"triton": functools.partial(flash_attention, causal=causal)},
+        functools.partial(reference, causal=causal), q, k, v, baseline=next(iter(libraries)),
+        case=f"{B}x{H}x{S}x{D}{' causal' * causal}",
+        work=Work(bytes=4 * q.nbytes, flops=attention_flops(q, k, causal), dtype=h.half), **attention_budget(h.half, S),
+    )  # fmt: skip
+
+
+def beside_fastest(table: Table) -> str:
+    library = min((row for row in table.rows if not row.ours), key=lambda row: row.ms).variant
+    return f"{table.over(library):.2f}x {library} at {table.case}"
 
 
 def demo(h: Harness) -> None:
@@ -212,43 +180,19 @@ def demo(h: Harness) -> None:
         for S, S_kv, causal in [(1, 1, False), (130, 67, False), (129, 129, True)]:
             q = h.randn(1, 2, S, D, dtype=h.half)
             k, v = (h.randn(1, 1, S_kv, D, dtype=h.half) for _ in range(2))
-            what = f"flash_attention {S}x{S_kv}x{D}{' causal' if causal else ''}"
-            h.check(flash_attention, reference, q, k, v, causal, what=what, **budget(h.half, S_kv))
+            what = f"{S} queries, {S_kv} keys, head dim {D}{', causal' * causal}"
+            h.check(flash_attention, reference, q, k, v, causal, what=what, **attention_budget(h.half, S_kv))
     # [B, S, H, D] in memory, as a projection leaves it, seen as [B, H, S, D].
     q, k, v = (h.randn(2, 70, 3, 64, dtype=h.half).transpose(1, 2) for _ in range(3))
-    what = "flash_attention of transposed [2, 70, 3, 64]"
-    h.check(flash_attention, reference, q, k, v, True, what=what, **budget(h.half, 70))
+    h.check(flash_attention, reference, q, k, v, True, what="transposed [2, 70, 3, 64]", **attention_budget(h.half, 70))
 
     x, tma = h.meta(4, 32, 4096, 128), ("cp.async.bulk.tensor", "mbarrier")
     find = {90: (*tma, "wgmma"), 100: (*tma, "tcgen05.mma"), 120: (*tma, "mma.sync")}
     h.codegen(flash_attention, x, x, x, find=find)
 
-    cases = h.pick(
-        interpreted=[(1, 2, 200, 64)],
-        quick=[(1, 16, 4096, 128), (1, 16, 4096, 64)],
-        full=[(4, 32, 4096, 128), (1, 32, 16384, 128), (4, 32, 4096, 64)],
-    )
-    speedups = []
-    for B, H, S, D in cases:
-        q, k, v = (h.randn(B, H, S, D, dtype=h.half) for _ in range(3))
-        for causal in (False, True):
-            libraries = library_variants(h, S, causal)
-            case = f"{B}x{H}x{S}x{D} {str(h.half).removeprefix('torch.')}{' causal' if causal else ''}"
-            table = h.compare(
-                libraries | {"triton flash": functools.partial(flash_attention, causal=causal)},
-                functools.partial(reference, causal=causal), q, k, v, baseline=next(iter(libraries)), case=case,
-                work=Work(bytes=4 * q.nbytes, flops=flops(q, k, causal), dtype=h.half), **budget(h.half, S),
-            )  # fmt: skip
-            if table and table.rows[-1].ms:
-                speedups.append(table.rows[-1].speedup)
-                moved, scores = 4 * q.nbytes, B * H * S * S * q.element_size()
-                h.say(
-                    f"Q, K, V and O are {moved / 1e9:.2f} GB, {flops(q, k, causal) / moved:.0f} operations a byte; "
-                    f"scores written and read once would make it {(moved + 2 * scores) / 1e9:.1f} GB, "
-                    f"{flops(q, k, causal) / (moved + 2 * scores):.0f} operations a byte"
-                )
-    if speedups:
-        h.fact("geometric mean over FlexAttention", round(statistics.geometric_mean(speedups), 4))
+    cases = h.pick(interpreted=[(1, 2, 200)], quick=[(1, 16, 4096)], full=[(4, 32, 4096), (1, 32, 16384)])
+    tables = [compare(h, B, H, S, 128, causal) for B, H, S in cases for causal in (False, True)]
+    h.answer(lambda: f"Beside the fastest library: {', '.join(map(beside_fastest, tables))}.")
 
 
 if __name__ == "__main__":

@@ -1,100 +1,52 @@
-"""Matrix multiplication: tiles on the tensor cores, an order that L2 likes, and a search over tile sizes.
+"""Matrix multiplication: tiles on the tensor cores, in an order that L2 likes, of a size that a search finds.
 
-Technique  One program computes one BLOCK_M x BLOCK_N tile of C. Per step of K it loads BLOCK_M + BLOCK_N values
-           for 2 * BLOCK_M * BLOCK_N operations each, so larger tiles need less bandwidth, until registers or shared
-           memory run out. Programs run roughly in order, so which tiles follow each other decides what is
-           still in L2: GROUP_M rows of tiles at a time make a compact patch of C whose inputs are shared. Which tile is
-           best depends on the GPU and the sizes; autotune times a few, after dropping those that cannot win.
-Question   How close to cuBLAS does a page of Triton get, and what does the order of tiles matter?
+The product of two n x n matrices in bf16 is 2 n^3 FLOPs on 6 n^2 bytes: compute-bound, if each value came from memory
+once. One program computes one BLOCK_M x BLOCK_N tile of C. Each step along K loads BLOCK_M + BLOCK_N values for
+2 * BLOCK_M * BLOCK_N FLOPs: 32 FLOPs a byte for a 64 x 64 tile, 85 for 128 x 256. Larger tiles load less, until
+registers or shared memory run out; which is fastest depends on the GPU and the sizes, so autotune times a few.
+
+Most of these loads hit L2, if programs that run at the same time share rows of A and columns of B. Programs start
+roughly in order, so the order of tiles decides. Row by row, each row of tiles reads all of B. In groups of GROUP_M rows
+of tiles (grouped rasterization) the tiles that run together form a compact patch of C.
+
+Question   How close to cuBLAS does a page of Triton get, and how much does the order of tiles matter?
 Needs      triton
-Shapes     a [M, K], b [K, N], any strides, any sizes (0 too) -> c [M, N], contiguous, dtype of a.
-Dtypes     float16, bfloat16, float32, both the same; sums are float32. float32 inputs follow input_precision: "ieee"
-           (the default here: float32 products on the CUDA cores), "tf32" or "tf32x3" (tensor cores). Triton's own
-           default is tf32, which is why it is never left unsaid.
-Errors     TypeError for another dtype or two dtypes; ValueError for rank, inner sizes that differ, an unknown
-           input_precision or a group_m below 1; RuntimeError for a device without Triton or an input that requires
-           grad.
-Wins when  cuBLAS has no kernel for the shape or something is to be fused; on plain large squares it is about equal.
-Source     chapter section "Tensor cores"; the grouped order as in Triton tutorial 03.
-Run        python examples/triton/matmul.py
+Wins when  cuBLAS has no kernel for the shape, or something is fused into it; on large squares it is about equal.
+Study      studies/triton/matmul.py
+Source     chapter section "Tensor Cores"; the grouped order is that of Triton tutorial 03.
 """
 
 from __future__ import annotations
 
-from harness import Harness, Work, autotune_configs, device_limits, require_triton_device, run
+from harness import Harness, Work, near, run
 
 import torch
 import triton
 import triton.language as tl
 
+from examples.common.device import autotune_configs, device_limits
+from examples.common.operands import check_choice, check_gemm
+
 DTYPES = (torch.float16, torch.bfloat16, torch.float32)
 PRECISIONS = ("ieee", "tf32", "tf32x3")
 GROUP_M = 8
 
-# (BLOCK_M, BLOCK_N, BLOCK_K, num_warps, num_stages). BLOCK_K is 128 bytes of a row, the widest swizzle of shared
-# memory: 64 values of two bytes, 32 of four. The first is the best known on Hopper for large sizes; with float32
-# products on the CUDA cores ("ieee") it would spill, so four-byte values stop at 128 x 128.
-TILES = [
-    (128, 256, 64, 8, 3),
-    (128, 256, 64, 8, 4),
-    (128, 128, 64, 8, 3),
-    (64, 128, 64, 4, 4),
-    (64, 64, 64, 4, 4),
-    (128, 128, 32, 8, 3),
-    (64, 128, 32, 4, 3),
-    (64, 64, 32, 4, 3),
-]
-CONFIGS = [
-    triton.Config({"BLOCK_M": m, "BLOCK_N": n, "BLOCK_K": k}, num_warps=warps, num_stages=stages)
-    for m, n, k, warps, stages in TILES
-]
 
-
-def fitting_configs(configs: list[triton.Config], named_args: dict, **kwargs) -> list[triton.Config]:
-    """The configurations worth compiling for these arguments: they may fit shared memory and do not dwarf the problem.
-
-    wgmma and tcgen05 keep num_stages buffers, mma.sync one fewer. The smaller count decides here; what then turns
-    out not to fit, autotune itself leaves out.
-    """
-    a, M, N = named_args["a_ptr"], named_args["M"], named_args["N"]
-    shared = device_limits(a.device).shared_bytes
-    itemsize = a.element_size()
-
-    def fits(config: triton.Config) -> bool:
-        m, n, k = (config.kwargs[name] for name in ("BLOCK_M", "BLOCK_N", "BLOCK_K"))
-        return (
-            k * itemsize == 128
-            and (m + n) * k * itemsize * (config.num_stages - 1) <= shared
-            and m <= max(64, triton.next_power_of_2(M))
-            and n <= max(64, triton.next_power_of_2(N))
-        )
-
-    return [config for config in configs if fits(config)]
-
-
-@triton.autotune(
-    configs=autotune_configs(CONFIGS),
-    key=["M", "N", "K", "stride_ak", "stride_bk", "PRECISION"],
-    prune_configs_by={"early_config_prune": fitting_configs},
-    # In a CUDA graph: around one launch of a small kernel, events on a slow host time its Python and rank at random.
-    do_bench=lambda fn, quantiles: triton.testing.do_bench_cudagraph(fn, rep=2, quantiles=quantiles),
-)
-@triton.heuristics({"EVEN_K": lambda args: args["K"] % args["BLOCK_K"] == 0})
 @triton.jit
 def matmul_kernel(
     a_ptr, b_ptr, c_ptr, M, N, K, stride_am, stride_ak, stride_bk, stride_bn, stride_cm, stride_cn,
     GROUP_M: tl.constexpr, PRECISION: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, EVEN_K: tl.constexpr,
 ):  # fmt: skip
-    # Walk C in bands of GROUP_M rows of tiles, down each column of the band before the next one.
+    # Walk C in groups of GROUP_M rows of tiles, down each column of the group before the next column.
     pid = tl.program_id(0)
     tiles_m, tiles_n = tl.cdiv(M, BLOCK_M), tl.cdiv(N, BLOCK_N)
     first_m = pid // (GROUP_M * tiles_n) * GROUP_M
-    band = min(tiles_m - first_m, GROUP_M)  # the last band may be narrower
-    pid_m = first_m + pid % (GROUP_M * tiles_n) % band
-    pid_n = pid % (GROUP_M * tiles_n) // band
+    group = min(tiles_m - first_m, GROUP_M)  # the last group may have fewer rows
+    pid_m = first_m + pid % (GROUP_M * tiles_n) % group
+    pid_n = pid % (GROUP_M * tiles_n) // group
 
-    # Rows and columns past the edge wrap around: they load something valid, and the store drops what it makes.
+    # Rows and columns past the edge wrap around; the masked store discards them.
     rows = (pid_m * BLOCK_M + tl.arange(0, BLOCK_M)) % M
     cols = (pid_n * BLOCK_N + tl.arange(0, BLOCK_N)) % N
     inner = tl.arange(0, BLOCK_K)
@@ -121,35 +73,80 @@ def matmul_kernel(
     tl.store(c_ptrs, acc.to(c_ptr.dtype.element_ty), mask=(rows[:, None] < M) & (cols[None, :] < N))
 
 
+# (BLOCK_M, BLOCK_N, BLOCK_K, num_warps, num_stages). BLOCK_K is 128 bytes of a row, the widest swizzle of shared
+# memory: 64 values of two bytes, 32 of four. The first is the best known on Hopper for large sizes; with float32
+# products on the CUDA cores ("ieee") it would spill, so four-byte values stop at 128 x 128.
+TILES = [
+    (128, 256, 64, 8, 3), (128, 256, 64, 8, 4), (128, 128, 64, 8, 3), (64, 128, 64, 4, 4), (64, 64, 64, 4, 4),
+    (128, 128, 32, 8, 3), (64, 128, 32, 4, 3), (64, 64, 32, 4, 3),
+]  # fmt: skip
+CONFIGS = [
+    triton.Config({"BLOCK_M": m, "BLOCK_N": n, "BLOCK_K": k}, num_warps=warps, num_stages=stages)
+    for m, n, k, warps, stages in TILES
+]
+
+
+def fitting_configs(configs: list[triton.Config], named_args: dict, **kwargs) -> list[triton.Config]:
+    """The configurations worth compiling for these arguments: they may fit shared memory and do not dwarf the problem.
+
+    wgmma and tcgen05 keep num_stages buffers, mma.sync one fewer. The smaller count decides here; what then turns
+    out not to fit, autotune itself leaves out.
+    """
+    a, M, N = named_args["a_ptr"], named_args["M"], named_args["N"]
+    shared, itemsize = device_limits(a.device).shared_bytes, a.element_size()
+
+    def fits(config: triton.Config) -> bool:
+        m, n, k = config.kwargs.values()
+        return (
+            k * itemsize == 128
+            and (m + n) * k * itemsize * (config.num_stages - 1) <= shared
+            and m <= max(64, triton.next_power_of_2(M))
+            and n <= max(64, triton.next_power_of_2(N))
+        )
+
+    return [config for config in configs if fits(config)]
+
+
+tuned_kernel = triton.autotune(
+    configs=autotune_configs(CONFIGS),
+    key=["M", "N", "K", "stride_ak", "stride_bk", "PRECISION"],
+    prune_configs_by={"early_config_prune": fitting_configs},
+    # In a CUDA graph: around one launch of a small kernel, events on a slow host time its Python and rank at random.
+    do_bench=lambda fn, quantiles: triton.testing.do_bench_cudagraph(fn, rep=2, quantiles=quantiles),
+)(triton.heuristics({"EVEN_K": lambda args: args["K"] % args["BLOCK_K"] == 0})(matmul_kernel))
+
+
 def matmul(a: torch.Tensor, b: torch.Tensor, input_precision: str = "ieee", group_m: int = GROUP_M) -> torch.Tensor:
-    """a @ b for two matrices; limits and errors are in the module docstring."""
-    require_triton_device("matmul", a, b)
-    if a.dtype not in DTYPES or b.dtype != a.dtype:
-        raise TypeError(f"matmul: dtypes {a.dtype} and {b.dtype}; both must be the same one of {DTYPES}")
-    if a.ndim != 2 or b.ndim != 2 or a.shape[1] != b.shape[0]:
-        raise ValueError(f"matmul: shapes {tuple(a.shape)} and {tuple(b.shape)}; need [M, K] and [K, N]")
-    if input_precision not in PRECISIONS:
-        raise ValueError(f"matmul: input_precision {input_precision!r} is not one of {PRECISIONS}")
+    """a @ b for a [M, K] and b [K, N] of any strides and sizes (0 too): c [M, N], contiguous, in the dtype of a.
+
+    Both are float16, bfloat16 or float32; the accumulator is float32. `input_precision` is for float32: "ieee" (float32
+    products on the CUDA cores), "tf32" (Triton's own default, which is why it is never left unsaid here) or "tf32x3",
+    both on the tensor cores. `group_m` is the number of rows of tiles in a group. Raises TypeError for another dtype or
+    two dtypes; ValueError for rank, inner sizes, input_precision or group_m; RuntimeError for a device without Triton
+    or an input that requires grad.
+    """
+    M, N, K = check_gemm("matmul", a, b, DTYPES)
+    check_choice("matmul", PRECISIONS, input_precision=input_precision)
     if not isinstance(group_m, int) or not 1 <= group_m <= 1024:
         raise ValueError(f"matmul: group_m is {group_m!r}; it counts rows of tiles, an int from 1 to 1024")
-    M, K = a.shape
-    N = b.shape[1]
     c = torch.empty((M, N), dtype=a.dtype, device=a.device)
-    if M and N:
+    if c.numel():
 
         def grid(meta: dict) -> tuple[int]:
             # From the configuration that runs: a grid fixed for one tile size computes part of C with another.
             return (triton.cdiv(M, meta["BLOCK_M"]) * triton.cdiv(N, meta["BLOCK_N"]),)
 
-        matmul_kernel[grid](
-            a, b, c, M, N, K, a.stride(0), a.stride(1), b.stride(0), b.stride(1), c.stride(0), c.stride(1),
-            GROUP_M=group_m, PRECISION=input_precision,
-        )  # fmt: skip
+        strides = (*a.stride(), *b.stride(), *c.stride())
+        tuned_kernel[grid](a, b, c, M, N, K, *strides, GROUP_M=group_m, PRECISION=input_precision)
     return c
 
 
 def reference(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
     return a.double() @ b.double()
+
+
+def row_by_row(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
+    return matmul(a, b, group_m=1)
 
 
 def demo(h: Harness) -> None:
@@ -163,25 +160,28 @@ def demo(h: Harness) -> None:
     find = {80: ("cp.async", "mma.sync"), 90: ("cp.async", "wgmma"), 100: ("cp.async", "tcgen05.mma")}
     h.codegen(matmul, h.meta(4096, 4096), h.meta(4096, 4096), find=find | {120: ("cp.async", "mma.sync")})
 
-    for n in h.pick(interpreted=(192,), quick=(2048,), full=(2048, 4096, 8192, 16384)):
+    library, tables = "torch" if h.interpreted else "cuBLAS", {}
+    # Grouped comes first: the tile is tuned for it, and the other order runs that tile.
+    variants = {library: torch.matmul, "triton grouped": matmul, "triton row by row": row_by_row}
+    for n in h.pick(interpreted=(192,), quick=(2048, 8192), full=(2048, 4096, 8192, 16384)):
         n = h.fit(n, bytes_each=60 * n)
         a, b = h.randn(n, n, dtype=h.half), h.randn(n, n, dtype=h.half)
-        variants = {
-            "cuBLAS" if a.is_cuda else "torch": torch.matmul,
-            "triton grouped": matmul,  # first: the tile is tuned for it, and the other order runs that tile
-            "triton row by row": lambda a, b: matmul(a, b, group_m=1),
-        }
         work = Work(bytes=3 * a.nbytes, flops=2 * n**3, dtype=h.half)
         case = f"{n}x{n}x{n} {str(h.half).removeprefix('torch.')}"
-        table = h.compare(variants, reference, a, b, baseline=next(iter(variants)), work=work, case=case, terms=n)
-        if table and table.rows[-1].ms:
-            _, grouped, ungrouped = table.rows
-            l2 = torch.cuda.get_device_properties(a.device).L2_cache_size
-            h.say(
-                f"bands of {GROUP_M} tiles against row by row: {ungrouped.ms / grouped.ms:.2f}x; "
-                f"a row of tiles reads all of B, {b.nbytes / 2**20:.0f} MiB, and L2 holds {l2 / 2**20:.0f}"
-            )
-            h.say(f"tile: {matmul_kernel.best_config}")
+        tables[n] = h.compare(variants, reference, a, b, baseline=library, work=work, case=case, terms=n)
+    l2 = torch.cuda.get_device_properties(h.device).L2_cache_size if h.device.type == "cuda" else 0
+    h.answer(lambda: answer(tables, library, beyond_l2={n for n in tables if 2 * n * n > l2}))
+
+
+def answer(tables: dict, library: str, beyond_l2: set[int]) -> str:
+    speeds = ", ".join(f"{table.over(library, 'triton grouped'):.2f}x at {n}" for n, table in tables.items())
+    gains = {n: table.over("triton row by row", "triton grouped") for n, table in tables.items()}
+    moved = {n for n, gain in gains.items() if not near(gain, 1.0)}
+    where = "not at all" if not moved else "within L2 too" if moved - beyond_l2 else "only beyond L2"
+    return (
+        f"Against {library} {speeds}. The order of tiles matters {where}: groups of {GROUP_M} rows of tiles are "
+        f"{min(gains.values()):.2f} to {max(gains.values()):.2f}x as fast as row by row."
+    )
 
 
 if __name__ == "__main__":

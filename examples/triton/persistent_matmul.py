@@ -1,49 +1,40 @@
-"""Persistent matmul: one program per SM walks over the tiles, so that tiles overlap instead of following each other.
+"""Persistent matmul: one program per SM walks over the tiles, so that the end of a tile overlaps with the next.
 
-Technique  With one program per tile, every program starts with empty buffers and ends by storing its tile while the
-           tensor cores idle; and the last wave of programs may fill only part of the GPU. A persistent kernel starts
-           one program per SM, which takes tiles p, p + SMS, p + 2 SMS, ... Each step here changes one thing, on the
-           same tile of 128 x 256 x 64 and the same loads (TMA, as the next topic explains; here only their being
-           asynchronous matters):
-           tile        one program per tile;
-           persistent  one program per SM, a loop over tiles around the loop over K: no more launches of programs, but
-                       the pipeline still drains at the end of each tile;
-           flattened   tl.range(..., flatten=True) makes one loop of the two, so the pipeline runs through: while a tile
-                       is stored, the loads of the next are on their way;
-           split       the tile is stored in two halves. The store needs shared memory of its own, as the loads of the
-                       next tile already own the rest: half the tile takes half of it, which pays for a fourth stage.
-Question   What does a persistent kernel win over one program per tile, and what does it need to beat cuBLAS?
+With one program per tile, every program starts with empty buffers and ends by storing its tile while the tensor cores
+idle. A persistent kernel starts one program per SM, which takes tiles p, p + NUM_SMS, p + 2 * NUM_SMS, ... That alone
+overlaps nothing; it takes the following steps, on the same tile and with the same asynchronous loads (TMA, the subject
+of a later topic). What remains is wave quantization: the last wave of tiles may fill only part of the GPU.
+
+  tile        one program per tile, to start from;
+  persistent  a loop over tiles around the loop over K; the pipeline still drains at the end of each tile;
+  flattened   tl.range(..., flatten=True) makes one loop of the two, so the pipeline runs through: while one tile is
+              stored, the loads of the next are in flight;
+  split       the tile is stored in two halves. The store needs shared memory of its own, as the loads of the next tile
+              occupy the rest: half a tile takes half of it, which pays for a fourth stage.
+
+Question   What does a persistent kernel win over one program per tile, and over cuBLAS, by size?
 Needs      triton, sm_90
-Shapes     a [M, K], b [K, N], both with contiguous rows, K and N multiples of 8, any M (0 too) -> c [M, N], contiguous.
-Dtypes     float16, bfloat16, both the same; sums are float32.
-Errors     TypeError for another dtype or two dtypes; ValueError for rank, inner sizes that differ, a layout TMA cannot
-           load (last dimension contiguous, other strides and the start multiples of 16 bytes) or a variant that does
-           not exist; RuntimeError for a device without Triton or with too little shared memory for any tile, or an
-           input that requires grad.
 Wins when  there are several tiles per SM. Where one wave covers the matrix, there is no next tile to overlap with.
-Source     chapter section "Persistent kernels"; tile order as in Triton tutorial 03, the loop as in tutorial 09.
-Run        python examples/triton/persistent_matmul.py
+Study      studies/triton/persistent_matmul.py
+Source     chapter section "Persistent Kernels", whose example loops over K only and so is not persistent; loop as in
+           Triton tutorial 09
 """
 
 from __future__ import annotations
 
 import functools
 import itertools
-import statistics
 
-from harness import (
-    Harness,
-    Work,
-    device_limits,
-    require_tma_layout,
-    require_triton_device,
-    run,
-    tma_descriptor,
-)
+from harness import Harness, Work, run
 
 import torch
 import triton
 import triton.language as tl
+
+from examples.common.device import device_limits
+from examples.common.operands import check_choice, check_gemm
+from examples.common.tiles import tile_coords
+from examples.common.tma import tma_descriptor
 
 DTYPES = (torch.float16, torch.bfloat16)
 # Largest first: the tile and stages that fit the shared memory of the device are taken. 128 x 256 is what feeds the
@@ -54,22 +45,11 @@ VARIANTS = ("tile", "persistent", "flattened", "split")
 
 
 @triton.jit
-def _tile_of(tile, M, N, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, GROUP_M: tl.constexpr):
-    """Rows and columns at which a tile starts, in bands of GROUP_M rows of tiles, as in matmul.py."""
-    tiles_m, tiles_n = tl.cdiv(M, BLOCK_M), tl.cdiv(N, BLOCK_N)
-    first_m = tile // (GROUP_M * tiles_n) * GROUP_M
-    band = min(tiles_m - first_m, GROUP_M)
-    tile_m = first_m + tile % (GROUP_M * tiles_n) % band
-    tile_n = tile % (GROUP_M * tiles_n) // band
-    return tile_m * BLOCK_M, tile_n * BLOCK_N
-
-
-@triton.jit
 def matmul_tile_kernel(
     a_desc, b_desc, c_desc, M, N, K,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, GROUP_M: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
-    row, col = _tile_of(tl.program_id(0), M, N, BLOCK_M, BLOCK_N, GROUP_M)
+    row, col = tile_coords(tl.program_id(0), M, N, BLOCK_M, BLOCK_N, GROUP_M)
     acc = tl.zeros((BLOCK_M, BLOCK_N), dtype=tl.float32)
     for k in tl.range(0, K, BLOCK_K, num_stages=STAGES):
         acc = tl.dot(a_desc.load([row, k]), b_desc.load([k, col]), acc)
@@ -84,7 +64,7 @@ def matmul_persistent_kernel(
 ):  # fmt: skip
     tiles = tl.cdiv(M, BLOCK_M) * tl.cdiv(N, BLOCK_N)
     for tile in tl.range(tl.program_id(0), tiles, tl.num_programs(0), flatten=FLATTEN):
-        row, col = _tile_of(tile, M, N, BLOCK_M, BLOCK_N, GROUP_M)
+        row, col = tile_coords(tile, M, N, BLOCK_M, BLOCK_N, GROUP_M)
         acc = tl.zeros((BLOCK_M, BLOCK_N), dtype=tl.float32)
         for k in tl.range(0, K, BLOCK_K, num_stages=STAGES):
             acc = tl.dot(a_desc.load([row, k]), b_desc.load([k, col]), acc)
@@ -113,20 +93,16 @@ def fitting_tile(device: torch.device, itemsize: int, split: bool) -> tuple[int,
 
 
 def matmul_persistent(a: torch.Tensor, b: torch.Tensor, variant: str = "split") -> torch.Tensor:
-    """a @ b by one of VARIANTS, each a step from the one before; limits and errors are in the module docstring."""
-    name = "matmul_persistent"
-    require_triton_device(name, a, b)
-    if a.dtype not in DTYPES or b.dtype != a.dtype:
-        raise TypeError(f"{name}: dtypes {a.dtype} and {b.dtype}; both must be the same one of {DTYPES}")
-    if a.ndim != 2 or b.ndim != 2 or a.shape[1] != b.shape[0]:
-        raise ValueError(f"{name}: shapes {tuple(a.shape)} and {tuple(b.shape)}; need [M, K] and [K, N]")
-    if not isinstance(variant, str) or variant not in VARIANTS:
-        raise ValueError(f"{name}: variant {variant!r} is not one of {VARIANTS}")
-    M, K = a.shape
-    N = b.shape[1]
-    if K % 8 or N % 8:
-        raise ValueError(f"{name}: K is {K} and N {N}; TMA needs rows of 16-byte multiples: pad both to multiples of 8")
-    require_tma_layout(name, a=a, b=b)
+    """a [M, K] @ b [K, N] by one of VARIANTS, each a step from the one before: c [M, N], contiguous, dtype of a.
+
+    float16 or bfloat16, both the same, with a float32 accumulator. Rows are contiguous, K and N multiples of 8, M any
+    (0 too). Raises TypeError for another dtype or two dtypes; ValueError for rank, inner sizes that differ, a layout
+    that TMA cannot load (last dimension contiguous, other strides and the start multiples of 16 bytes) or an unknown
+    variant; RuntimeError for a device without Triton, one with too little shared memory for any tile, or an input that
+    requires grad.
+    """
+    M, N, K = check_gemm("matmul_persistent", a, b, DTYPES, tma=True)
+    check_choice("matmul_persistent", VARIANTS, variant=variant)
     if not (M and N and K):
         return torch.zeros((M, N), dtype=a.dtype, device=a.device)  # nothing to sum, or nothing to write
     c = torch.empty((M, N), dtype=a.dtype, device=a.device)
@@ -149,27 +125,15 @@ def reference(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
     return a.double() @ b.double()
 
 
-SQUARES = [(n, n, n) for n in (2048, 4096, 8192, 16384)]
-LAYERS = [(4096, 14336, 4096), (4096, 4096, 14336), (2048, 28672, 8192), (8192, 28672, 8192)]
-
-
-def explain(h: Harness, table, M: int, N: int) -> None:
-    """What each step won, as time per tile and SM."""
-    rows = {row.variant.removeprefix("triton "): row for row in table.rows}
-    if not all(name in rows for name in VARIANTS):
-        return
-    sms = h.machine.sms
-    block_m, block_n, *_ = fitting_tile(h.device, h.half.itemsize, split=True)
-    tiles = triton.cdiv(M, block_m) * triton.cdiv(N, block_n)
-    waves = triton.cdiv(tiles, sms)
-    steps = ", ".join(
-        f"{after} {1000 * (rows[before].ms - rows[after].ms) / waves:+.2f} us"
-        for before, after in itertools.pairwise(VARIANTS)
-    )
-    h.say(
-        f"{tiles} tiles on {sms} SMs are {tiles / sms:.2f} waves, paid as {waves}; won per wave of "
-        f"{1000 * rows['tile'].ms / waves:.1f} us by each step: {steps}"
-    )
+def compare(h: Harness, M: int, N: int, K: int):
+    """Every step beside cuBLAS, at one size; the study asks for more of them."""
+    a, b = h.randn(M, K, dtype=h.half), h.randn(K, N, dtype=h.half)
+    library, case = "cuBLAS" if a.is_cuda else "torch", f"{M}x{N}x{K}"
+    variants = {step: functools.partial(matmul_persistent, variant=step) for step in VARIANTS}
+    work = Work(bytes=2 * (M * K + K * N + M * N), flops=2 * M * N * K, dtype=h.half)
+    return h.compare(
+        {library: torch.matmul} | variants, reference, a, b, baseline=library, work=work, case=case, terms=K
+    )  # fmt: skip
 
 
 def demo(h: Harness) -> None:
@@ -182,25 +146,20 @@ def demo(h: Harness) -> None:
 
     x, tma = h.meta(4096, 4096), ("cp.async.bulk.tensor", "mbarrier")
     h.codegen(matmul_persistent, x, x, find={90: (*tma, "wgmma"), 100: (*tma, "tcgen05.mma"), 120: (*tma, "mma.sync")})
-    for variant in VARIANTS[:-1]:
-        h.codegen(matmul_persistent, x, x, variant, find={90: (*tma, "wgmma")})
 
-    speedups = {}
-    for M, N, K in h.pick(interpreted=[(260, 264, 328)], quick=SQUARES[:2], full=SQUARES + LAYERS):
-        a, b = h.randn(M, K, dtype=h.half), h.randn(K, N, dtype=h.half)
-        variants = {"cuBLAS" if a.is_cuda else "torch": torch.matmul}
-        variants |= {f"triton {step}": functools.partial(matmul_persistent, variant=step) for step in VARIANTS}
-        work = Work(bytes=2 * (M * K + K * N + M * N), flops=2 * M * N * K, dtype=h.half)
-        case = f"{M}x{N}x{K} {str(h.half).removeprefix('torch.')}"
-        table = h.compare(variants, reference, a, b, baseline=next(iter(variants)), work=work, case=case, terms=K)
-        if table and table.rows[-1].ms:
-            explain(h, table, M, N)
-            for row in table.rows[1:]:
-                speedups.setdefault(row.variant, []).append(row.speedup)
-    if speedups:
-        best = {"the best of them in each case": [max(each) for each in zip(*speedups.values(), strict=True)]}
-        means = {name: round(statistics.geometric_mean(each), 4) for name, each in (speedups | best).items()}
-        h.fact("geometric mean over cuBLAS", means)
+    sizes = h.pick(interpreted=(264,), quick=(2048, 4096), full=(2048, 4096, 8192))
+    tables = [compare(h, n, n, n) for n in sizes]
+
+    def answer() -> str:
+        library, last = tables[0].baseline, tables[-1]
+        tile, cublas = (", ".join(f"{t.over(row, 'split'):.2f}x" for t in tables) for row in ("tile", library))
+        steps = [f"{after} {last.over(before, after):.2f}x" for before, after in itertools.pairwise(VARIANTS)]
+        return (
+            f"At {', '.join(map(str, sizes))}: {tile} one program per tile and {cublas} {library}. "
+            f"Step by step at {sizes[-1]}: {', '.join(steps)}."
+        )
+
+    h.answer(answer)
 
 
 if __name__ == "__main__":

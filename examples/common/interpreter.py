@@ -1,0 +1,45 @@
+"""Triton's interpreter, mended: its conversions between float formats round as a GPU's do.
+
+Triton 3.6 and 3.7 lose the carry when a float32 is rounded to FP8 (-7.94 becomes -4), read the codes of NaN as numbers,
+and truncate to bfloat16. Here torch converts, which rounds to nearest even; beyond the range of an FP8 format comes
+its largest number, also for an infinity, as from cvt.rn.satfinite. Arithmetic on bfloat16 stays wrong there.
+"""
+
+from __future__ import annotations
+
+import functools
+
+import torch
+
+
+@functools.cache
+def mend_interpreter() -> None:
+    """Once per process, before the first kernel is interpreted; changes nothing but conversions."""
+    import numpy as np
+    import triton.language as tl
+    from triton.runtime import interpreter
+
+    known = {
+        tl.float8e4nv: (torch.float8_e4m3fn, torch.uint8),
+        tl.float8e5: (torch.float8_e5m2, torch.uint8),
+        tl.bfloat16: (torch.bfloat16, torch.uint16),
+        tl.float16: (torch.float16, torch.uint16),
+        tl.float32: (torch.float32, torch.uint32),
+        tl.float64: (torch.float64, torch.uint64),
+    }
+    saturating = (tl.float8e4nv, tl.float8e5)
+    convert = interpreter._convert_float
+
+    def convert_as_gpus_do(data, source, target, rounding):
+        truncating = rounding not in (None, interpreter._ir.ROUNDING_MODE.RTNE)
+        if truncating or source not in known or target not in known:
+            return convert(data, source, target, rounding)
+        bits = np.ascontiguousarray(data).view(np.dtype(f"uint{source.primitive_bitwidth}"))
+        values = torch.from_numpy(bits.copy()).view(known[source][0])
+        dtype, unsigned = known[target]
+        if target in saturating and source is not target:
+            most = torch.finfo(dtype).max
+            values = values.to(torch.float64).clamp(-most, most)  # NaN stays NaN
+        return values.to(dtype).view(unsigned).numpy()
+
+    interpreter._convert_float = convert_as_gpus_do

@@ -1,0 +1,175 @@
+"""A linear layer in FP8 under any scaling recipe: quantizers, the product by the fastest call there is, the module."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+from examples.common.fp8 import (
+    E4M3,
+    E5M2,
+    FLOOR,
+    dequantize_reference,
+    fp8_max,
+    quantize_reference,
+    require_fp8,
+    require_scales,
+)
+
+ALL = None  # a block's side that is as long as the matrix
+
+
+@dataclass(frozen=True)
+class Recipe:
+    """Blocks of activations and of weights that share a scale, each (rows, columns); ALL for the whole side."""
+
+    x_block: tuple[int | None, int | None] = (ALL, ALL)
+    w_block: tuple[int | None, int | None] = (ALL, ALL)
+    x_format: torch.dtype = E4M3
+    stale: bool = False  # the activations' scale is that of the call before
+    power: bool = False  # scales are powers of two
+
+
+def sized(block: tuple[int | None, int | None], x: torch.Tensor) -> tuple[int, int]:
+    return block[0] or x.shape[0], block[1] or x.shape[1]
+
+
+def spread(scale: torch.Tensor, block: tuple[int, int], shape: torch.Size) -> torch.Tensor:
+    """Each value's own scale; one for all is left to be broadcast."""
+    if scale.numel() == 1:
+        return scale
+    return scale.repeat_interleave(block[0], 0)[: shape[0]].repeat_interleave(block[1], 1)[:, : shape[1]]
+
+
+def quantize(
+    x: torch.Tensor, block: tuple, dtype: torch.dtype = E4M3, power: bool = False, amax: torch.Tensor | None = None
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """x -> q in `dtype` and its scales, as quantize_reference; `amax` replaces x's own: what is above it saturates.
+
+    `power` rounds each scale up to a power of two. Raises TypeError for what is not floating point and for another
+    dtype; ValueError for what is no matrix or is empty, and for an amax that is not a tensor of one number or comes
+    with blocks.
+    """
+    if dtype not in (E4M3, E5M2):
+        raise TypeError(f"quantize: dtype is {dtype}; pass {E4M3} or {E5M2}")
+    if not x.is_floating_point():
+        raise TypeError(f"quantize: x is {x.dtype}; pass floating-point values")
+    if x.ndim != 2 or not x.numel():
+        raise ValueError(f"quantize: x has shape {list(x.shape)}; need a matrix with values, to have a largest one")
+    block = sized(block, x)
+    if amax is not None and (not isinstance(amax, torch.Tensor) or amax.numel() != 1 or block != tuple(x.shape)):
+        got = list(amax.shape) if isinstance(amax, torch.Tensor) else amax
+        raise ValueError(f"quantize: amax {got} for blocks of {block}; it is a tensor of one number for all of x")
+    most = fp8_max(dtype)
+    if amax is not None:
+        amax = amax.float().clamp(min=FLOOR).reshape(1, 1)
+        top = amax.new_full((), most)
+        scale, factor = amax / top, top / amax
+    else:
+        q, scale = quantize_reference(x, block, dtype)
+        if not power:
+            return q, scale
+        # Any bit of the mantissa carries into the exponent: the next power of two, if it is none already.
+        above = (scale.view(torch.int32) + 0x7FFFFF & 0x7F800000).view(torch.float32)
+        scale = torch.where(scale.isfinite(), above, scale)
+        factor = spread(1 / scale, block, x.shape)
+    return (x.float() * factor).clamp(-most, most).to(dtype), scale
+
+
+def quantize_input(x: torch.Tensor, recipe: Recipe, amax: torch.Tensor | None = None):
+    """q and scales of a layer's input, and what a stale scale is made of next time."""
+    q, scale = quantize(x, recipe.x_block, recipe.x_format, recipe.power, amax)
+    if recipe.x_block == (1, 128):  # cuBLASLt reads the scales of one group of all rows together
+        scale = scale.t().contiguous().t()
+    return q, scale, x.abs().amax() if recipe.stale else None
+
+
+def engine(recipe: Recipe, m: int, n: int, k: int, device: torch.device) -> str:
+    """What multiplies here: "_scaled_mm", "torch scaled_mm" (torch.nn.functional's, for blocks) or "torch emulated"."""
+    whole, rows = recipe.x_block == (ALL, ALL), recipe.x_block == (1, ALL)
+    # Not a CPU's _scaled_mm: where oneDNN has only its reference, it takes minutes for what takes milliseconds here.
+    if device.type != "cuda" or torch.version.cuda is None or m % 16 or n % 16 or k % 16:
+        return "torch emulated"
+    sm = torch.cuda.get_device_capability(device)
+    if (whole and sm >= (8, 9)) or (rows and sm >= (9, 0)):
+        return "_scaled_mm"
+    cuda = tuple(int(part) for part in torch.version.cuda.split(".")[:2])
+    hopper = sm[0] == 9 and cuda >= (12, 9) and k % 512 == n % 128 == 0
+    return "torch scaled_mm" if hopper and recipe.x_block == (1, 128) else "torch emulated"
+
+
+def multiply(
+    q: torch.Tensor, scale: torch.Tensor, weight: torch.Tensor, weight_scale: torch.Tensor, recipe: Recipe,
+    check_scales: bool = True,
+) -> torch.Tensor:  # fmt: skip
+    """(q * scale) @ (weight * weight_scale).T in bfloat16; the sum is in the accumulator of what multiplies.
+
+    q [M, K] and weight [N, K] are float8, scales float32, one for each block of the recipe. Raises TypeError for
+    another dtype; ValueError for sizes that are 0 or differ, and scales of a wrong shape or device or not positive and
+    finite (check_scales=False does not read their values).
+    """
+    require_fp8("multiply", q=q, weight=weight)
+    if q.ndim != 2 or weight.ndim != 2 or q.shape[1] != weight.shape[1] or not q.numel() or not weight.numel():
+        raise ValueError(f"multiply: q {list(q.shape)}, weight {list(weight.shape)}; need [M, K] and [N, K], not empty")
+    blocks = sized(recipe.x_block, q), sized(recipe.w_block, weight)
+    shapes = [
+        tuple(-(-size // side) for size, side in zip(t.shape, block, strict=True))
+        for t, block in zip((q, weight), blocks, strict=True)
+    ]
+    require_scales("multiply", q, check_scales, scale=(scale, shapes[:1]), weight_scale=(weight_scale, shapes[1:]))
+    how = engine(recipe, q.shape[0], *weight.shape, q.device)
+    if how == "torch emulated":
+        x, w = (
+            t.float() * spread(s, block, t.shape)
+            for t, s, block in zip((q, weight), (scale, weight_scale), blocks, strict=True)
+        )
+        return (x @ w.t()).bfloat16()
+    if how == "torch scaled_mm":
+        kind = F.ScalingType
+        scale = scale if scale.stride(0) == 1 else scale.t().contiguous().t()
+        return F.scaled_mm(
+            q, weight.t(), scale, kind.BlockWise1x128, weight_scale.t(), kind.BlockWise128x128,
+            output_dtype=torch.bfloat16,
+        )  # fmt: skip
+    if recipe.x_block == (ALL, ALL):
+        scale, weight_scale = scale.reshape(()), weight_scale.reshape(())
+    else:
+        scale, weight_scale = scale.contiguous(), weight_scale.t().contiguous()
+    return torch._scaled_mm(q, weight.t(), scale, weight_scale, out_dtype=torch.bfloat16, use_fast_accum=True)
+
+
+def product64(q, scale, weight, weight_scale, recipe: Recipe) -> torch.Tensor:
+    x = dequantize_reference(q, scale, sized(recipe.x_block, q))
+    return x @ dequantize_reference(weight, weight_scale, sized(recipe.w_block, weight)).t()
+
+
+class FP8Linear(nn.Module):
+    """A linear layer without bias, for inference: its weight is quantized once, its input at every call.
+
+    `quantizer` stands in for quantize_input, as a compiled one. Raises ValueError for an input of another width.
+    """
+
+    def __init__(self, weight: torch.Tensor, recipe: Recipe, quantizer: Callable = quantize_input) -> None:
+        super().__init__()
+        self.recipe, self.quantizer, self.amax = recipe, quantizer, None
+        q, scale = quantize(weight.detach(), recipe.w_block, power=recipe.power)
+        self.register_buffer("weight", q)
+        self.register_buffer("scale", scale)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        n, k = self.weight.shape
+        if x.shape[-1] != k:
+            raise ValueError(f"FP8Linear: x has shape {list(x.shape)}, the weight {[n, k]}; the last sizes must agree")
+        if not x.numel():
+            return x.new_empty(*x.shape[:-1], n)
+        q, scale, self.amax = self.quantizer(x.reshape(-1, k), self.recipe, self.amax)
+        return multiply(q, scale, self.weight, self.scale, self.recipe, check_scales=False).view(*x.shape[:-1], n)
+
+    def exact(self, x: torch.Tensor) -> torch.Tensor:
+        """The float64 product of what forward(x) would multiply now; x is a matrix."""
+        q, scale, _ = self.quantizer(x, self.recipe, self.amax)
+        return product64(q, scale, self.weight, self.scale, self.recipe)

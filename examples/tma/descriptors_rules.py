@@ -1,0 +1,139 @@
+"""The rules of TMA descriptors and of boxes: what checks every one of them, and a tensor that breaks each.
+
+Triton checks some of the rules on the host, fewer in the kernel, where a row stride that is no multiple of 16 bytes
+goes through, and of coordinates none: what breaks those ends in an illegal instruction (studies/tma/descriptors_faults
+tries all of it). Two are refused because the driver documents neither, not because they do harm: a stride of 0 (an
+expanded tensor) was copied right by an H200, by either descriptor, and for a size of 0 no program is launched.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+
+import torch
+
+from examples.common.device import device_limits
+from examples.common.tma import require_tma_layout
+
+NAN_DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
+DTYPES = (
+    torch.int8, torch.int16, torch.int32, torch.int64, torch.uint8, torch.float8_e4m3fn, torch.float8_e5m2, *NAN_DTYPES
+)  # fmt: skip
+MAX_BLOCK = 2**20  # elements: Triton's limit of any tensor in a kernel
+BARRIERS = 64  # bytes of shared memory beside a block
+
+
+def require_descriptor(name: str, x: torch.Tensor, block: tuple, padding: str = "zero", label: str = "x") -> None:
+    """Every rule of a descriptor of x with this block: raises TypeError or ValueError that says which and what to do.
+
+    After require_triton_device, which refuses memory that the GPU cannot reach: Triton encodes its address unasked.
+    """
+    shape, itemsize = tuple(x.shape), x.element_size()
+    if x.dtype not in DTYPES:
+        raise TypeError(
+            f"{name}: {label} has dtype {x.dtype}; TMA copies {', '.join(map(str, DTYPES))}: view it as one"
+        )
+    if not 1 <= x.ndim <= 5:
+        raise ValueError(
+            f"{name}: {label} has {x.ndim} dimensions {shape}; a descriptor has 1 to 5: reshape or split it"
+        )
+    if not isinstance(block, (tuple, list)) or len(block) != x.ndim:
+        raise ValueError(f"{name}: block {block!r} for {label} of shape {shape}; give a size for each dimension")
+    if any(type(n) is not int or n < 1 or n & (n - 1) for n in block):
+        raise ValueError(f"{name}: block {tuple(block)} for {label}; each size must be a power of two")
+    if block[-1] * itemsize < 16:
+        raise ValueError(
+            f"{name}: block {tuple(block)} for {label}: {block[-1]} of {itemsize} bytes; the last size times the "
+            f"element must be at least 16 bytes, so at least {16 // itemsize}"
+        )
+    if math.prod(block) > MAX_BLOCK:
+        raise ValueError(
+            f"{name}: block {tuple(block)} for {label} has more than {MAX_BLOCK} elements; take a smaller one"
+        )
+    if padding not in ("zero", "nan"):
+        raise ValueError(f"{name}: padding is {padding!r} for {label}; it is 'zero' or 'nan'")
+    if padding == "nan" and x.dtype not in NAN_DTYPES:
+        raise ValueError(
+            f"{name}: padding 'nan' for {label} of {x.dtype}; that is for {', '.join(map(str, NAN_DTYPES))}"
+        )
+    if not x.numel():
+        raise ValueError(f"{name}: {label} of shape {shape} is empty; a descriptor has sizes from 1: return before it")
+    if max(shape) >= 2**31:
+        raise ValueError(f"{name}: {label} has shape {shape}; coordinates are int32, so split it below 2**31")
+    if any(step * itemsize >= 2**40 for step in x.stride()):
+        raise ValueError(f"{name}: {label} has strides {x.stride()}; a stride is below 2**40 bytes: copy it closer")
+    if x.shape[-1] > 1 and x.stride(-1) != 1:
+        for d in range(x.ndim - 1):
+            if x.stride(d) == 1 and x.shape[d] > 1:
+                raise ValueError(
+                    f"{name}: {label} has strides {x.stride()}; the last dimension must be contiguous: describe "
+                    f"{label}.transpose({d}, -1) and transpose the block in the kernel, or call {label}.contiguous()"
+                )
+    require_tma_layout(name, **{label: x})
+    if (need := math.prod(block) * itemsize + BARRIERS) > (limit := device_limits(x.device).shared_bytes):
+        raise ValueError(f"{name}: block {tuple(block)} for {label} takes {need} bytes of the {limit} of shared memory")
+
+
+def require_box(name: str, x: torch.Tensor, corner: tuple, store: bool = False, label: str = "x") -> None:
+    """Every rule of where a box of a descriptor of x may begin, and of x where it is stored to: TypeError, ValueError.
+
+    A store also writes what is left of the last 16 bytes of x's rows. Whoever owns the memory there describes it, too.
+    """
+    shape, itemsize = tuple(x.shape), x.element_size()
+    if not isinstance(corner, (tuple, list)) or any(type(n) is not int for n in corner):
+        raise TypeError(f"{name}: coordinates {corner!r} for {label} of shape {shape}; pass a tuple of ints")
+    if len(corner) != x.ndim:
+        raise ValueError(f"{name}: coordinates {tuple(corner)} for {label} of shape {shape}; one for each dimension")
+    if any(not -(2**31) <= n < 2**31 for n in corner):
+        raise ValueError(f"{name}: coordinates {tuple(corner)} for {label}; coordinates are int32")
+    if corner[-1] * itemsize % 16:
+        raise ValueError(
+            f"{name}: coordinates {tuple(corner)} for {label} of {x.dtype}; the last one must be a multiple of 16 "
+            f"bytes, here of {16 // itemsize}: begin at {corner[-1] * itemsize // 16 * 16 // itemsize}"
+        )
+    if store and min(corner) < 0:
+        raise ValueError(
+            f"{name}: coordinates {tuple(corner)} for {label}; TMA stores to no negative ones: begin at 0, with the "
+            "rest of the block"
+        )
+    if store and shape[-1] * itemsize % 16:
+        raise ValueError(
+            f"{name}: {label} has shape {shape}, rows of {shape[-1] * itemsize} bytes; a store writes on to the next "
+            "multiple of 16: pad the last dimension and describe the padding as part of it"
+        )
+
+
+def numbered(device: torch.device | str, *shape: int, dtype: torch.dtype = torch.float16) -> torch.Tensor:
+    """Small positive numbers, neighbours different; without data on device meta."""
+    if torch.device(device).type == "meta":
+        return torch.empty(shape, dtype=dtype, device="meta")
+    return (torch.arange(math.prod(shape), device=device) % 251 + 1).reshape(shape).to(dtype)
+
+
+# Each rule: a tensor that breaks it and nothing else (on `device`), the padding, the block. Those in OFFLINE would
+# take too much memory to run. cuTensorMapEncodeTiled asks for sizes from 1, and the strides that its documentation
+# computes are never 0: what becomes of others is nowhere promised, also where it goes well.
+RULES: dict[str, tuple[str, Callable]] = {
+    "start at 16 bytes": ("x[:, 1:]", lambda d: (numbered(d, 64, 64)[:, 1:], "zero", (16, 32))),
+    "row stride of 16 bytes": ("rows of 63", lambda d: (numbered(d, 64, 63), "zero", (16, 32))),
+    "adjacent columns": ("x.t()", lambda d: (numbered(d, 64, 64).t(), "zero", (16, 32))),
+    "adjacent columns (sliced)": ("x[:, ::2]", lambda d: (numbered(d, 64, 64)[:, ::2], "zero", (16, 32))),
+    "no stride of 0": ("x[:1].expand", lambda d: (numbered(d, 1, 64).expand(64, 64), "zero", (16, 32))),
+    "strides below 2**40 bytes": ("2**41 bytes", lambda d: (
+        torch.empty(2**40 + 64, dtype=torch.float16, device="meta").as_strided((2, 64), (2**40, 1)), "zero", (1, 64))),
+    "sizes below 2**31": ("2**31 rows", lambda d: (numbered("meta", 2**31, 16), "zero", (16, 16))),
+    "sizes from 1": ("no rows", lambda d: (numbered(d, 0, 64), "zero", (16, 32))),
+    "1 to 5 dimensions": ("6", lambda d: (numbered(d, 2, 2, 2, 2, 2, 8), "zero", (1, 1, 1, 1, 1, 8))),
+    "a block size each": ("1 for 2", lambda d: (numbered(d, 64, 64), "zero", (32,))),
+    "powers of two": ("16 x 24", lambda d: (numbered(d, 64, 64), "zero", (16, 24))),
+    "16 bytes a block row": ("4 of 2 bytes", lambda d: (numbered(d, 64, 64), "zero", (16, 4))),
+    "2**20 in a block": ("2048 x 1024", lambda d: (numbered(d, 64, 64), "zero", (2048, 1024))),
+    "block fits shared memory": ("512 KiB", lambda d: (numbered(d, 1024, 256), "zero", (1024, 256))),
+    "a dtype of TMA": ("bool", lambda d: (numbered(d, 64, 64, dtype=torch.bool), "zero", (16, 32))),
+    "a dtype of TMA (complex)": ("complex64", lambda d: (numbered(d, 64, 64, dtype=torch.complex64), "zero", (16, 32))),
+    "zero or nan": ("'edge'", lambda d: (numbered(d, 64, 64), "edge", (16, 32))),
+    "NaN for floats": ("int32", lambda d: (numbered(d, 64, 64, dtype=torch.int32), "nan", (16, 32))),
+    "NaN for floats (float8)": ("e4m3", lambda d: (numbered(d, 64, 64, dtype=torch.float8_e4m3fn), "nan", (16, 32))),
+}  # fmt: skip
+OFFLINE = ("strides below 2**40 bytes", "sizes below 2**31")

@@ -1,0 +1,113 @@
+"""Which configurations of a matmul a search should time: of 192, the dozen that fit, load least and do not spill.
+
+What a search costs is compiling and timing. What cannot fit shared memory is known before compiling; what makes an SM
+load more than others do can be counted; what spills, the driver says of a compiled kernel. Candidates compile side by
+side: the compiler does not hold Python's lock, and triton.autotune alone compiles one after the other.
+"""
+
+from __future__ import annotations
+
+import itertools
+from concurrent.futures import ThreadPoolExecutor
+from functools import partial
+
+import torch
+import triton
+from triton.runtime.errors import OutOfResources, PTXASError
+
+from examples.common.device import architecture, device_limits
+
+CANDIDATES, PER_TILE = 12, 4  # compiled per key, and of these with the same BLOCK_M x BLOCK_N, at most
+SPILLS = 8  # values of four bytes that a thread may keep in memory: a few outside the loop cost nothing
+
+
+def configuration(m: int, n: int, k: int, warps: int, stages: int) -> triton.Config:
+    return triton.Config({"BLOCK_M": m, "BLOCK_N": n, "BLOCK_K": k}, num_warps=warps, num_stages=stages)
+
+
+LARGE = [
+    configuration(*tile)
+    for tile in itertools.product((128, 64, 256, 16), (128, 256, 64, 32), (64, 128), (8, 4), (4, 3, 5))
+]
+
+
+def numbers(config: triton.Config) -> tuple[int, int, int, int, int]:
+    """BLOCK_M, BLOCK_N, BLOCK_K, num_warps, num_stages."""
+    return (*config.kwargs.values(), config.num_warps, config.num_stages)
+
+
+def label(config: triton.Config) -> str:
+    return "{}x{}x{}, {} warps, {} stages".format(*numbers(config))
+
+
+def shared_bytes(config: triton.Config, itemsize: int, sm: int) -> int:
+    """Shared memory of the pipeline: wgmma and tcgen05, from 64 rows, keep num_stages buffers, mma.sync one fewer."""
+    m, n, k = config.kwargs.values()
+    buffers = config.num_stages - (m < 64 or sm // 10 not in (9, 10, 11))
+    return (m + n) * k * itemsize * buffers + 1024  # and a little for barriers
+
+
+def usable_config(name: str, given: tuple, a: torch.Tensor) -> triton.Config:
+    """The configuration of LARGE with these numbers; ValueError for one that is unknown or too large for a's device."""
+    config = next((each for each in LARGE if numbers(each) == given), None)
+    if config is None:  # others may be right too, but only these are tested
+        raise ValueError(
+            f"{name}: no configuration {given}; choose from BLOCK_M 16, 64, 128, 256; BLOCK_N 32, 64, 128, 256; "
+            "BLOCK_K 64, 128; 4 or 8 warps; 3, 4 or 5 stages"
+        )
+    need, limit = shared_bytes(config, a.element_size(), architecture(a.device)), device_limits(a.device).shared_bytes
+    if need > limit:
+        raise ValueError(
+            f"{name}: {label(config)} need {need} bytes of shared memory, and a program may have {limit}; "
+            "take fewer stages or a smaller tile"
+        )
+    return config
+
+
+def loaded_per_sm(config: triton.Config, M: int, N: int, sms: int) -> int:
+    """Rows and columns that the busiest SM loads per step of K: small tiles load more, few tiles load on few SMs."""
+    m, n, _ = config.kwargs.values()
+    return triton.cdiv(triton.cdiv(M, m) * triton.cdiv(N, n), sms) * (m + n)
+
+
+def candidates(configs: list, M: int, N: int, itemsize: int, sm: int, sms: int, shared: int) -> list[triton.Config]:
+    """Those that fit: tiles that load least first, and of each tile the few that have most bytes in flight.
+
+    Nothing is compiled for this. A rank alone, as by Triton's perf_model and top_k, would keep one tile in all its
+    variants, and this one only counts.
+    """
+    fitting = [config for config in configs if shared_bytes(config, itemsize, sm) <= shared]
+    fitting.sort(key=lambda config: (loaded_per_sm(config, M, N, sms), -shared_bytes(config, itemsize, sm)))
+    kept = []
+    for config in fitting:
+        if sum(numbers(config)[:2] == numbers(other)[:2] for other in kept) < PER_TILE:
+            kept.append(config)
+    return kept[:CANDIDATES]
+
+
+def worth_timing(
+    kernel: triton.JITFunction, configs: list, named_args: dict, *, grid, warmup: bool = False, parallel: bool = True,
+    **kwargs,
+) -> list[triton.Config]:  # fmt: skip
+    """Triton's early_config_prune: candidates(), less those that spill or cannot run."""
+    a: torch.Tensor = named_args["a_ptr"]
+    sms, shared = device_limits(a.device)
+    kept = candidates(configs, named_args["M"], named_args["N"], a.element_size(), architecture(a.device), sms, shared)
+    if not kept or not a.is_cuda:  # compiled offline: no GPU to load it on and ask
+        return kept
+    compiled = partial(kernel.warmup, *named_args.values(), grid=grid, **kwargs)
+    if parallel:
+        with ThreadPoolExecutor(len(kept)) as pool, triton.AsyncCompileMode(pool, ignore_errors=True):
+            for config in kept:
+                compiled(**config.all_kwargs())
+
+    def spills(config: triton.Config) -> float:
+        try:
+            loaded = compiled(**config.all_kwargs())  # found in memory, if it was compiled above
+            loaded[(1,)]  # makes a launcher: that loads the kernel on the GPU, whose driver says what it spills
+            return loaded.n_spills
+        except (OutOfResources, PTXASError):
+            return float("inf")
+
+    spilled = {config: spills(config) for config in kept}
+    return [config for config in kept if spilled[config] <= SPILLS] or [min(kept, key=spilled.get)]

@@ -1,0 +1,91 @@
+"""Kernels that use each loaded value once: sums of columns, sums of rows, and a matmul of one row at a time."""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+
+from examples.common.operands import check_choice, check_gemm, check_rows
+
+DTYPES = (torch.float32, torch.float16, torch.bfloat16)
+HALF = (torch.float16, torch.bfloat16)
+BLOCK = 1024  # columns of a program: 8 values a thread, one 128-bit load of 16-bit values
+WARPS = 4
+
+
+@triton.jit
+def column_sum_kernel(x_ptr, out_ptr, stride_xm, n_rows, n_cols, BLOCK: tl.constexpr, STAGES: tl.constexpr):
+    cols = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
+    inside = cols < n_cols
+    stride_xm = tl.cast(stride_xm, tl.int64)
+    total = tl.zeros((BLOCK,), dtype=tl.float32)
+    # A thread adds up its own columns and needs nothing from another. Loads that are issued ahead need a place to wait.
+    for row in tl.range(0, n_rows, num_stages=STAGES):
+        total += tl.load(x_ptr + row * stride_xm + cols, mask=inside, other=0.0).to(tl.float32)
+    tl.store(out_ptr + cols, total.to(out_ptr.dtype.element_ty), mask=inside)
+
+
+@triton.jit
+def row_sum_kernel(x_ptr, out_ptr, stride_xm, n_cols, BLOCK: tl.constexpr):
+    row = tl.program_id(0).to(tl.int64)
+    total = tl.zeros((BLOCK,), dtype=tl.float32)
+    for start in range(0, n_cols, BLOCK):
+        cols = start + tl.arange(0, BLOCK)
+        total += tl.load(x_ptr + row * stride_xm + cols, mask=cols < n_cols, other=0.0).to(tl.float32)
+    # Threads of a warp exchange registers; warps exchange through shared memory, one float32 each.
+    tl.store(out_ptr + row, tl.sum(total, axis=0).to(out_ptr.dtype.element_ty))
+
+
+@triton.jit
+def matmul_strip_kernel(
+    a_ptr, b_ptr, c_ptr, N, K, stride_am, stride_ak, stride_bk, stride_bn, stride_cm, BLOCK_N: tl.constexpr
+):  # fmt: skip
+    # One row of C at a time: every row loads all of B again.
+    tiles_n = tl.cdiv(N, BLOCK_N)
+    row = (tl.program_id(0) // tiles_n).to(tl.int64)
+    cols = (tl.program_id(0) % tiles_n).to(tl.int64) * BLOCK_N + tl.arange(0, BLOCK_N)
+    inside = cols < N
+    a_ptrs, b_ptrs = a_ptr + row * stride_am, b_ptr + cols * stride_bn
+    stride_ak, stride_bk = tl.cast(stride_ak, tl.int64), tl.cast(stride_bk, tl.int64)
+    acc = tl.zeros((BLOCK_N,), dtype=tl.float32)
+    for _ in range(0, K):
+        acc += tl.load(a_ptrs).to(tl.float32) * tl.load(b_ptrs, mask=inside, other=0.0).to(tl.float32)
+        a_ptrs += stride_ak
+        b_ptrs += stride_bk
+    tl.store(c_ptr + row * stride_cm + cols, acc.to(c_ptr.dtype.element_ty), mask=inside)
+
+
+def column_sum(x: torch.Tensor, num_stages: int = 1) -> torch.Tensor:
+    """Sums over the rows of x [n_rows, n_cols]; num_stages, 1 to 4, has the loads of as many rows less one in flight.
+
+    float32, float16 or bfloat16, summed in float32; any row stride, any number of rows. Raises TypeError for another
+    dtype; ValueError for rank, an inner stride other than 1, no columns or another num_stages; RuntimeError for a
+    device without Triton or an input that requires grad.
+    """
+    n_rows, n_cols = check_rows("column_sum", x, DTYPES)
+    check_choice("column_sum", (1, 2, 3, 4), num_stages=num_stages)
+    out = torch.empty(n_cols, dtype=x.dtype, device=x.device)
+    grid = (triton.cdiv(n_cols, BLOCK),)
+    column_sum_kernel[grid](x, out, x.stride(0), n_rows, n_cols, BLOCK=BLOCK, STAGES=num_stages, num_warps=WARPS)
+    return out
+
+
+def row_sum(x: torch.Tensor) -> torch.Tensor:
+    """Sums over the columns of x [n_rows, n_cols]; limits and errors as column_sum's."""
+    n_rows, n_cols = check_rows("row_sum", x, DTYPES)
+    out = torch.empty(n_rows, dtype=x.dtype, device=x.device)
+    if n_rows:
+        row_sum_kernel[(n_rows,)](x, out, x.stride(0), n_cols, BLOCK=BLOCK, num_warps=WARPS)
+    return out
+
+
+def matmul_strip(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
+    """a [M, K] @ b [K, N] without reuse, BLOCK columns of one row a program; limits and errors as matmul_tile's."""
+    M, N, K = check_gemm("matmul_strip", a, b, HALF)
+    c = torch.empty((M, N), dtype=a.dtype, device=a.device)
+    if M and N:
+        matmul_strip_kernel[(M * triton.cdiv(N, BLOCK),)](
+            a, b, c, N, K, *a.stride(), *b.stride(), c.stride(0), BLOCK_N=BLOCK, num_warps=WARPS
+        )  # fmt: skip
+    return c

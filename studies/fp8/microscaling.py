@@ -1,0 +1,102 @@
+"""Study of microscaling: the quantizers bit for bit and beside torch.compile, and what emulation costs.
+
+1. Every bit of values and scales against the formats' descriptions, by every rule.
+2. Each quantizer beside the same operations compiled; a copy of its bytes is the ceiling.
+3. From the lesson's tables, the bytes of operands and the speed beside 16-bit operands that were decoded before;
+   tl.dot_scaled's own decoding, where there is no instruction, is one of their rows.
+"""
+
+from __future__ import annotations
+
+import functools
+
+from harness import Harness, Table, Work
+
+import torch
+
+from examples.common.microscaling import FORMATS, RECIPES, bytes_of
+from examples.fp8.microscaling import native
+from examples.fp8.microscaling_quantize import expected_bytes, mx_quantize, quantized_bytes
+
+SMALLEST_E4M3 = 2.0**-9
+
+
+def quantize_torch(x: torch.Tensor, fmt: str, tensor_scale: torch.Tensor | None = None) -> tuple:
+    """mx_quantize in torch's operations, to be compiled: the baseline, with the same bits."""
+    form = FORMATS[fmt]
+    groups = x.float().unflatten(1, (-1, form.group))
+    amax = (groups.view(torch.int32) & 0x7FFFFFFF).amax(2)
+    finite = amax < 0x7F800000
+    if fmt == "nvfp4":
+        # Divided in float64 and rounded to float32: the same number, also where a compiler's float32 division is not.
+        code = (amax.view(torch.float32).double() / (6 * tensor_scale).double()).float()
+        code = code.clamp(SMALLEST_E4M3, 448.0).where(finite, torch.nan).to(form.scale)
+        factor = (1 / (code.float() * tensor_scale).double()).float()
+    else:
+        code = ((amax >> 23) - (8 if form.pack == 1 else 2)).clamp(min=0)
+        factor = ((254 - code) << 23).view(torch.float32)
+        code = code.where(finite, 0xFF).to(torch.uint8)
+    scaled = (groups * factor[..., None]).where(finite[..., None], 0.0).flatten(1)
+    if form.pack == 1:
+        return scaled.clamp(-448.0, 448.0).to(form.element), code
+    a = scaled.abs().clamp(max=6.0)
+    big = (a.view(torch.int32) & 0x7F800000).clamp(min=127 << 23) + (22 << 23)
+    q = (a + big.view(torch.float32)).view(torch.int32) - big + (big >> 22) - 2 * (127 + 22)
+    q = q | ((scaled.view(torch.int32) >> 28) & 8)
+    return (q[:, ::2] | q[:, 1::2] << 4).to(torch.uint8), code
+
+
+def checks(h: Harness) -> None:
+    for shape in [(1, 32), (130, 160), (0, 64)]:  # one group; tails, and more than one tile of scales; nothing
+        x = h.randn(*shape, dtype=h.half, scale=3.0)
+        for name, recipe in RECIPES.items():
+            what = f"mx_quantize {name} {shape[0]}x{shape[1]}, every bit"
+            h.check(quantized_bytes, expected_bytes, x, *recipe, what=what, dtype=torch.uint8)
+
+
+def compare_quantizers(h: Harness, rows: int, cols: int) -> list[Table]:
+    """A table for each format; nvfp4's scale of the tensor is given."""
+    x, tables = h.randn(rows, cols, dtype=h.half), []
+    library = "torch.compile" if x.is_cuda else "torch"
+    for fmt, form in FORMATS.items():
+        whole = mx_quantize(x, fmt)[2]
+        in_torch = h.compiled(quantize_torch) if x.is_cuda else quantize_torch
+        variants = {
+            library: lambda x, f=in_torch, n=fmt, t=whole: tuple(map(bytes_of, f(x, n, t))),
+            "triton": functools.partial(quantized_bytes, fmt=fmt, tensor_scale=whole),
+        }
+        table = h.compare(
+            variants, lambda x, n=fmt, t=whole: expected_bytes(x, n, "floor", t), x, baseline=library,
+            work=Work(bytes=x.nbytes + int(x.numel() * form.bits / 8)), title="quantize", dtype=torch.uint8,
+            case=f"{fmt} {rows}x{cols}",
+        )  # fmt: skip
+        tables.append(table)
+        if table and (share := table["triton"].of_ceiling):
+            pace = "memory sets its pace" if share >= 0.8 else "it is not memory that sets its pace"
+            h.say(f"{fmt}: {share:.0%} of the copy ceiling, so {pace}; {table.over(library, 'triton'):.2f}x {library}")
+    return tables
+
+
+def explain(h: Harness, tables: list[Table]) -> None:
+    """What was emulated and what that cost."""
+    cells = {}
+    for table in tables:
+        share = FORMATS[table.case.split()[0]].bits / 16
+        others = {row.variant: round(row.speedup, 3) for row in table.rows if row.variant != table.baseline}
+        cells[table.case] = {"bytes of operands": round(share, 3)} | others
+    h.table("x over the product of 16-bit operands that were decoded before", cells)
+    for case, cell in cells.items() if not native() else ():
+        best = max(value for name, value in cell.items() if name.startswith("triton"))
+        h.say(
+            f"{case}: {cell['bytes of operands']:.2f} of the bytes; emulated, {best:.2f}x of the speed: in time that "
+            + ("pays here" if best > 1 else "does not pay")
+        )
+
+
+def study(h: Harness) -> None:
+    checks(h)
+    ran = "run here" if native() else "do not run here: the products are emulations"
+    h.fact("block-scaled instructions", ran)
+    compare_quantizers(h, *h.pick(interpreted=(32, 512), quick=(8192, 8192), full=(16384, 16384)))
+    if h.lesson and all(h.lesson):
+        explain(h, h.lesson)

@@ -1,0 +1,224 @@
+"""Study of tma_epilogues: every layer and both kernels, what each epilogue takes, and why a row's scale does not fit.
+
+1. swiglu and linear_fp8, at ragged sizes; the code of every layer.
+2. The GEMM without an epilogue, then linear, linear_fp8 and swiglu beside cuBLAS and one kernel of torch.compile.
+3. What each epilogue takes beyond the GEMM of the same kernel, within the same rounds.
+"""
+
+from __future__ import annotations
+
+import functools
+import statistics
+from collections.abc import Callable
+
+from harness import Harness, Work
+from harness.bench import time_rounds
+from harness.hardware import enqueue_ms
+
+import torch
+import triton
+
+from examples.common.device import device_limits
+from examples.common.fp8 import E4M3, fp8_max
+from examples.common.quantize import codes_of, torch_quantize
+from examples.common.quantize import read_back as read_groups
+from examples.tma.tma_epilogues import budget, layer, linear, reference, torch_bias_activation
+from examples.tma.tma_epilogues_fp8 import linear_fp8
+from examples.tma.tma_epilogues_shared import GROUP, fitting_tile, runnable
+from examples.tma.tma_epilogues_swiglu import swiglu
+
+# One rounding to e4m3, relative or, below its smallest normal, by the size of the row.
+FP8_BUDGET = {"dtype": torch.float32, "roundings": 1, "acc": 2.0**-4 * 1.001, "terms": 0}
+
+
+def reference_swiglu(x, w_gate, w_up) -> torch.Tensor:
+    return reference(x, w_gate, None, "silu") * reference(x, w_up)
+
+
+def codes(y: torch.Tensor, scale: torch.Tensor | None) -> torch.Tensor:
+    """What is rounded to FP8: y in units of its scale, given or of each group."""
+    return codes_of(y, "group") if scale is None else y / scale.to(y.dtype)
+
+
+def read_back(q: torch.Tensor, scale: torch.Tensor) -> torch.Tensor:
+    return q.float() * scale if scale.numel() == 1 else read_groups(q, scale, "group")
+
+
+def torch_gate(both: torch.Tensor) -> torch.Tensor:
+    gate, up = both.float().chunk(2, dim=1)
+    return (torch.nn.functional.silu(gate) * up).to(both.dtype)
+
+
+def quantize_as_torch(y: torch.Tensor, scale: torch.Tensor | None) -> tuple[torch.Tensor, torch.Tensor]:
+    """Float32 steps as in the kernels; torch's cast does not saturate, so it clamps."""
+    if scale is None:
+        return torch_quantize(y, "group")
+    return (y.float() * (1.0 / scale)).clamp(-fp8_max(E4M3), fp8_max(E4M3)).to(E4M3), scale
+
+
+def two_kernels(h: Harness, epilogue: Callable) -> Callable:
+    """An epilogue compiled, as a kernel after the library's GEMM; interpreted, as torch has it."""
+    return epilogue if h.interpreted else h.compiled(epilogue)
+
+
+def layers(h: Harness, M: int, N: int, K: int):
+    """Of each layer: name, inputs, reference, ours(variant), the library's two kernels, its others, dtype, bytes."""
+    x, w, bias = layer(h, M, N, K)
+    scale = torch.full((1,), 6.0 / fp8_max(E4M3), device=h.device)
+    read, write = x.nbytes + w.nbytes, 2 * M * N
+
+    for activation in ("silu", "gelu"):
+        act = two_kernels(h, torch_bias_activation)
+        others = {}
+        if activation == "gelu" and not h.interpreted:
+            others["cuBLAS, its own bias and GELU"] = lambda x, w, bias: torch._addmm_activation(
+                bias, x, w.t(), use_gelu=True
+            )
+        yield (
+            f"bias + {'SiLU' if activation == 'silu' else 'GELU'}", (x, w, bias),
+            lambda x, w, bias, a=activation: reference(x, w, bias, a),
+            lambda variant, a=activation: functools.partial(linear, activation=a, variant=variant),
+            lambda x, w, bias, a=activation, act=act: act(torch.matmul(x, w.t()), bias, a),
+            others, h.half, read + write + bias.nbytes,
+        )  # fmt: skip
+
+    quantize = two_kernels(h, quantize_as_torch)
+    for given, what in ((scale, "FP8, scale given"), (None, "FP8, per group")):
+        yield (
+            what, (x, w),
+            lambda x, w, s=given: codes(reference(x, w), s),
+            lambda variant, s=given: lambda x, w: linear_fp8(x, w, scale=s, variant=variant, check_scales=False)[0],
+            lambda x, w, s=given, quantize=quantize: quantize(torch.matmul(x, w.t()), s)[0],
+            {}, E4M3, read + write // 2 + (0 if given is not None else 4 * M * triton.cdiv(N, GROUP.value)),
+        )  # fmt: skip
+
+    x, w_gate, w_up, _ = layer(h, M, N, K, weights=2)
+    both, gate = w_gate.as_strided((2 * N, K), w_gate.stride()), two_kernels(h, torch_gate)
+    yield (
+        "SwiGLU", (x, w_gate, w_up), reference_swiglu,
+        lambda variant: functools.partial(swiglu, variant=variant),
+        lambda x, w_gate, w_up: gate(torch.matmul(x, both.t())),  # one GEMM for both, gate and up as columns of one
+        {}, h.half, x.nbytes + both.nbytes + write,
+    )  # fmt: skip
+
+
+def compare_gemms(h: Harness, M: int, N: int, K: int) -> dict[str, Callable]:
+    """The table without an epilogue, and its variants: what of a ratio below is the GEMM's, and what the epilogue's."""
+    x, w, _ = layer(h, M, N, K)
+    library = "torch" if h.interpreted else "cuBLAS"
+    variants = {library: lambda x, w: torch.matmul(x, w.t())}
+    variants |= {variant: functools.partial(linear, variant=variant) for variant in runnable(h.device)}
+    h.compare(
+        variants, reference, x, w, title="no epilogue", baseline=library, case=case_of(h, M, N, K), terms=K,
+        work=Work(bytes=x.nbytes + w.nbytes + 2 * M * N, flops=2 * M * N * K, dtype=h.half),
+    )  # fmt: skip
+    return variants
+
+
+def epilogue_us(inputs: tuple, fused: dict[str, Callable], gemms: dict[str, Callable]) -> dict[str, float]:
+    """What each of `fused` takes beyond the GEMM of the same name in `gemms`: the median of the rounds' differences.
+
+    Two tables would not say: between them the clocks of a GPU at its power limit change by more than an epilogue takes.
+    """
+    calls = {(name, True): functools.partial(fn, *inputs) for name, fn in fused.items()}
+    calls |= {(name, False): functools.partial(gemms[name], *inputs[:2]) for name in fused}
+    rounds = time_rounds(calls, {name: enqueue_ms(call) for name, call in calls.items()})
+    with_and_without = {name: zip(rounds[name, True], rounds[name, False], strict=True) for name in fused}
+    return {
+        name: round(1000 * statistics.median(ours[0] - alone[0] for ours, alone in pairs), 1)
+        for name, pairs in with_and_without.items()
+    }
+
+
+def case_of(h: Harness, M: int, N: int, K: int) -> str:
+    return f"{M}x{N}x{K} {str(h.half).removeprefix('torch.')}"
+
+
+def compare_layers(h: Harness, M: int, N: int, K: int) -> None:
+    gemm = compare_gemms(h, M, N, K)
+    ratios, costs = {}, {}
+    baseline = "torch" if h.interpreted else "cuBLAS, then torch.compile"
+    for name, inputs, want, ours, library, others, dtype, moved in layers(h, M, N, K):
+        gemms = len(inputs) - 1 if name == "SwiGLU" else 1
+        variants = {baseline: library, **others} | {v: ours(v) for v in runnable(h.device)}
+        table = h.compare(
+            variants, want, *inputs, title=name, baseline=baseline, case=case_of(h, M, N, K), dtype=dtype,
+            work=Work(bytes=moved, flops=gemms * 2 * M * N * K, dtype=h.half), **budget(h, K),
+        )  # fmt: skip
+        if not table:
+            continue
+        ratios[name] = {v: round(table.over(baseline, v), 4) for v in runnable(h.device)}
+        if gemms == 1:
+            fused = {each: variants[baseline if each == "cuBLAS" else each] for each in gemm}
+            us = epilogue_us(inputs, fused, gemm)
+            costs[name] = {"kernel of its own": us.pop("cuBLAS"), **us}
+    if ratios:
+        h.table(f"over {baseline}, {case_of(h, M, N, K)}", ratios)
+        h.table(f"us of the epilogue beyond the GEMM of the same kernel, {case_of(h, M, N, K)}", costs)
+        best = {name: max(row.values()) for name, row in ratios.items()}
+        least = min(best, key=best.get)
+        h.say(
+            f"{sum(each > 1 for each in best.values())} of {len(best)} epilogues are faster in the GEMM's store than "
+            f"as a kernel of their own; least for {least}, {best[least]:.3f}x"
+        )
+
+
+def explain_rows(h: Harness, M: int, N: int) -> None:
+    """Why one scale per row is not among the layers."""
+    block_m, block_n, *_ = fitting_tile(h.device, 1)
+    across, sms = triton.cdiv(N, block_n), device_limits(h.device).sms
+    tiles = across * triton.cdiv(M, block_m)
+    h.fact(
+        f"a row of {N} columns",
+        {"tiles across": across, "groups in a tile": block_n // GROUP.value, "tiles": tiles, "tiles at a time": sms},
+    )
+    h.say(
+        f"{block_n // GROUP.value} groups lie within a tile, a row in {across}: "
+        + (
+            "its amax is known when the last of them is done, and by then programs have other tiles in their registers"
+            if across > 1
+            else "only here would a tile also know the amax of a row"
+        )
+    )
+
+
+def check_layers(h: Harness, M: int, N: int, K: int) -> None:
+    """swiglu and linear_fp8 by both kernels; the lesson has checked linear."""
+    x, w, up, bias = layer(h, M, N, K, weights=2)
+    for variant in runnable(h.device):
+        what = f"{variant} {M}x{N}x{K}"
+        gated = functools.partial(swiglu, variant=variant)
+        h.check(gated, reference_swiglu, x, w, up, what=f"swiglu, {what}", **budget(h, K))
+        for scale in (torch.full((1,), 8.0 / fp8_max(E4M3), device=h.device), None):
+
+            def quantized(x, w, bias, scale=scale, variant=variant):
+                return read_back(*linear_fp8(x, w, bias, "gelu", scale, variant))
+
+            h.check(
+                quantized, lambda x, w, bias: reference(x, w, bias, "gelu"), x, w, bias,
+                what=f"linear_fp8, gelu, {'per group' if scale is None else 'scale given'}, {what}",
+                **FP8_BUDGET, operand_eps=torch.finfo(h.half).eps / 2,
+            )  # fmt: skip
+
+
+def show_code(h: Harness, M: int = 8192, N: int = 14336, K: int = 4096) -> None:
+    x, w, bias = h.meta(M, K), h.meta(N, K), h.meta(N)
+    tma = ("cp.async.bulk.tensor", "mbarrier")
+    partitions = (*tma, "wgmma", "setmaxnreg")
+    h.codegen(swiglu, x, w, w, find={90: partitions, 100: (*tma, "tcgen05.mma")})
+    h.codegen(linear, x, w, bias, "silu", "persistent", find={90: (*tma, "wgmma")})
+    h.codegen(linear_fp8, x, w, variant="persistent", find={90: (*tma, "wgmma", "cvt f8")})
+    h.codegen(linear, x, w, bias, "silu", "warp specialized", find={90: partitions})
+    h.codegen(linear_fp8, x, w, variant="warp specialized", find={90: (*partitions, "cvt f8")})
+
+
+def study(h: Harness) -> None:
+    for M, N, K in [(1, 16, 8), (129, 528, 72)]:
+        check_layers(h, M, N, K)
+    show_code(h)
+    small, full = [(260, 272, 392)], [(8192, 14336, 4096)]
+    cases = small if not h.timing else h.pick(interpreted=small, quick=[(4096, 4096, 4096)], full=full)
+    for M, N, K in cases:
+        compare_layers(h, M, N, K)
+    if not h.profile:
+        explain_rows(h, *cases[-1][:2])

@@ -1,0 +1,195 @@
+"""autotune, measured: four configurations chosen by hand or 192, what a search costs, and what a later process pays.
+
+Every search starts from a cache directory that knows only the fixed configuration. The configurations that a search
+times are checked one by one, on poisoned outputs: it must choose among right ones.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from functools import partial
+from pathlib import Path
+
+from harness import Harness, Work
+
+import torch
+import triton
+
+from examples.common.device import SHARED_LIMIT
+from examples.triton.autotune import (
+    FIXED,
+    launch,
+    matmul_config,
+    matmul_fixed,
+    matmul_tuned_kernel,
+    reference,
+    time_config,
+    tuner,
+)
+from examples.triton.autotune_pruned import LARGE, configuration, label, numbers, shared_bytes
+
+SMALL = [FIXED, *(configuration(*tile) for tile in ((128, 128, 64, 8, 4), (64, 64, 128, 4, 4), (16, 64, 128, 4, 5)))]
+SPACES = {"small space": SMALL, "large space": LARGE}
+SPILLING = configuration(128, 256, 64, 4, 3)  # FIXED with half the threads for an accumulator of the same size
+
+
+def study(h: Harness) -> None:
+    check_each(h, SMALL, h.randn(130, 70, dtype=h.half), h.randn(70, 260, dtype=h.half))
+    show_pruning(h)
+    if not h.timing or h.interpreted or h.profile:  # the interpreter has no speed, a profiler is not to see a search
+        return
+    shapes = h.pick(
+        quick=[(16, 4096, 4096), (512, 512, 4096), (2048, 4096, 4096)],
+        full=[(16, 8192, 8192), (512, 512, 8192), (4096, 8192, 8192)],
+    )
+    with new_cache() as fixed_only:
+        matmul_fixed(*matrices(h, *shapes[0]))
+        with new_cache():  # for whatever else is compiled below
+            for shape in shapes:
+                measure(h, fixed_only, *shape)
+            show_key(h, *shapes[0][1:])
+            show_cost(h, fixed_only, *shapes[1])
+
+
+def matrices(h: Harness, M: int, N: int, K: int) -> tuple[torch.Tensor, torch.Tensor]:
+    return h.randn(M, K, dtype=h.half), h.randn(K, N, dtype=h.half)
+
+
+def check_each(h: Harness, configs: list, a: torch.Tensor, b: torch.Tensor) -> None:
+    def each(a: torch.Tensor, b: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        return tuple(matmul_config(a, b, *numbers(config)) for config in configs)
+
+    what = f"each of {len(configs)} configurations, {a.shape[0]}x{b.shape[1]}x{a.shape[1]}"
+    h.check(each, lambda a, b: (reference(a, b),) * len(configs), a, b, terms=a.shape[1], what=what)
+
+
+def show_pruning(h: Harness) -> None:
+    """What fits is known before compiling; what spills only after, and it depends on the architecture."""
+    fits = {f"sm_{sm}": sum(shared_bytes(c, 2, sm) <= SHARED_LIMIT[sm] for c in LARGE) for sm in (80, 90, 100, 120)}
+    h.fact(f"of {len(LARGE)} configurations fit shared memory", fits)
+    # 256 values of the accumulator per thread are more than it has registers, except where they are in tensor memory.
+    find = {90: ("wgmma",), 100: ("tcgen05.mma",)}
+    kernels = h.codegen(matmul_config, h.meta(4096, 8192), h.meta(8192, 8192), *numbers(SPILLING), find=find)
+    h.fact(f"bytes spilled with {label(SPILLING)}", {f"sm_{kernel.sm}": kernel.spills for kernel in kernels})
+
+
+def measure(h: Harness, fixed_only: str, M: int, N: int, K: int) -> None:
+    """Each space searched, what the search found, and what that is worth."""
+    a, b = matrices(h, M, N, K)
+    kernels, costs = {}, {}
+    for space, configs in SPACES.items():
+        with new_cache(fixed_only), h.progress(f"tuning over the {space}, {M}x{N}x{K}"):
+            kernels[space], costs[space] = tune(configs, a, b)
+    h.fact(f"searches, {M}x{N}x{K}", costs)
+    check_each(h, list(kernels["large space"].configs_timings), a, b)
+
+    variants = {"cuBLAS": torch.matmul, "fixed": matmul_fixed}
+    variants |= {space: partial(launch, kernel) for space, kernel in kernels.items()}
+    variants["spilling"] = lambda a, b: matmul_config(a, b, *numbers(SPILLING))
+    work = Work(bytes=a.nbytes + b.nbytes + a.element_size() * M * N, flops=2 * M * N * K, dtype=h.half)
+    case = f"{M}x{N}x{K}"
+    table = h.compare(variants, reference, a, b, baseline="cuBLAS", work=work, case=case, title="spaces", terms=K)
+    for space, cost in costs.items():
+        saved = (table["fixed"].ms - table[space].ms) / 1000
+        h.say(
+            f"{case}, {space}: {cost['seconds']:.1f} s to time {cost['timed']} of {len(SPACES[space])}; "
+            f"{cost['chosen']}: {table.over('fixed', space):.2f}x as fast as the fixed configuration, "
+            + (f"paid for after {cost['seconds'] / saved:,.0f} calls" if saved > 0 else "never paid for")
+        )
+    h.say(f"{case}, {label(SPILLING)}: {table.over('spilling', 'fixed'):.2f}x the time of twice the warps")
+
+
+def show_key(h: Harness, N: int, K: int) -> None:
+    """Which calls tune: one per new key, and M=13 is no new key after M=16."""
+    steps, timed, b = [], [], h.randn(K, N, dtype=h.half)
+    kernel = tuner(SMALL, cache_results=False, do_bench=counting(timed))
+    for M in (16, 16, 13, 512):
+        timed.clear()
+        launch(kernel, h.randn(M, K, dtype=h.half), b)
+        steps.append({"M": M, "timed": len(timed), "keys": len(kernel.cache)})
+    h.fact("calls in turn, what each timed, and the keys known then", steps)
+
+
+def show_cost(h: Harness, fixed_only: str, M: int, N: int, K: int) -> None:
+    """The same search compiling one by one, compiling side by side, and in a process that comes later."""
+    a, b = matrices(h, M, N, K)
+    costs = {}
+    for name, parallel in {"one by one": False, "side by side": True}.items():
+        with new_cache(fixed_only), h.progress(f"tuning, compilations {name}"):
+            costs[name] = tune(LARGE, a, b, parallel=parallel)[1]
+    # Both of them processes of their own: this one may have looked up the assembler before torch.compile exchanged it
+    # in the environment, and then finds other results than a process that starts now.
+    with new_cache(fixed_only) as filled, h.progress("tuning in a process of its own, and in the next"):
+        ask_second_process(filled, M, N, K)
+        later = ask_second_process(filled, M, N, K)
+    h.fact(f"one search, {M}x{N}x{K}", costs | {f"second process, {name}": cost for name, cost in later.items()})
+    ratio = costs["one by one"]["seconds"] / costs["side by side"]["seconds"]
+    h.say(
+        f"compiling one by one, the search takes {ratio:.1f}x as long; in a second process, "
+        + ", ".join(f"with {name}, {cost['seconds']:.2f} s and {cost['timed']} timed" for name, cost in later.items())
+    )
+
+
+@contextmanager
+def new_cache(like: str | None = None) -> Iterator[str]:
+    """Triton with a cache directory of its own, empty or a copy of another, removed afterwards."""
+    with tempfile.TemporaryDirectory(prefix="triton-tuning-") as path, triton.knobs.cache.scope():
+        if like:
+            shutil.copytree(like, path, dirs_exist_ok=True)
+        triton.knobs.cache.dir = path
+        yield path
+
+
+def counting(timed: list):
+    """time_config, which notes in `timed` what it timed."""
+
+    def time_and_count(fn, quantiles):
+        timed.append(fn)
+        return time_config(fn, quantiles)
+
+    return time_and_count
+
+
+def tune(configs: list, a: torch.Tensor, b: torch.Tensor, **options) -> tuple:
+    """(tuner, what its first call cost), given what Triton's cache directory holds and nothing else."""
+    matmul_tuned_kernel.device_caches.clear()  # kernels that this process compiled before
+    compiled, timed = [], []
+    kernel = tuner(configs, do_bench=counting(timed), **options)
+    with triton.knobs.compilation.scope():
+        triton.knobs.compilation.listener = lambda *, cache_hit, **_: compiled.append(not cache_hit)
+        torch.cuda.synchronize()
+        started = time.perf_counter()
+        launch(kernel, a, b)
+        torch.cuda.synchronize()
+        seconds = time.perf_counter() - started
+    cost = {"seconds": round(seconds, 3), "compiled": sum(compiled), "timed": len(timed)}
+    return kernel, cost | {"chosen": label(kernel.best_config)}
+
+
+def second_process(M: int, N: int, K: int) -> None:
+    """What a later process pays, in Triton's cache directory as it is; printed as JSON for the process that asked."""
+    a, b = (torch.empty(shape, dtype=torch.bfloat16, device="cuda").normal_() for shape in ((M, K), (K, N)))
+    matmul_fixed(a[:, :64], b[:64])  # CUDA starts here, outside the times
+    print(json.dumps({
+        "results kept": tune(LARGE, a, b)[1], "kernels alone": tune(LARGE, a, b, cache_results=False)[1]
+    }))  # fmt: skip
+
+
+def ask_second_process(cache: str, M: int, N: int, K: int) -> dict:
+    path = os.pathsep.join(filter(None, (str(Path(__file__).resolve().parents[2]), os.environ.get("PYTHONPATH"))))
+    code = f"from studies.triton.autotune import second_process; second_process({M}, {N}, {K})"
+    done = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, timeout=120,
+        env=os.environ | {"TRITON_CACHE_DIR": cache, "PYTHONPATH": path},
+    )  # fmt: skip
+    if done.returncode:
+        raise RuntimeError(f"autotune: the second process ended with {done.returncode}: {done.stderr[-1000:]}")
+    return json.loads(done.stdout.splitlines()[-1])

@@ -1,0 +1,57 @@
+"""Study of flash attention: the other head dim, what stored scores would move, and why two programs share an SM.
+
+wgmma takes its left operand from registers or from shared memory: the weights come from registers, and at a head dim of
+64 the queries too (the kernel adds 0 to them); at 128 they would spill.
+"""
+
+from __future__ import annotations
+
+import itertools
+import re
+
+from harness import Harness, geomean
+from harness.codegen import Kernel, dump
+
+from examples.triton.flash_attention import TILES, compare, flash_attention
+
+
+def programs_per_sm(kernel: Kernel) -> int:
+    """How many programs the registers (65536), shared memory (228 KiB) and threads (2048) of a Hopper SM hold."""
+    # Registers are dealt to a warp in units of 256; each program takes 1 KiB of shared memory for the system.
+    by_registers = 65536 // (-(-32 * kernel.registers // 256) * 256 * kernel.warps)
+    return min(by_registers, 228 * 1024 // (kernel.shared + 1024), 2048 // (32 * kernel.warps))
+
+
+def left_operands(*args) -> dict[str, int]:
+    """How many wgmma of flash_attention(*args) take their left operand from registers, and from shared memory."""
+    ptx = dump(flash_attention, args, sm=90)["ptx"]
+    first = re.findall(r"wgmma\.mma_async\.sync\.aligned\.\S+\s*\{[^}]*\},\s*(\{|%)", ptx)
+    return {"left in registers": first.count("{"), "left in memory": first.count("%")}
+
+
+def study(h: Harness) -> None:
+    cases = h.pick(interpreted=[(1, 2, 200, 64)], quick=[(1, 16, 4096, 64)], full=[(4, 32, 4096, 64)])
+    tables = [compare(h, *case, causal) for case in cases for causal in (False, True)]
+    if any(table.timed and "FlexAttention" in table for table in tables):
+        h.fact("geometric mean over FlexAttention", round(geomean([*h.lesson, *tables], "FlexAttention"), 4))
+
+    traffic = {}
+    for S, D in ((4096, 64), (4096, 128), (16384, 128)):
+        moved, scores, flops = 8 * S * D, 2 * S * S, 4 * S * S * D  # bytes in 16 bits
+        traffic[f"{S}x{D}"] = {
+            "MB": round(moved / 1e6, 1), "FLOP/byte": round(flops / moved),
+            "MB, scores stored": round((moved + 2 * scores) / 1e6),
+            "FLOP/byte then": round(flops / (moved + 2 * scores)),
+        }  # fmt: skip
+    h.table("a head's Q, K, V and O, and with scores that are written and read once", traffic)
+
+    code = {}
+    for D, causal in itertools.product(TILES, (False, True)):
+        x = h.meta(4, 32, 4096, D)
+        for kernel in h.codegen(flash_attention, x, x, x, causal, find={90: ("wgmma",)}):
+            code[f"head dim {D}{' causal' * causal}"] = {
+                "programs/SM": programs_per_sm(kernel), "registers": kernel.registers, "spill bytes": kernel.spills,
+                **left_operands(x, x, x, causal),
+            }  # fmt: skip
+    if code:
+        h.table("code for sm_90, and where its wgmma have their left operands", code)

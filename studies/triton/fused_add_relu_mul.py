@@ -1,0 +1,35 @@
+"""fused_add_relu_mul, measured: what fusion is worth from tensors that fit in L2 to those that do not, and why.
+
+Out of cache both sides run at the same bandwidth, and eager moves 7 passes where the fused kernel moves 3. In L2 the
+difference is what eager's two further kernels cost by themselves.
+"""
+
+from __future__ import annotations
+
+from harness import Harness, Work
+
+import torch
+
+from examples.triton.fused_add_relu_mul import EAGER_PASSES, FUSED_PASSES, eager, fused_add_relu_mul, reference
+
+
+def study(h: Harness) -> None:
+    for power in h.pick(interpreted=[12], quick=range(16, 27, 2), full=range(16, 29, 2)):
+        x, y = (h.randn(h.fit(1 << power, bytes_each=48)) for _ in range(2))
+        table = h.compare(
+            {"torch": eager, "triton": fused_add_relu_mul}, reference, x, y, 2.0, baseline="torch",
+            work=Work(bytes=FUSED_PASSES * x.nbytes), title="sizes", terms=0, roundings=2,
+        )  # fmt: skip
+        if table and x.is_cuda:
+            h.fact(f"why, at {table.case}", why(x, *(table[name].ms for name in ("torch", "triton"))))
+
+
+def why(x: torch.Tensor, eager_ms: float, fused_ms: float) -> str:
+    cache = torch.cuda.get_device_properties(x.device).L2_cache_size
+    if FUSED_PASSES * x.nbytes < cache:
+        return (
+            f"three tensors of {x.nbytes / 2**20:g} MiB fit in {cache / 2**20:.0f} MiB of L2; "
+            f"eager's two further kernels cost {1000 * (eager_ms - fused_ms):.1f} us"
+        )
+    eager_tbps, fused_tbps = EAGER_PASSES * x.nbytes / eager_ms / 1e9, FUSED_PASSES * x.nbytes / fused_ms / 1e9
+    return f"eager moves {EAGER_PASSES} passes at {eager_tbps:.2f} TB/s, fused {FUSED_PASSES} at {fused_tbps:.2f}"
