@@ -1,20 +1,18 @@
 """Large models: what torch.compile gives 1 billion and 40 billion parameters, and what compiling them costs.
 
-Technique  A compiler saves launches and passes over activations. It does not save reading the weights. How much it
-           helps therefore follows from how a call's time is divided, not from how large the model is: at one token, 40
-           billion parameters are read for milliseconds while the host launches, and at 512 tokens matrix products
-           take the time. What grows with the number of layers is compiling the whole: every layer is traced and
-           scheduled again. Compiling one block and calling it for each layer costs the same for 4 layers and for 60,
-           and a CUDA graph captured around it launches all of them at once.
+A compiler saves launches and passes over activations. It does not save reading the weights. How much it helps therefore
+follows from how a call's time is divided, not from how large the model is: at one token, 40 billion parameters are read
+for milliseconds while the host launches, and at 512 tokens matrix products take the time.
+
+What grows with the number of layers is compiling the whole: every layer is traced and scheduled again. Compiling one
+block and calling it for each layer costs the same for 4 layers and for 60, and a CUDA graph captured around it launches
+all of them at once.
+
 Question   Does compiling still help when a model is 40 times as large, and what does it cost then?
 Needs      torch
-Shapes     tokens [1, 1] and [1, 512] int64 -> logits of the last token, [1, vocab].
-Dtypes     bfloat16 on a GPU, float32 on a CPU.
-Errors     ValueError from Captured() for tokens of another shape than were captured, or not on a GPU.
 Wins when  launches or activations take time that the weights do not hide; it cannot help once they do.
-Source     chapter sections "torch.compile fundamentals" (40 billion parameters get slower, being memory-bound) and
-           "Compilation cost" (40 billion parameters compile for minutes); both are put next to this run.
-Run        python examples/compiler/large_models.py
+Study      studies/compiler/large_models.py (what the chapter claims, beside this run)
+Source     chapter sections "torch.compile fundamentals" and "Compilation cost".
 """
 
 from __future__ import annotations
@@ -23,16 +21,15 @@ import time
 from collections.abc import Callable
 from dataclasses import replace
 
-from harness import Harness, Work, run
-from harness.compiler import empty_cache, empty_compiler, wake_compiler, watch
-from harness.transformer import FORTY_BILLION, ONE_BILLION, SMALL, Block, Config, Transformer, pieces
+from harness import Harness, Timing, Work, run
 
 import torch
 
+from compile_inspect import fresh_cache, fresh_compiler, warm_up, watch
+from examples.common.transformer import FORTY_BILLION, ONE_BILLION, SMALL, Block, Config, Transformer, pieces
+
 EAGER, WHOLE, BLOCKS = "torch eager", "torch.compile whole model", "torch.compile one block"
 CAPTURED = "CUDA graph of compiled blocks"
-# What the chapter says of each: speed-up by compiling, and seconds of compiling.
-CHAPTER = {"1 B": ((1.03, 1.18), (5, 10)), "40 B": ((0.99, 0.99), (120, 300))}
 
 
 def run_block(block: Block, x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
@@ -80,14 +77,60 @@ def bytes_needed(config: Config, dtype: torch.dtype) -> int:
     return config.parameters * dtype.itemsize + 8 * config.block_parameters + 2 * 2**30
 
 
-def lacks_memory(h: Harness, config: Config, dtype: torch.dtype) -> str | None:
+def lacks_memory(config: Config, device: torch.device, dtype: torch.dtype) -> str | None:
     """Why this model cannot run here, if it cannot."""
     need = bytes_needed(config, dtype)
-    if h.device.type == "cpu":
-        return None if not h.full or config is not FORTY_BILLION else f"needs a GPU with {need / 2**30:.0f} GiB"
+    if device.type == "cpu":
+        return None if config is not FORTY_BILLION else f"needs a GPU with {need / 2**30:.0f} GiB"
     torch.cuda.empty_cache()
     free = torch.cuda.mem_get_info()[0]
     return None if free >= need else f"needs {need / 2**30:.0f} GiB of GPU memory, {free / 2**30:.0f} are free"
+
+
+def compile_all(model: Transformer, ids: torch.Tensor, whole: bool) -> tuple[dict[str, Callable], dict[str, dict]]:
+    """The variants, called once, and what each first call took; the whole model is compiled only if asked for."""
+    variants: dict[str, Callable] = {WHOLE: torch.compile(model, dynamic=False)} if whole else {}
+    variants[BLOCKS] = compiled_blocks(model)
+    facts = {}
+    for variant, fn in variants.items():
+        with fresh_cache(), watch() as seen:  # one each: the block's kernels are among those of the whole model
+            fn(ids)
+            if ids.is_cuda:
+                torch.cuda.synchronize()
+        traced = sum(frame.graph_ops for frame in seen.frames)
+        facts[variant] = {"first call s": round(seen.seconds, 2), "graphs": seen.graphs, "operations traced": traced}
+    if ids.is_cuda:
+        started = time.perf_counter()
+        variants[CAPTURED] = Captured(variants[BLOCKS], ids)
+        torch.cuda.synchronize()
+        facts[CAPTURED] = {"first call s": round(facts[BLOCKS]["first call s"] + time.perf_counter() - started, 2)}
+    return {EAGER: model} | variants, facts
+
+
+def one_size(h: Harness, name: str, model: Transformer, tokens: int, whole: bool):
+    config, dtype = model.config, model.embedding.weight.dtype
+    ids, case = h.randint(config.vocab, 1, tokens), f"{name}, 1x{tokens} tokens"
+    steps = ((p.bytes, p.flops) for p in pieces(config, 1, tokens, dtype.itemsize) for _ in range(p.count))
+    with fresh_compiler():
+        with h.progress(f"compiling {case}"):
+            variants, facts = compile_all(model, ids, whole)
+        h.table(f"{case}: compiling", facts)
+        seconds = {variant: fact["first call s"] for variant, fact in facts.items()}
+        return h.compare(
+            variants, model.float64, ids, baseline=EAGER, work=Work.in_steps(steps, dtype), title="large_models",
+            case=case, timing=Timing(end_to_end=True, first_calls=seconds), max_error_ratio=2.0, dtype=dtype,
+        )  # fmt: skip
+
+
+def answer(tables: dict[str, list]) -> str:
+    told = []
+    for name, (first, *_) in tables.items():
+        best = {table.case.split(", ")[1]: table.over(EAGER, table.rows[-1].variant) for table in tables[name]}
+        gains = ", ".join(f"{ratio:.2f}x at {case}" for case, ratio in best.items())
+        whole, block = (first[variant].first_call_s for variant in (WHOLE, BLOCKS))
+        told.append(f"{name}: {gains}; compiling {whole:.1f} s, one block {block:.1f} s")
+    row = next(iter(tables.values()))[0].rows[-1].variant
+    return f"{row} over eager: {'. '.join(told)}."
 
 
 def demo(h: Harness) -> None:
@@ -95,101 +138,19 @@ def demo(h: Harness) -> None:
     dtype = torch.bfloat16 if on_gpu else torch.float32
     small = {"25 M": replace(SMALL, layers=3)} if on_gpu else {"19 M": replace(SMALL, layers=2)}
     models = h.pick(quick=small, full={"1 B": ONE_BILLION, "40 B": FORTY_BILLION})
-    if not h.full:
-        h.say("1 and 40 billion parameters need --full; 40 also a GPU with about 90 GiB")
-    speedups = {}
-    wake_compiler(h.device)
+    tables: dict[str, list] = {}
+    warm_up(h.device)
     with torch.no_grad():
         for name, config in models.items():
-            if reason := lacks_memory(h, config, dtype):
-                h.fact(name, f"skipped: {reason}")
+            if reason := lacks_memory(config, h.device, dtype):
+                h.say(f"{name} skipped: {reason}")
                 continue
-            speedups[name] = one_model(h, name, config, dtype)
-    conclude(h, speedups)
-
-
-def one_model(h: Harness, name: str, config: Config, dtype: torch.dtype) -> dict[str, dict]:
-    with h.progress(f"the weights of {name}"):
-        model = Transformer.random(config, h.device, dtype, h.seed)
-    h.fact(name, {"parameters": config.parameters, "GB of weights": round(config.parameters * dtype.itemsize / 1e9, 2)})
-    rows = {}
-    for tokens in h.pick(quick=(1,), full=(1, 512)):
-        # The whole model is compiled once: for the cost of it. It runs what the blocks run.
-        table, whole_s = one_size(h, name, model, tokens, whole=tokens == 1)
-        if table and table.rows[0].ms:
-            least = sum(p.bytes * p.count for p in pieces(config, 1, tokens, dtype.itemsize))
-            rows[f"1x{tokens}"] = {
-                "rows": {row.variant: row for row in table.rows}, "bytes": least, "whole s": whole_s,
-            }  # fmt: skip
-    return rows
-
-
-def one_size(h: Harness, name: str, model: Transformer, tokens: int, whole: bool):
-    config, dtype = model.config, model.embedding.weight.dtype
-    ids = h.randint(config.vocab, 1, tokens)
-    case = f"{name}, 1x{tokens} tokens"
-    facts, seconds = {}, {}
-    with empty_compiler():
-        variants: dict[str, Callable] = {EAGER: model}
-        if whole:
-            variants[WHOLE] = torch.compile(model, dynamic=False)
-        variants[BLOCKS] = compiled_blocks(model)
-        for variant, fn in variants.items():
-            if variant == EAGER:
-                fn(ids)
-                continue
-            # A folder each: the block's kernels are among those of the whole model.
-            with h.progress(f"{variant}, {case}"), empty_cache(), watch() as seen:
-                fn(ids)
-                if ids.is_cuda:
-                    torch.cuda.synchronize()
-            seconds[variant] = seen.seconds
-            facts[variant] = {
-                "first call s": round(seen.seconds, 2), "graphs": seen.graphs,
-                "operations traced": sum(frame.graph_ops for frame in seen.frames),
-            }  # fmt: skip
-        if ids.is_cuda:
-            started = time.perf_counter()
-            variants[CAPTURED] = Captured(variants[BLOCKS], ids)
-            torch.cuda.synchronize()
-            seconds[CAPTURED] = seconds[BLOCKS] + time.perf_counter() - started
-        h.fact(f"{case}: compiling", facts)
-        work = Work.in_steps(
-            ((p.bytes, p.flops) for p in pieces(config, 1, tokens, dtype.itemsize) for _ in range(p.count)), dtype
-        )
-        table = h.compare(
-            variants, model.float64, ids, baseline=EAGER, work=work, title="large_models", case=case, whole_calls=True,
-            beside=2.0, first_calls=seconds, dtype=dtype,
-        )  # fmt: skip
-    return table, seconds.get(WHOLE)
-
-
-def conclude(h: Harness, models: dict[str, dict]) -> None:
-    for name, sizes in models.items():
-        for case, one in sizes.items():
-            rows = one["rows"]
-            best = max((row for variant, row in rows.items() if variant != EAGER), key=lambda row: row.speedup)
-            launched = rows[EAGER].enqueue_us
-            share = f", {min(1.0, launched / rows[EAGER].ms / 1000):.0%} of it launching" if launched else ""
-            h.say(
-                f"{name} {case}: eager {rows[EAGER].ms:.2f} ms{share}; its least bytes alone at "
-                f"{one['bytes'] / rows[EAGER].ms / 1e9:.2f} TB/s; best {best.variant} {best.speedup:.2f}x"
-            )
-        if name in CHAPTER and sizes:
-            (low, high), (fast, slow) = CHAPTER[name]
-            measured = {
-                f"measured, {case}": {
-                    variant: round(row.speedup, 2) for variant, row in one["rows"].items() if variant != EAGER
-                }
-                for case, one in sizes.items()
-            }
-            first = next(iter(sizes.values()))["rows"]  # the whole model is compiled for this size only
-            compiling = {variant: round(first[variant].first_call_s, 1) for variant in (WHOLE, BLOCKS)}
-            h.fact(
-                f"{name}: the chapter's claims",
-                {"speed-up claimed": [low, high]} | measured
-                | {"seconds of compiling claimed": [fast, slow], "seconds measured": compiling},
-            )  # fmt: skip
+            model = Transformer.random(config, h.device, dtype, h.seed)
+            # The whole model is compiled once: for the cost of it. It runs what the blocks run.
+            sizes = h.pick(quick=(1,), full=(1, 512))
+            tables[name] = [one_size(h, name, model, tokens, whole=tokens == 1) for tokens in sizes]
+    if tables:
+        h.answer(lambda: answer(tables))
 
 
 if __name__ == "__main__":

@@ -1,77 +1,42 @@
-"""Logs and hints: one program with five things planted in it, and the switch of torch.compile that shows each.
+"""Logs and hints: one program with five things planted in it, and the name in TORCH_LOGS that shows each.
 
-Technique  step() has a graph break, a number whose change compiles it again, an operation that Inductor does not
-           generate, a softmax that fuses, and an input changed in place, which keeps CUDA graphs from being used.
-           TORCH_LOGS takes names of artifacts; here they are collected in this process, and once more as the variable,
-           in a process of its own. Each has to show what was planted; one that does not fails the run. The other
-           switches act on a whole process: TORCH_COMPILE_DEBUG=1 keeps what each stage made,
-           TORCHINDUCTOR_UNIQUE_KERNEL_NAMES names the kernels, TORCHINDUCTOR_BENCHMARK_KERNEL makes generated files
-           time themselves, and TORCH_TRACE writes the log that tlparse turns into pages.
+step() has a graph break, a number whose change compiles it again, an operation that Inductor does not generate, a
+softmax that fuses, and an input changed in place, which keeps CUDA graphs from being used. TORCH_LOGS takes names of
+artifacts; here they are collected in this process, by compile_inspect.logs. Each has to show what was planted; one that
+does not fails the run.
+
 Question   Which switch says why a graph breaks, why it is compiled again, what fused, and why no CUDA graph runs?
 Needs      torch
-Shapes     x [n, n], w [n, n], count [any], a Python number -> [n, n]; count is increased by one in place.
-Dtypes     float32.
-Errors     ValueError from recorded() for a name that torch has no log artifact of; NothingShown from demo() when a
-           switch does not show what it should.
 Wins when  something is slow or compiled again and nobody knows why: begin with graph_breaks and recompiles.
+Study      studies/compiler/logging_and_hints.py (switches of a whole process: TORCH_COMPILE_DEBUG, TORCH_TRACE, ...)
 Source     chapter sections on debugging torch.compile and on its logs.
-Run        python examples/compiler/logging_and_hints.py
 """
 
 from __future__ import annotations
 
 import difflib
 import inspect
-import json
-import os
 import re
-import runpy
-import shutil
-import subprocess
-import sys
 import warnings
-from collections import Counter
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
-from tempfile import TemporaryDirectory
 
 from harness import Harness, run
-from harness.compiler import empty_compiler, logs, watch
-from harness.process import Child, report
 
 import torch
 import torch.nn.functional as F
+
+from compile_inspect import fresh_compiler, logs, watch
 
 N = 64
 SCALES = (2.0, 3.0, 4.0)  # the second compiles again, for any number; the third does not
 ARTIFACTS = (
     "graph_breaks", "recompiles", "guards", "output_code", "perf_hints", "fusion", "cudagraphs", "schedule",
 )  # fmt: skip
-TIMEOUT_S = 240
 KERNEL = r"\b(?:cpp|triton_[a-z]+)_fused_\w+"
 
-# What TORCH_COMPILE_DEBUG=1 writes for each graph.
-STAGES = {
-    "fx_graph_readable.py": "the graph given to Inductor, each operation with the line that it comes from",
-    "fx_graph_transformed.py": "the same after Inductor's own rewrites",
-    "fx_graph_runnable.py": "the same as a script that compiles and runs it alone: attach it to a bug report",
-    "ir_pre_fusion.txt": "loops and library calls, one node each",
-    "ir_post_fusion.txt": "the nodes that became one",
-    "output_code.py": "what is run: kernels, and the function that calls them",
-    "inductor_provenance_tracking_node_mappings.json": "which operation ended in which kernel",
-}
-
 Row = tuple[str, str, str]  # question, switch, what it showed
-
-
-class NothingShown(AssertionError):
-    """A switch did not show what was planted for it."""
-
-
-def require(shown: bool, otherwise: str) -> None:
-    if not shown:
-        raise NothingShown(otherwise)
 
 
 def step(x: torch.Tensor, w: torch.Tensor, count: torch.Tensor, scale: float) -> torch.Tensor:
@@ -109,91 +74,67 @@ def recorded(*artifacts: str) -> Iterator[list[tuple[str, str]]]:
         yield records
 
 
-def first_line(error: Exception) -> str:
-    return str(error).strip().splitlines()[0]
+class NothingShown(AssertionError):
+    """A switch did not show what was planted for it."""
 
 
-# --- processes
+def require(shown: bool, otherwise: str) -> None:
+    if not shown:
+        raise NothingShown(otherwise)
 
 
-def run_step(device: str) -> None:
-    generator = torch.Generator(device).manual_seed(0)
-    x, w = (torch.randn(N, N, device=device, generator=generator) for _ in range(2))
-    with torch.no_grad():
-        compiled = torch.compile(step, mode="reduce-overhead")
-        for scale in SCALES:
-            compiled(x, w, torch.zeros(8, device=device), scale)
-
-
-def child_step() -> None:
-    """The program under this process's switches."""
-    with watch() as seen:
-        run_step("cuda" if torch.cuda.is_available() else "cpu")
-    report(graphs=seen.graphs)
-
-
-def child_generated(file: str, *flags: str) -> None:
-    """A file that Inductor generated, run as a script."""
-    sys.argv = [file, *flags]
-    runpy.run_path(file, run_name="__main__")
-
-
-# --- what the switches showed: each function requires what was planted and returns rows of the closing table
-
-
-def artifacts_of(h: Harness, records: list[tuple[str, str]], skips: int) -> list[Row]:
-    said = {name: [text for artifact, text in records if artifact == name] for name in ARTIFACTS}
+def artifacts_of(records: list[tuple[str, str]], skips: int, gpu: bool) -> list[Row]:
+    """Require what was planted in the records, and return a row for each question."""
+    texts = {name: [text for artifact, text in records if artifact == name] for name in ARTIFACTS}
     here, breaks = Path(__file__).name, line_of("print(")
-    h.fact("records of each artifact", {name: len(texts) for name, texts in said.items()})
-
-    text = next((t for t in said["graph_breaks"] if f"{here}:{breaks}" in t), None)
-    require(text is not None, f"graph_breaks does not name line {breaks}: {said['graph_breaks']}")
+    text = next((t for t in texts["graph_breaks"] if f"{here}:{breaks}" in t), None)
+    require(text is not None, f"graph_breaks does not name line {breaks}: {texts['graph_breaks']}")
     reason = next((line for line in text.splitlines() if line.startswith("Failed")), text.splitlines()[-1])
     context = re.search(r"Developer debug context: (\S+ \S+)", text)
     answer = f"line {breaks}: {reason}" + (f" ({context[1]})" if context else "")
     rows = [("where does the graph break?", "TORCH_LOGS=graph_breaks", answer)]
 
-    changed = [m[1] for t in said["recompiles"] if (m := re.search(r"- \d+/\d+: (scale == [\d.]+)", t))]
-    require(changed == [f"scale == {SCALES[0]}"], f"recompiles: {said['recompiles']}")
+    changed = [m[1] for t in texts["recompiles"] if (m := re.search(r"- \d+/\d+: (scale == [\d.]+)", t))]
+    require(changed == [f"scale == {SCALES[0]}"], f"recompiles: {texts['recompiles']}")
     answer = f"{changed[0]} no longer held; {len(SCALES)} values of scale, compiled again {len(changed)} time"
     rows.append(("why was it compiled again?", "TORCH_LOGS=recompiles", answer))
 
-    trees = [t for t in said["guards"] if "TREE_GUARD_MANAGER" in t]
+    trees = [t for t in texts["guards"] if "TREE_GUARD_MANAGER" in t]
     tree = next((t for t in trees if f"L['scale'] == {SCALES[0]}" in t), None)
-    require(tree is not None, f"guards: none of {len(trees)} forms checks scale")
+    require(tree is not None, f"guards: none of {len(trees)} cache entries checks scale")
     count = sum("+- " in line and "GuardManager" not in line for line in tree.splitlines())
-    latency = next((m[1] for t in said["guards"] if (m := re.search(r"latency = ([\d.]+ us)", t))), "not said")
+    latency = next((m[1] for t in texts["guards"] if (m := re.search(r"latency = ([\d.]+ us)", t))), "not logged")
     answer = f"{count} guards, one of them L['scale'] == {SCALES[0]}; evaluating them: {latency}"
     rows.append(("what is checked on every call?", "TORCH_LOGS=guards", answer))
 
-    names = kernels_of("\n".join(said["output_code"]))
+    names = kernels_of("\n".join(texts["output_code"]))
     require(len(names) >= 2 and any("gelu" in n for n in names), f"output_code has the kernels {names}")
     rows.append(("what code was generated?", "TORCH_LOGS=output_code", ", ".join(names)))
 
-    hints = list(dict.fromkeys(said["perf_hints"]))
+    hints = list(dict.fromkeys(texts["perf_hints"]))
     require(any("_cdist_forward" in t for t in hints), f"perf_hints: {hints}")
     rows.append(("what keeps the code from being faster?", "TORCH_LOGS=perf_hints", "; ".join(hints)))
 
-    fused = [m[0] for t in said["fusion"] if (m := re.search(r"fusing op\S+ with op\S+", t))]
-    refused = [m[0] for t in said["fusion"] if (m := re.search(r"cannot fuse .*", t))]
-    require(bool(fused), f"fusion: nothing of {len(said['fusion'])} records fuses")
+    fused = [m[0] for t in texts["fusion"] if (m := re.search(r"fusing op\S+ with op\S+", t))]
+    refused = [m[0] for t in texts["fusion"] if (m := re.search(r"cannot fuse .*", t))]
+    require(bool(fused), f"fusion: nothing of {len(texts['fusion'])} records fuses")
     answer = f"{len(fused)} times, such as {fused[0]}" + (f"; refused: {refused[0]}" if refused else "")
     rows.append(("what was fused, and what not?", "TORCH_LOGS=fusion", answer))
 
     question, switch = "why does no CUDA graph run?", "TORCH_LOGS=cudagraphs"
-    if h.device.type == "cuda":
-        text = next((t for t in said["cudagraphs"] if "mutated inputs" in t), None)
-        require(text is not None, f"cudagraphs: {said['cudagraphs'][:5]}")
+    if gpu:
+        text = next((t for t in texts["cudagraphs"] if "mutated inputs" in t), None)
+        require(text is not None, f"cudagraphs: {texts['cudagraphs'][:5]}")
         place = re.search(rf"{re.escape(here)}\D+(\d+)", text)
         answer = text.splitlines()[0].split(". Found")[0] + (f": line {place[1]}" if place else "")
     else:
         require(skips > 0, "CUDA graphs were not skipped on a CPU")
-        answer = f"{len(said['cudagraphs'])} records on a CPU; torch's counter cudagraph_skips says {skips}"
+        answer = f"{len(texts['cudagraphs'])} records on a CPU; torch's counter cudagraph_skips is {skips}"
     rows.append((question, switch, answer))
     if warned := list(dict.fromkeys(text for artifact, text in records if artifact == "warnings")):
-        rows.append(("what does it say unasked?", "Python's warnings", "; ".join(warned)))
-    count = len(said["schedule"])
-    answer = f"{count} records" + ("" if count else ": a name that torch takes and never writes to; fusion tells it")
+        rows.append(("what does it warn of unasked?", "Python's warnings", "; ".join(warned)))
+    count = len(texts["schedule"])
+    answer = f"{count} records" + ("" if count else ": a name that torch takes and never writes to; see fusion")
     rows.append(("in which order?", "TORCH_LOGS=schedule", answer))
     return rows
 
@@ -204,164 +145,10 @@ def kernels_of(code: str) -> list[str]:
     return list(dict.fromkeys(names))
 
 
-def environment(output: str) -> Row:
-    """What a process printed under TORCH_LOGS="graph_breaks,recompiles"."""
-    found = Counter(re.findall(r"\[__(\w+)\]", output))
-    # Beside those that were asked for, torch prints on a GPU why a CUDA graph was skipped.
-    asked = {"graph_breaks", "recompiles"}
-    require(asked <= set(found) <= asked | {"cudagraphs"}, f"TORCH_LOGS printed {dict(found)}")
-    counts = ", ".join(f"{count} lines of {name}" for name, count in sorted(found.items()))
-    return "and without changing the program?", "TORCH_LOGS=graph_breaks,recompiles", f"{counts}, on stderr"
-
-
-def misspelt(output: str) -> Row:
-    """What becomes of a process whose TORCH_LOGS names no artifact."""
-    said = re.search(r"Invalid log settings: [^,]*", output)
-    require(said is not None and "result:" not in output, f"TORCH_LOGS=fusions was taken:\n{output[-2000:]}")
-    return "is the name right?", "TORCH_LOGS=fusions", f"the process ends at import torch: {said[0]}; it is fusion"
-
-
-def debug_folder(h: Harness, folder: Path) -> tuple[Row, list[Path]]:
-    """(row, the folders of the graphs) of what TORCH_COMPILE_DEBUG=1 wrote."""
-    graphs = sorted(folder.glob("torch_compile_debug/run_*/torchinductor/model__*"), key=lambda path: path.suffix)
-    require(len(graphs) == 3, f"TORCH_COMPILE_DEBUG=1 kept {len(graphs)} graphs of 3")
-    texts = {name: (graphs[-2] / name).read_text() for name in STAGES if (graphs[-2] / name).exists()}
-    require(set(texts) == set(STAGES), f"TORCH_COMPILE_DEBUG=1 wrote {sorted(texts)}")
-    h.fact(
-        "TORCH_COMPILE_DEBUG=1",
-        {name: f"{len(texts[name].splitlines())} lines: {purpose}" for name, purpose in STAGES.items()},
-    )
-    require(str(line_of("softmax")) in texts["fx_graph_readable.py"], "fx_graph_readable.py names no line of step()")
-    fused = re.findall(r"^(op\d+(?:_op\d+)+): \w+Node", texts["ir_post_fusion.txt"], re.MULTILINE)
-    before = len(re.findall(r"^op\d+: \w*SchedulerNode", texts["ir_pre_fusion.txt"], re.MULTILINE))
-    require(bool(fused), "ir_post_fusion.txt: nothing is fused")
-    nodes = fused[0].count("op")
-    where = json.loads(texts["inductor_provenance_tracking_node_mappings.json"])
-    kernel = sorted({k.split(":")[0] for kernels in where["postToCppCode"].values() for k in kernels if "fused" in k})
-    require(bool(kernel), "the provenance names no fused kernel")
-    answer = f"{len(STAGES)} files for each of {len(graphs)} graphs; {nodes} of {before} nodes became {kernel[0]}"
-    return ("what did each stage make?", "TORCH_COMPILE_DEBUG=1", answer), graphs
-
-
-def kernel_names(h: Harness, named: str, unnamed: str) -> Row:
-    """Generated code with names of their own for kernels (the default) and without."""
-    gpu = h.device.type == "cuda"
-    defined = r"def (triton_\w*)\(" if gpu else rf"^({KERNEL}) = async_compile"
-    own, common = (sorted(set(re.findall(defined, code, re.MULTILINE))) for code in (named, unnamed))
-    require(bool(own) and bool(common), f"kernels in the generated code: {own} and {common}")
-    h.fact("kernel names", {"UNIQUE_KERNEL_NAMES=1, the default": own, "UNIQUE_KERNEL_NAMES=0": common})
-    switch = "TORCHINDUCTOR_UNIQUE_KERNEL_NAMES"
-    if gpu:
-        require(common == ["triton_"] and own != common, f"{switch}=0 left {common}")
-        answer = f"1, the default: {', '.join(own)}; 0: all are {common[0]}, and equal kernels are compiled once"
-    else:
-        require(own == common, f"on a CPU {switch}=0 changed {own} to {common}")
-        answer = f"on a CPU the same {len(own)} names with 0 and 1: it is about Triton's kernels"
-    return "which kernel is that in a profile?", switch, answer
-
-
-def benchmarked(h: Harness, output: str) -> Row:
-    """What a generated file said, run as a script; its kernels time themselves on a GPU, on a CPU the whole graph."""
-    question, switch = "how fast is it alone?", "TORCHINDUCTOR_BENCHMARK_KERNEL=1"
-    if h.device.type == "cuda":
-        times = re.findall(r"([\d.]+)ms\s+([\d.]+) GB\s+([\d.]+)GB/s", output)
-        require(bool(times), f"the generated file timed no kernel:\n{output[-2000:]}")
-        each = ", ".join(f"{ms} ms at {rate} GB/s" for ms, _, rate in times)
-        return question, switch, f"output_code.py -k: {len(times)} kernels: {each}"
-    times = re.findall(r"^(\d+\.\d+)$", output, re.MULTILINE)
-    require(bool(times), f"the generated file timed nothing:\n{output[-2000:]}")
-    answer = f"no kernels on a CPU to time alone; output_code.py runs its graph: {float(times[-1]) * 1e6:.0f} us a call"
-    return question, switch, answer
-
-
-def trace_events(text: str) -> Counter:
-    """How often each event, and each artifact by its name, is in a log of TORCH_TRACE."""
-    events: Counter = Counter()
-    where = {"frame_id", "frame_compile_id", "attempt", "has_payload", "rank", "stack"}
-    for line in text.splitlines():
-        if not re.match(r"[VIWE]\d{4} ", line):
-            continue  # a payload
-        entry = json.loads(line[line.index("] {") + 2 :])
-        for name in set(entry) - where:
-            events[entry["artifact"]["name"] if name == "artifact" else name] += 1
-    return events
-
-
-def traced(h: Harness, folder: Path, pages: Path) -> Row:
-    log = max(folder.glob("*.log"), key=lambda path: path.stat().st_size, default=None)
-    require(log is not None, "TORCH_TRACE wrote no log")
-    events = trace_events(log.read_text())
-    wanted = ("inductor_output_code", "dynamo_graph_break_reason", "recompile_reasons", "compilation_metrics")
-    require(all(events[name] for name in wanted), f"TORCH_TRACE has {dict(events)}")
-    counts = {name: events[name] for name in wanted} | {"events in all": sum(events.values())}
-    h.fact("TORCH_TRACE", counts)
-    answer = f"{counts['inductor_output_code']} graphs in {counts['events in all']} events"
-    if tool := find_tlparse():
-        done = subprocess.run(
-            [tool, str(log), "-o", str(pages), "--overwrite", "--no-browser"],
-            capture_output=True, text=True, timeout=TIMEOUT_S, stdin=subprocess.DEVNULL,
-        )  # fmt: skip
-        wrote = [path.name for path in pages.rglob("*") if path.is_file()]
-        require("index.html" in wrote, f"tlparse wrote no index.html:\n{done.stdout[-1000:]}{done.stderr[-1000:]}")
-        kinds = Counter(re.sub(r"_c[a-z0-9]{51}|_\d+(?=[._])", "", name) for name in wrote)
-        h.fact("tlparse", dict(sorted(kinds.items())))
-        answer += f"; tlparse made {len(wrote)} pages of it, begin with index.html"
-    else:
-        answer += "; pip install tlparse, then tlparse FOLDER/*.log makes pages of it"
-    return "what happened, in order?", "TORCH_TRACE=folder", answer
-
-
-def find_tlparse() -> str | None:
-    beside = str(Path(sys.executable).parent)  # of a virtual environment that is not activated
-    return shutil.which("tlparse", path=os.pathsep.join([os.environ.get("PATH", os.defpath), beside]))
-
-
-def demo(h: Harness) -> None:
-    if h.profile:
-        h.say("nothing to profile: what is shown is what the compiler says")
-        return
-    with TemporaryDirectory(prefix="logging-", ignore_cleanup_errors=True) as name:
-        folder = Path(name)
-        cpu = h.device.type == "cpu"
-        own = {kind: {"TORCHINDUCTOR_CACHE_DIR": str(folder / kind)} for kind in ("debug", "names")}
-        if cpu:
-            own = {kind: env | {"TORCHINDUCTOR_VEC_ISA_OK": "1"} for kind, env in own.items()}  # no search for units
-        # No workers: a kernel that one of them compiled is not among those that its file can time.
-        timed = {"TORCHINDUCTOR_BENCHMARK_KERNEL": "1", "TORCHINDUCTOR_COMPILE_THREADS": "1"}
-        debug = own["debug"] | timed | {
-            "TORCH_COMPILE_DEBUG": "1", "TORCH_COMPILE_DEBUG_DIR": str(folder), "TORCH_TRACE": str(folder / "trace"),
-        }  # fmt: skip
-        names = {"TORCH_LOGS": "graph_breaks,recompiles", "TORCHINDUCTOR_UNIQUE_KERNEL_NAMES": "0"}
-        with ExitStack() as stack:
-            switches = {"debug": debug | names} if cpu else {"debug": debug, "names": own["names"] | names}
-            started = [stack.enter_context(Child(child_step, env=e, timeout=TIMEOUT_S)) for e in switches.values()]
-            debugged, renamed = started[0], started[-1]  # one process on a CPU, which has no Triton kernels to name
-            misled = stack.enter_context(Child(child_step, env={"TORCH_LOGS": "fusions"}, timeout=TIMEOUT_S))
-            with h.progress("the artifacts of TORCH_LOGS"):
-                records, skips = artifacts_in_process(h)
-            rows = artifacts_of(h, records, skips)
-            with h.progress("the switches of a process"):
-                graphs = [child.result()["graphs"] for child in (debugged, renamed)]
-                require(graphs == [3, 3], f"the processes compiled {graphs} graphs")
-                rows += [environment(renamed.output()), misspelt(misled.output())]
-        row, kept = debug_folder(h, folder)
-        rows.append(row)
-        codes = "\n".join(text for artifact, text in records if artifact == "output_code")
-        generated = "\n".join(path.read_text() for path in (folder / list(switches)[-1]).rglob("*.py"))
-        rows.append(kernel_names(h, codes, generated))
-        if h.timing:
-            flags = ["-k"] if h.device.type == "cuda" else ["--times", "5", "--repeat", "5"]
-            command, env = (str(kept[-2] / "output_code.py"), *flags), own["debug"] | timed
-            with h.progress("a generated file"), Child(child_generated, *command, env=env, timeout=TIMEOUT_S) as child:
-                rows.append(benchmarked(h, child.output()))
-        rows.append(traced(h, folder / "trace", folder / "pages"))
-    h.fact("answers", {f"{question} {switch}": answer for question, switch, answer in rows})
-
-
 def artifacts_in_process(h: Harness) -> tuple[list[tuple[str, str]], int]:
     """(records, CUDA graphs skipped) of compiling and calling step() here; its output is held to float64."""
     x, w, count = h.randn(N, N), h.randn(N, N, scale=N**-0.5), torch.zeros(8, device=h.device)
-    with torch.no_grad(), empty_compiler():
+    with torch.no_grad(), fresh_compiler():
         with watch() as seen, recorded(*ARTIFACTS) as records, warnings.catch_warnings(record=True) as warned:
             warnings.simplefilter("always")
             compiled = torch.compile(step, mode="reduce-overhead")
@@ -373,8 +160,30 @@ def artifacts_in_process(h: Harness) -> tuple[list[tuple[str, str]], int]:
             what=f"step [{N}, {N}]", poison=False, terms=N * N, roundings=8,
         )  # fmt: skip
     require(torch.equal(counted, torch.full_like(counted, len(SCALES))), f"count is {counted}")
-    records += [("warnings", first_line(each.message)) for each in warned if each.category is UserWarning]
+    records += [
+        ("warnings", str(each.message).strip().splitlines()[0]) for each in warned if each.category is UserWarning
+    ]
     return records, seen.counters.get("inductor", {}).get("cudagraph_skips", 0)
+
+
+def demo(h: Harness) -> None:
+    if h.profile:
+        h.say("nothing to profile: what is shown is what the compiler logs")
+        return
+    with h.progress("the artifacts of TORCH_LOGS"):
+        records, skips = artifacts_in_process(h)
+    h.fact("records of each artifact", {name: sum(each == name for each, _ in records) for name in ARTIFACTS})
+    rows = artifacts_of(records, skips, h.device.type == "cuda")
+    h.table("what each switch shows", {switch: {"": f"{question} {answer}"} for question, switch, answer in rows})
+    shown = {switch.partition("=")[2]: answer for _, switch, answer in rows}
+    h.answer(
+        lambda: (
+            f"TORCH_LOGS=graph_breaks: {shown['graph_breaks'].partition(':')[0]}; recompiles: "
+            f"{shown['recompiles'].partition(';')[0]}; fusion: {shown['fusion'].partition(',')[0]}; cudagraphs: "
+            f"{shown['cudagraphs']}."
+        ),
+        timed=False,
+    )
 
 
 if __name__ == "__main__":

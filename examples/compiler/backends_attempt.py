@@ -1,0 +1,130 @@
+"""Try a backend of torch.compile: does it compile, is the result float32's, do gradients flow, does a result survive?
+
+attempt({"backend": "inductor"}, "cpu") compiles a small network with these arguments, calls it twice, and puts result
+and gradient beside float64.
+"""
+
+from __future__ import annotations
+
+import copy
+import time
+import warnings
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+
+import torch
+from torch import nn
+
+from compile_inspect import logs, watch
+
+FLOAT32 = 2.0**-18  # relative error, rms: what float32 stays below here, and what bfloat16 or TF32 do not
+
+
+@contextmanager
+def quiet() -> Iterator[list[tuple[str, str]]]:
+    """Warnings and log lines of torch and of the runtimes, collected; and Dynamo's settings as they were.
+
+    OpenVINO turns one of them off for the whole process when it is loaded.
+    """
+    with warnings.catch_warnings(), logs() as lines:
+        warnings.simplefilter("ignore")
+        with torch._dynamo.config.patch(recompile_limit=64):
+            kept = hasattr(torch._dynamo.config, "inline_inbuilt_nn_modules")
+            with torch._dynamo.config.patch({"inline_inbuilt_nn_modules": True} if kept else {"recompile_limit": 64}):
+                yield lines
+
+
+def network(width: int, hidden: int, device: str) -> nn.Sequential:
+    layers = (nn.Linear(width, hidden), nn.GELU(), nn.LayerNorm(hidden), nn.Linear(hidden, width))
+    return nn.Sequential(*layers).to(device)
+
+
+def off_by(got: torch.Tensor, want: torch.Tensor) -> float:
+    """Relative error, rms over all elements."""
+    return ((got.double() - want).square().mean().sqrt() / want.square().mean().sqrt()).item()
+
+
+@dataclass
+class Outcome:
+    """What one backend did with a small network. `error` is None when it ran; `gradient` None when it has none."""
+
+    seconds: float
+    error: str | None = None
+    result: float = 0.0
+    gradient: float | None = None
+    refused: bool = False  # gradients, aloud
+    next_call: str | None = None  # what it does to this one's result
+    by_inductor: int = 0
+    message: str | None = None
+
+    @property
+    def losses(self) -> list[str]:
+        found = []
+        if self.result > FLOAT32:
+            found.append(f"result off by {self.result:.0e}, more than float32")
+        if self.refused:
+            found.append("refuses gradients")
+        elif self.gradient is None:
+            found.append("loses the gradient in silence")
+        elif self.gradient > FLOAT32:
+            found.append(f"gradient off by {self.gradient:.0e}")
+        if self.next_call:
+            found.append(self.next_call)
+        return found
+
+
+def attempt(arguments: dict, device: str) -> Outcome:
+    """Compile a small network with these arguments of torch.compile, and see what becomes of it."""
+    torch.compiler.reset()
+    model = network(32, 64, device)
+    x, other = (torch.randn(4, 32).to(device) for _ in range(2))
+    exact = copy.deepcopy(model).double()
+    want = exact(x.double())
+    want_gradient = torch.autograd.grad(want.sin().sum(), exact[0].weight)[0]
+    outcome, started = Outcome(0.0), time.perf_counter()
+    with quiet() as lines, watch() as seen:
+        try:
+            compiled = torch.compile(model, **arguments)
+            try:
+                out = compiled(x)
+            except Exception as error:
+                if "gradient would be lost" not in str(error):
+                    raise
+                outcome.refused = True
+                with torch.no_grad():
+                    out = compiled(x)
+            outcome.seconds = time.perf_counter() - started
+            mine = out.detach().clone()
+            outcome.result = off_by(mine, want)
+            if out.requires_grad:
+                got = torch.autograd.grad(out.sin().sum(), model[0].weight)[0]
+                outcome.gradient = off_by(got, want_gradient)
+            with torch.set_grad_enabled(not outcome.refused):
+                compiled(other)
+            outcome.next_call = _after_the_next_call(out, mine)
+        except Exception as error:
+            inner = getattr(error, "inner_exception", error)
+            outcome.error = f"{type(inner).__name__}: {(str(inner).strip().splitlines() or ['no message'])[0]}"
+            if "CxxCompiler" in outcome.error:
+                outcome.error += "; install g++, or name another in the environment variable CXX"
+    torch.compiler.reset()
+    outcome.by_inductor = sum(n for key, n in seen.counters.get("inductor", {}).items() if key.startswith("fxgraph"))
+    outcome.message = next((text.splitlines()[0] for _, text in lines if "cudagraph" in text), None)
+    return outcome
+
+
+def _after_the_next_call(out: torch.Tensor, mine: torch.Tensor) -> str | None:
+    try:
+        return None if torch.equal(out.detach(), mine) else "the next call overwrites the result in silence"
+    except RuntimeError:  # a CUDA graph's memory, which torch guards
+        return "the next call takes the result back, and reading it raises"
+
+
+def describe(name: str, outcome: Outcome) -> str:
+    if outcome.error:
+        return f"fails: {outcome.error}".rstrip(".")
+    text = "runs" + (f", but {', '.join(outcome.losses)}" if outcome.losses else "")
+    if outcome.by_inductor and name != "inductor":
+        text += "; compiled by Inductor, on which it fell back"
+    return text + (f"; says: {outcome.message}" if outcome.message else "")

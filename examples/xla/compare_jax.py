@@ -1,0 +1,80 @@
+"""examples.common.transformer in JAX, with the very weights of a torch model."""
+
+from __future__ import annotations
+
+import importlib.util
+import math
+from collections.abc import Callable
+
+import torch
+
+from examples.common.transformer import Config, Transformer
+
+JAX_PACKAGE = "jax==0.7.1"
+
+
+def have_jax() -> bool:
+    return importlib.util.find_spec("jax") is not None
+
+
+def weights_for_jax(model: Transformer) -> dict:
+    """The very weights of the model, and its tables of angles, as JAX's arrays on the CPU, by their torch names.
+
+    Raises ImportError where JAX is not installed, with the command.
+    """
+    if not have_jax():
+        raise ImportError(f"weights_for_jax: JAX is not installed here; pip install {JAX_PACKAGE}")
+    import jax
+
+    tensors = {**dict(model.named_parameters()), **dict(model.named_buffers())}
+    return {name: jax.device_put(x.detach().numpy(), jax.devices("cpu")[0]) for name, x in tensors.items()}
+
+
+def jax_forward(config: Config) -> Callable:
+    """The forward pass of examples.common.transformer as a function of JAX: (weights, tokens) -> logits.
+
+    Raises TypeError for anything but the Config of that transformer.
+    """
+    if not isinstance(config, Config):
+        raise TypeError(f"jax_forward: got {type(config).__name__}; need the Config of examples.common.transformer")
+    import jax
+    import jax.numpy as jnp
+
+    c, groups = config, config.heads // config.kv_heads
+
+    def norm(x, weight):
+        return x * jax.lax.rsqrt(jnp.mean(x * x, axis=-1, keepdims=True) + 1e-5) * weight
+
+    def attention(x, w, cos, sin):
+        batch, tokens, _ = x.shape
+        heads = (x @ w["qkv.weight"].T).reshape(batch, tokens, c.heads + 2 * c.kv_heads, c.head_width)
+        turned, v = jnp.split(heads.swapaxes(1, 2), [c.heads + c.kv_heads], axis=1)
+        left, right = jnp.split(turned, 2, axis=-1)
+        turned = jnp.concatenate((left * cos - right * sin, right * cos + left * sin), axis=-1)
+        q, k = jnp.split(turned, [c.heads], axis=1)
+        q = q.reshape(batch, c.kv_heads, groups, tokens, c.head_width)
+        scores = jnp.einsum("bkgqd,bktd->bkgqt", q, k) / math.sqrt(c.head_width)
+        scores = jnp.where(jnp.tril(jnp.ones((tokens, tokens), bool)), scores, -jnp.inf)
+        out = jnp.einsum("bkgqt,bktd->bkgqd", jax.nn.softmax(scores, axis=-1), v)
+        out = out.reshape(batch, c.heads, tokens, c.head_width).swapaxes(1, 2).reshape(batch, tokens, c.width)
+        return out @ w["attention_out.weight"].T
+
+    def forward(weights, tokens):
+        cos, sin = weights["cos"][: tokens.shape[1]], weights["sin"][: tokens.shape[1]]
+        x = weights["embedding.weight"][tokens]
+        for i in range(c.layers):
+            prefix = f"blocks.{i}."
+            w = {name.removeprefix(prefix): value for name, value in weights.items() if name.startswith(prefix)}
+            x = x + attention(norm(x, w["attention_norm.weight"]), w, cos, sin)
+            gate, up = jnp.split(norm(x, w["mlp_norm.weight"]) @ w["gate_up.weight"].T, 2, axis=-1)
+            x = x + (jax.nn.silu(gate) * up) @ w["down.weight"].T
+        return norm(x[:, -1], weights["norm.weight"]) @ weights["embedding.weight"].T
+
+    return forward
+
+
+def to_torch(values) -> torch.Tensor | tuple[torch.Tensor, ...]:
+    """JAX's results, waited for, as torch tensors of the same memory."""
+    if isinstance(values, tuple):
+        return tuple(to_torch(value) for value in values)
+    return torch.from_dlpack(values.block_until_ready())

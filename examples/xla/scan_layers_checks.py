@@ -1,0 +1,100 @@
+"""Which layers can be scanned: require_equal refuses what scan_layers takes without a word and computes wrongly.
+
+The first layer's code and settings stand for all of them in a scan, and what a layer changes in place is carried on
+instead of its output.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import nn
+
+# What torch keeps in a module's __dict__ for itself; hooks among it are looked at apart.
+OWN = set(vars(nn.Module())) | {"training"}
+HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
+
+
+def require_equal(layers: Sequence[nn.Module], x: torch.Tensor | None = None) -> None:
+    """Raise unless one of these layers can stand for all, and for their order in a loop that carries x.
+
+    TypeError for what is no sequence of modules (a generator too); ValueError, with the layer and the fix, for none,
+    for layers that differ in class, parameters, dtype, device or settings, for hooks, for active dropout, and, where x
+    is given, for a layer that changes its input or buffers, or the shape.
+    """
+    if not isinstance(layers, (Sequence, nn.ModuleList, nn.Sequential)) or isinstance(layers, str):
+        raise TypeError(f"require_equal: got {type(layers).__name__}; pass a list of modules, which can be read twice")
+    if not layers:
+        raise ValueError("require_equal: no layers; need at least one")
+    for i, layer in enumerate(layers):
+        if not isinstance(layer, nn.Module):
+            raise TypeError(f"require_equal: layer {i} is a {type(layer).__name__}, not a module")
+    first = _described(layers[0])
+    for i, layer in enumerate(layers):
+        described = _described(layer)
+        for what, told in described.items():
+            if not _same(told, first.get(what)):
+                raise ValueError(
+                    f"require_equal: layer {i} has {what} {told}, layer 0 has {first.get(what)}; scan computes all "
+                    "layers with the first one's code: make them equal, or run this one outside the scan"
+                )
+        if missing := first.keys() - described.keys():
+            raise ValueError(
+                f"require_equal: layer {i} lacks layer 0's {', '.join(sorted(missing))}; scan equal layers"
+            )
+        for name, module in layer.named_modules():
+            if any(getattr(module, hooks, None) for hooks in HOOKS):
+                raise ValueError(
+                    f"require_equal: layer {i} has hooks on {name or 'itself'}; scan drops them: remove them"
+                )
+            if isinstance(module, nn.modules.dropout._DropoutNd) and module.training and module.p:
+                raise ValueError(
+                    f"require_equal: layer {i} has active dropout, for which torch_xla 2.9 builds a loop that XLA "
+                    "refuses; set p=0, call eval(), or drop out before the scan"
+                )
+    if x is not None:
+        _require_carried(layers[0], x)
+
+
+def _described(layer: nn.Module) -> dict[str, object]:
+    """All that must be the same: classes, settings, and what the tensors look like."""
+    told = {}
+    for name, module in layer.named_modules():
+        told[f"module {name or 'self'}"] = type(module)
+        settings = {key: value for key, value in vars(module).items() if key not in OWN}
+        told |= {f"setting {name}.{key}".replace(" .", " "): value for key, value in settings.items()}
+        told[f"training of {name or 'self'}"] = module.training
+    for name, tensor in (*layer.named_parameters(), *layer.named_buffers()):
+        trained = "trained" if tensor.requires_grad else "not trained"
+        told[f"tensor {name}"] = f"{tuple(tensor.shape)} {tensor.dtype} on {tensor.device}, {trained}"
+    return told
+
+
+def _same(one: object, other: object) -> bool:
+    try:
+        return one is other or bool(one == other)
+    except (RuntimeError, ValueError):  # tensors within
+        return repr(one) == repr(other)
+
+
+def _require_carried(layer: nn.Module, x: torch.Tensor) -> None:
+    """One layer is recorded, not run: its output must look as its input does, and nothing may change in place."""
+    state = {name: tensor.detach().clone() for name, tensor in (*layer.named_parameters(), *layer.named_buffers())}
+    given = x.detach().clone()
+    before = {name: tensor._version for name, tensor in state.items()}, given._version
+    with torch.no_grad():
+        out = torch.func.functional_call(layer, state, (given,))
+    if not isinstance(out, torch.Tensor) or out.shape != x.shape or out.dtype != x.dtype:
+        told = f"{tuple(out.shape)} {out.dtype}" if isinstance(out, torch.Tensor) else type(out).__name__
+        raise ValueError(
+            f"require_equal: a layer makes {told} of {tuple(x.shape)} {x.dtype}; in a loop its output is the next "
+            "input: scan only layers that keep shape and dtype"
+        )
+    changed = [name for name, tensor in state.items() if tensor._version != before[0][name]]
+    changed += ["its input"] * (given._version != before[1])
+    if changed:
+        raise ValueError(
+            f"require_equal: a layer changes {', '.join(changed)} in place, and scan would carry that on instead of "
+            "the output; write it without (x + 1 for x.add_(1), eval() or track_running_stats=False for batch norm)"
+        )

@@ -1,0 +1,174 @@
+"""custom_ops, looked at: what the operators are in a graph, and what comes of a fake kernel that is wrong.
+
+An operator is given wrong rules, one at a time: which of them does opcheck find, and which does a compiled call?
+"""
+
+# No `from __future__ import annotations` here: torch reads an operator's schema from its annotations.
+
+import warnings
+from collections.abc import Callable
+
+from harness import Harness
+
+import torch
+
+from compile_inspect import logs, watch
+from examples.compiler.custom_ops import compiled_graphs
+from examples.compiler.custom_ops_isotonic import (
+    gradient,
+    gradient_reference,
+    isotonic,
+    isotonic_into,
+    isotonic_with_blocks,
+    pooled,
+    reference,
+    write_isotonic,
+)  # fmt: skip
+
+NAMESPACE = "companion_study"
+
+
+def study(h: Harness) -> None:
+    if h.profile:
+        return
+    the_operator(h)
+    lies(h)
+
+
+# --- the operators
+
+
+def layer(fit: Callable) -> Callable:
+    return lambda x: fit(x * 2) + 1
+
+
+def layer_reference(x: torch.Tensor) -> torch.Tensor:
+    return reference(x.double() * 2) + 1
+
+
+def the_operator(h: Harness) -> None:
+    x, grad = h.randn(5, 37), h.randn(5, 37)
+    for shape in ((0, 5), (3, 0), (1,), (2, 3, 19), (4, 256)):
+        h.check(isotonic, reference, h.randn(*shape), what=f"isotonic {'x'.join(map(str, shape))}", roundings=2)
+    strided = h.randn(37, 5).t()
+    h.check(isotonic, reference, strided, what="isotonic transposed", roundings=2)
+    h.check(gradient(isotonic), gradient_reference, x, grad, what="its gradient", terms=37)
+    h.fact("opcheck", torch.library.opcheck(isotonic_with_blocks, (x.clone().requires_grad_(),)))
+    h.fact("opcheck of the one that writes into `out`", torch.library.opcheck(write_isotonic, (x, torch.empty_like(x))))
+
+    untouched = layer(lambda x: pooled(x)[0])
+    with watch() as first, logs():
+        torch.compiler.reset()
+        compiled = torch.compile(untouched, backend="eager")
+        compiled(h.randn(2, 8))
+    with watch() as more, logs():
+        for _ in range(3):
+            compiled(h.randn(2, 8))
+    found = {"graphs": first.graphs, "breaks": first.breaks, "compilations for 3 more inputs": len(more.frames)}
+    h.fact("the plain function, compiled", found)
+    if more.recompiles:
+        h.say(f"what it reads becomes a guard: {more.recompiles[0].splitlines()[0].split('#')[0].strip()}")
+    h.fact("the operator, compiled", compiled_graphs(layer(isotonic), x, fullgraph=True))
+
+    def write(x):
+        out = torch.zeros_like(x)
+        isotonic_into(x * 2, out)
+        return out + 1
+
+    h.fact("the one that writes into `out`, compiled", compiled_graphs(write, x, fullgraph=True))
+    h.check(h.compiled(layer(isotonic), fullgraph=True), layer_reference, x, what="compiled", roundings=8)
+    compiled = h.compiled(write, fullgraph=True, backend="aot_eager")
+    h.check(compiled, layer_reference, x, what="compiled, into `out`", roundings=8)
+    compiled = gradient(h.compiled(isotonic, backend="aot_eager", fullgraph=True))
+    h.check(compiled, gradient_reference, x, grad, what="its gradient, compiled", poison=False, terms=37)
+    torch.compiler.reset()
+    compiled = torch.compile(layer(isotonic), fullgraph=True, backend="aot_eager")
+    with watch() as seen:
+        for rows in (4, 9, 6):
+            case = h.randn(rows, 37)
+            torch._dynamo.mark_dynamic(case, 0)
+            h.check(compiled, layer_reference, case, what=f"compiled for any rows: {rows}", roundings=8)
+    h.fact("graphs for 3 batch sizes", seen.graphs)
+
+
+# --- lies
+
+
+def operator(name: str, body: Callable, fake: Callable | None):
+    """An operator of one tensor that claims to change none, with this rule for shapes."""
+
+    def called(x: torch.Tensor) -> torch.Tensor:
+        return body(x)
+
+    made = torch.library.custom_op(f"{NAMESPACE}::{name}", called, mutates_args=())
+    if fake:
+        made.register_fake(fake)
+    return made
+
+
+LIES = {
+    "none": operator("honest", torch.sin, torch.empty_like),
+    "a row too many": operator("shape", torch.sin, lambda x: x.new_empty(x.shape[0] + 1, x.shape[1])),
+    "float32, but it is float64": operator("dtype", lambda x: x.sin().double(), torch.empty_like),
+    "contiguous, but it is transposed": operator("strides", lambda x: x.sin().t().contiguous().t(), torch.empty_like),
+    "no rule at all": operator("missing", torch.sin, None),
+    "new memory, but it is the input's": operator("alias", lambda x: x.view(x.shape), torch.empty_like),
+    "the input is left alone, but it is doubled": operator("mutates", lambda x: x.mul_(2).sin(), torch.empty_like),
+}
+
+
+def user(op: Callable) -> Callable:
+    """Code that believes the operator: its size, its memory, and that `y` is what it was."""
+
+    def uses(x: torch.Tensor) -> torch.Tensor:
+        y = x + 1
+        z = op(y)
+        return z.sum(0) / z.shape[0] + y.mean(0)
+
+    return uses
+
+
+def consequence(op: Callable, x: torch.Tensor, backend: str | None) -> str:
+    """What a user's code gets, compiled or (backend None) not: an error's kind, or how far it is from eager's."""
+    torch.compiler.reset()
+    called = torch.compile(user(op), backend=backend, fullgraph=True) if backend else user(op)
+    try:
+        with logs():
+            got = called(x)
+    except Exception as error:
+        return f"{type(getattr(error, 'inner_exception', error)).__name__}"
+    finally:
+        torch.compiler.reset()
+    if backend is None:
+        return "runs"
+    off = (got.double() - user(op)(x).double()).abs().max().item()
+    return "as eager" if off < 1e-5 else f"WRONG, by {off:.0e}"
+
+
+def found_by_opcheck(op: Callable, x: torch.Tensor) -> str:
+    verdicts = torch.library.opcheck(op, (x,), raise_exception=False)
+    failed = [f"{test} ({type(why).__name__})" for test, why in verdicts.items() if not isinstance(why, str)]
+    return ", ".join(failed) or "passes"
+
+
+def lies(h: Harness) -> None:
+    x, found = h.randn(4, 6), {}
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        for lie, op in LIES.items():
+            with h.progress(f"lying: {lie}"):
+                found[lie] = {"eager": consequence(op, x, None)} | {
+                    backend: consequence(op, x, backend) for backend in ("aot_eager", "inductor")
+                }
+                found[lie]["opcheck"] = found_by_opcheck(op, x.clone())
+    h.fact("what the rule says, and what comes of it", found)
+    silent = {
+        backend: [lie for lie, answers in found.items() if answers[backend].startswith("WRONG")]
+        for backend in ("aot_eager", "inductor")
+    }
+    for backend, wrong in silent.items():
+        which = "; ".join(wrong) or "none"
+        h.say(f"{backend}: {len(wrong)} of {len(LIES) - 1} lies give a wrong result in silence: {which}")
+    caught = [lie for lie in found if found[lie]["opcheck"] != "passes" and lie != "none"]
+    missed = [lie for lie in LIES if lie not in caught and lie != "none"]
+    h.say(f"opcheck finds {len(caught)} of them" + (f", but not: {'; '.join(missed)}" if missed else ""))

@@ -1,0 +1,182 @@
+"""compare, measured: gradients too, how long each way keeps the host, how many cores, and what JAX hands to XLA."""
+
+from __future__ import annotations
+
+import copy
+import math
+import os
+import statistics
+import time
+from collections.abc import Callable
+
+from harness import Harness, Timing, Work
+
+import torch
+import torch_xla
+
+from examples.common import xla
+from examples.common.transformer import Transformer
+from examples.xla.compare import (
+    COMPILE,
+    EAGER,
+    INDUCTOR,
+    JAX,
+    LAZY,
+    LIKE_EAGER,
+    OPENXLA,
+    Way,
+    another_program,
+    as_it_is,
+    break_even,
+    finished,
+    forwards,
+    settled,
+    sizes,
+    start,
+    synced,
+)  # fmt: skip
+from examples.xla.compare_jax import have_jax, jax_forward, to_torch, weights_for_jax
+
+
+def study(h: Harness) -> None:
+    if h.profile:
+        return
+    config, shapes = sizes(h)
+    torch.compiler.reset()
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
+    h.fact("threads", {"torch, Inductor": torch.get_num_threads(), "XLA and JAX, one for each core": cores})
+    if torch.get_num_threads() != cores:
+        h.say("not the same number of threads for all of them: read the times with that in mind")
+    model = Transformer.random(config, h.device, torch.float32, h.seed)
+    tokens = h.randint(config.vocab, *shapes[0])
+    if h.lesson and h.lesson[0].timed:
+        with torch.no_grad():
+            shares(h, forwards(model, tokens))
+        first_calls(h)
+    if have_jax():
+        with torch.no_grad():
+            front_ends(h, model, tokens)
+    with_gradients(h, model, h.randint(config.vocab, *shapes[1]))
+    torch.compiler.reset()
+    xla.settle()
+
+
+def host_ms(way: Way, calls: int = 15) -> float:
+    """Median time in ms until the host is free again; the rest is waited for outside of the clock."""
+    times = []
+    for _ in range(calls):
+        started = time.perf_counter()
+        result = way.call()
+        times.append(1000 * (time.perf_counter() - started))
+        way.finish(result)
+    return statistics.median(times)
+
+
+def cores_busy(way: Way, seconds: float = 0.1) -> float:
+    """CPU time over wall time while it is called again and again: how many cores it keeps busy."""
+    way()
+    started, cpu = time.perf_counter(), time.process_time()
+    while time.perf_counter() - started < seconds:
+        way()
+    return (time.process_time() - cpu) / (time.perf_counter() - started)
+
+
+def shares(h: Harness, ways: dict[str, Way]) -> None:
+    """What the host does, and how many cores each takes, at the first size."""
+    rows = {row.variant: row for row in h.lesson[0].rows}
+    busy = {name: cores_busy(way) for name, way in ways.items()}
+    h.say("cores busy: " + ", ".join(f"{name} {share:.1f}" for name, share in busy.items()))
+    free = {name: host_ms(way) for name, way in ways.items() if name not in (EAGER, INDUCTOR)}
+    shown = ", ".join(f"{name} {ms:.2f} of {rows[name].ms:.2f}" for name, ms in free.items())
+    h.say(f"ms until the host is free, of ms in all: {shown}; eager and Inductor return with the result")
+
+
+def first_calls(h: Harness) -> None:
+    """When each first call is earned back, what disturbed the times, and who is furthest from float64."""
+    for table in h.lesson:
+        rows = {row.variant: row for row in table.rows}
+        if noisy := [name for name, row in rows.items() if row.p80 > 3 * row.p20]:
+            h.say(f"{', '.join(noisy)}: times within this run differ 3 times and more, as on cores with other work")
+        for name, row in rows.items():
+            if name != EAGER:
+                # Eager as slow as it was in the rounds of this way, so that it agrees with the table's ratio.
+                calls = break_even(row.first_call_s, row.ms, rows[EAGER].first_call_s, row.ms * row.speedup)
+                pays = f"pays from {calls:,} calls on" if calls else "never pays: no call is faster than eager's"
+                h.say(
+                    f"{table.case}, {name}: first call {row.first_call_s:.2f} s, then {row.speedup:.2f}x eager: {pays}"
+                )
+        most = max(row.error for row in rows.values())
+        worst = ", ".join(name for name, row in rows.items() if math.isclose(row.error, most, rel_tol=1e-3))
+        h.say(f"{table.case}: furthest from float64: {worst}, at {most * LIKE_EAGER:.2f} times eager's own error")
+
+
+def gradients(model: Transformer, tokens: torch.Tensor) -> dict[str, Way]:
+    """The gradient of the mean square of the logits by each weight."""
+
+    def of(model: Transformer, forward: Callable, tokens: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        with torch.autograd.set_multithreading_enabled(False):  # see xla.watch: else programs vary by luck
+            return torch.autograd.grad(forward(tokens).square().mean(), list(model.parameters()))
+
+    there, moved = copy.deepcopy(model).to(xla.device()), tokens.to(xla.device())
+    longer = another_program(model)
+    inductor = torch.compile(model, fullgraph=True, dynamic=False)
+    openxla = torch.compile(there, backend="openxla", fullgraph=True, dynamic=False)
+    bounded = torch_xla.compile(lambda tokens: of(longer, longer, tokens), full_graph=True)
+    ways = {
+        EAGER: Way(lambda: of(model, model, tokens), as_it_is),
+        INDUCTOR: Way(lambda: of(model, inductor, tokens), as_it_is),
+        OPENXLA: Way(lambda: of(there, openxla, moved), settled),
+        LAZY: Way(lambda: synced(of(there, there, moved)), finished),
+        COMPILE: Way(lambda: bounded(moved), finished),
+    }
+    if have_jax():
+        import jax
+
+        forward, weights, names = jax_forward(model.config), weights_for_jax(model), dict(model.named_parameters())
+        tables = {name: weights.pop(name) for name in ("cos", "sin")}
+        compiled = jax.jit(jax.grad(lambda weights, tables, ids: (forward(weights | tables, ids) ** 2).mean()))
+        ids = jax.device_put(tokens.to(torch.int32).numpy(), jax.devices("cpu")[0])
+
+        def call() -> tuple:
+            found = compiled(weights, tables, ids)
+            return tuple(found[name] for name in names)
+
+        ways[JAX] = Way(call, to_torch)
+    return ways
+
+
+def with_gradients(h: Harness, model: Transformer, tokens: torch.Tensor) -> None:
+    """The table of the lesson again, for a training step's gradients."""
+    model = copy.deepcopy(model).train().requires_grad_(True)
+    exact = copy.deepcopy(model).double()
+    exact.cos, exact.sin = exact.angles(model.config.max_tokens, h.device)
+    torch.compiler.reset()
+    ways = gradients(model, tokens)
+    seconds, programs = start(ways)
+    h.fact("programs of XLA that torch_xla compiled, gradients", programs)
+    h.compare(
+        ways, lambda tokens: torch.autograd.grad(exact(tokens).square().mean(), list(exact.parameters())), tokens,
+        baseline=EAGER, work=Work(), title="gradients", case=f"{'x'.join(map(str, tokens.shape))} tokens",
+        max_error_ratio=LIKE_EAGER, timing=Timing(first_calls=seconds), dtype=torch.float32,
+    )  # fmt: skip
+
+
+def front_ends(h: Harness, model: Transformer, tokens: torch.Tensor) -> None:
+    """What torch_xla and JAX hand to the same compiler: the operations in their StableHLO."""
+    import jax
+
+    ids = jax.device_put(tokens.to(torch.int32).numpy(), jax.devices("cpu")[0])
+    lowered = jax.jit(jax_forward(model.config)).lower(weights_for_jax(model), ids)
+    there = copy.deepcopy(model).to(xla.device())
+    recorded = there(tokens.to(xla.device()))
+    texts = {"torch_xla": xla.stablehlo(recorded), "JAX": lowered.as_text()}
+    found = {name: xla.operations(text) for name, text in texts.items()}
+    counts = {
+        name: {"operations": sum(each.values()), "matrix products": each["dot_general"] + each["dot"]}
+        for name, each in found.items()
+    }
+    h.fact("StableHLO of the model", counts)
+    h.say(
+        "one compiler, two front ends: "
+        + ", ".join(f"{name} hands it {each['operations']} operations" for name, each in counts.items())
+    )

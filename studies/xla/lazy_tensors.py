@@ -1,0 +1,184 @@
+"""lazy_tensors, measured: the graph as text, what counts as the same graph, and numbers that become part of it."""
+
+from __future__ import annotations
+
+import re
+import tempfile
+from collections.abc import Callable, Iterable
+from pathlib import Path
+
+from harness import Harness
+from harness.process import Child, report
+
+import torch
+import torch.nn.functional as F
+import torch_xla
+
+from examples.common import xla
+from examples.xla.lazy_tensors import INNER, ROWS, WIDTH, layer
+
+
+def study(h: Harness) -> None:
+    if h.profile:
+        return
+    forms_of(h)
+    same_graph(h)
+    baked_in(h)
+    xla.settle()
+
+
+# --- the graph as text
+
+
+def forms_of(h: Harness) -> None:
+    """The same graph as recorded, as it is handed to XLA, and as XLA runs it."""
+    inputs = h.randn(ROWS, INNER), h.randn(INNER, WIDTH, scale=INNER**-0.5), h.randn(WIDTH)
+    y = layer(*(t.to(xla.device()) for t in inputs))
+    forms = {"IR": xla.ir(y), "HLO": xla.hlo(y), "StableHLO": xla.stablehlo(y)}
+    del y
+    show(h, "IR, as recorded", forms["IR"], "= ")
+    show(h, "HLO, of the product and of gelu's erf", forms["HLO"], r" dot\(| erf\(")
+    show(h, "StableHLO, of the same", forms["StableHLO"], r"dot_general|erf")
+    operations = {name: xla.operations(text) for name, text in forms.items()}
+    operations["optimized HLO"] = optimized(h)
+    h.fact("operations", {form: dict(found.most_common()) for form, found in operations.items()})
+    left = {
+        name: n for name, n in operations["optimized HLO"].items() if name not in ("parameter", "constant", "tuple")
+    }
+    h.say(
+        f"{sum(n for name, n in operations['IR'].items() if name.startswith('aten'))} torch operations are "
+        f"{sum(operations['HLO'].values())} of HLO; what XLA leaves of them to run: "
+        + ", ".join(f"{n} {name}" for name, n in left.items())
+    )
+
+
+def show(h: Harness, title: str, text: str, pattern: str) -> None:
+    h.say(f"{title}:")
+    for line in text.splitlines():
+        if re.search(pattern, line):
+            line = re.sub(r", xla_shape=[^ ]*[^ ,]|(?<=\])\{[\d,]+\}|, precision = \[[^]]*\]", "", line.strip())
+            h.say(f"  {line if len(line) <= 110 else line[:107] + '...'}")
+
+
+def optimized(h: Harness):
+    """The operations that are run: of the entry computation, in what XLA dumps when it has optimized the program."""
+    with tempfile.TemporaryDirectory() as folder, h.progress("compiling in a process of its own, for the dump"):
+        flags = f"--xla_dump_to={folder} --xla_dump_hlo_as_text"
+        with Child(child_layer, ROWS, INNER, WIDTH, env={"XLA_FLAGS": flags}) as child:
+            child.result()
+        texts = [path.read_text() for path in Path(folder).glob("*after_optimizations.txt")]
+    return xla.operations(next(text for text in texts if " dot(" in text).rpartition("ENTRY")[2])
+
+
+def child_layer(rows: int, inner: int, width: int) -> None:
+    x, w, b = (torch.ones(size).to(xla.device()) for size in ((rows, inner), (inner, width), (width,)))
+    y = layer(x, w, b)
+    xla.settle()
+    report(mean=y.mean().item())
+
+
+# --- what is the same graph
+
+
+def same_graph(h: Harness) -> None:
+    """A program is found again by what was recorded, not by the code that recorded it nor by the values in it."""
+    inputs = h.randn(ROWS, INNER), h.randn(INNER, WIDTH + 2, scale=INNER**-0.5), h.randn(WIDTH + 2)
+    x, w, b = (t.to(xla.device()) for t in inputs)
+    other = h.randn(ROWS, INNER).to(xla.device())
+
+    def rewritten(x, w, b):
+        hidden = torch.add(torch.matmul(x, w), b)
+        return torch.mean(torch.nn.GELU()(hidden), dim=1)
+
+    def held(x, w, b):
+        hidden = x @ w + b
+        return F.gelu(hidden).mean(-1), hidden
+
+    def dropped(x, w, b):
+        (x * 3).exp()
+        return layer(x, w, b)
+
+    cases = {
+        "the first time": (layer, (x, w, b)),
+        "the same again": (layer, (x, w, b)),
+        "other values": (layer, (other, w, b)),
+        "other code, the same operations": (rewritten, (x, w, b)),
+        "a result more that nobody holds": (dropped, (x, w, b)),
+        "an intermediate result held": (held, (x, w, b)),
+        "b + x @ w for x @ w + b": (lambda x, w, b: F.gelu(b + x @ w).mean(-1), (x, w, b)),
+        "one row less": (layer, (x[1:].clone(), w, b)),
+        "bfloat16": (layer, tuple(t.bfloat16() for t in (x, w, b))),
+    }
+    found = {}
+    for what, (fn, given) in cases.items():
+        with xla.watch() as ran:
+            result = fn(*given)
+            xla.settle()
+        found[what] = "compiled" if ran.compiles else "found again" if ran.reused else "not run"
+        del result
+    h.fact("recorded", found)
+
+
+# --- numbers in the graph
+
+
+def programs(fn: Callable, x: torch.Tensor, values: Iterable) -> tuple[xla.Ran, list[torch.Tensor]]:
+    """fn(x, value) for each value, each in a step of its own: what XLA did for all, and the results."""
+    values = list(values)
+    if not values:
+        raise ValueError("programs: no values; pass those that the step meets")
+    if x.device.type != "xla":
+        raise ValueError(f"programs: x is on {x.device}; pass x.to(torch_xla.device())")
+    results = []
+    with xla.watch() as ran:
+        for value in values:
+            results.append(fn(x, value))
+            torch_xla.sync()
+    return ran, results
+
+
+def one(x: torch.Tensor, value: float) -> torch.Tensor:
+    return torch.tensor([value], device=x.device)
+
+
+def baked_in(h: Harness) -> None:
+    """A Python number that changes at every step: part of the graph, or an input of it?
+
+    0 and 1 are put into the graph, because much can be simplified with them: those of a tensor without dimensions too,
+    wherever it was made. A list of one number is data.
+    """
+    floats, special, whole = (0.37, 0.71, 1.37, 1.91), (0.0, 1.0, 1.37, 1.91), (2, 3, 4, 5)
+    cases = {
+        "x * s": (lambda x, s: x * s, floats),
+        "x * s, 0 and 1 among them": (lambda x, s: x * s, special),
+        "x * torch.tensor(s, device=xla), the same": (lambda x, s: x * torch.tensor(s, device=x.device), special),
+        "x * torch.tensor(s).to(xla), the same": (lambda x, s: x * torch.tensor(s).to(x.device), special),
+        "x * torch.tensor([s], device=xla), the same": (lambda x, s: x * one(x, s), special),
+        "x ** n": (lambda x, n: x**n, whole),
+        "x ** torch.tensor([n], device=xla)": (lambda x, n: x ** one(x, float(n)), whole),
+        "x[:, n]": (lambda x, n: x[:, n].square(), whole),
+        "x[:, torch.tensor(n, device=xla)]": (lambda x, n: x[:, torch.tensor(n, device=x.device)].exp(), whole),
+        "x.index_select(1, [n] there)": (lambda x, n: x.index_select(1, one(x, n)), whole),
+        "x[:, :n].sum(1)": (lambda x, n: x[:, :n].sum(1), whole),
+        "torch.where(column < [n] there, x, 0).sum(1)": (
+            lambda x, n: torch.where(torch.arange(x.shape[1], device=x.device) < one(x, n), x, 0.0).sum(1), whole,
+        ),
+    }  # fmt: skip
+    found = {}
+    for i, (what, (fn, values)) in enumerate(cases.items()):
+        x = h.randn(ROWS, 67 + i)  # a width each, so that no case finds the programs of another
+        ran, results = programs(fn, x.to(xla.device()), values)
+        h.check(
+            lambda _, results=results: tuple(results),
+            lambda x, fn=fn, values=values: tuple(fn(x.double(), value) for value in values),
+            x, terms=8, roundings=16, poison=False, what=f"{what} for {values}", constant_ok=0.0 in values,
+        )  # fmt: skip
+        found[what] = {"compiles": ran.compiles, "found again": ran.reused}
+        if ran.from_device:
+            found[what]["read by the host"] = ran.from_device
+    h.table(f"programs for {len(whole)} values", found)
+    x = h.randn(ROWS, 67).to(xla.device())
+    for s in (0.37, 1.0):
+        with xla.watch():
+            text = xla.hlo(x * s)
+            h.say(f"x * {s} in HLO: {', '.join(f'{name} {n}' for name, n in xla.operations(text).items())}")
