@@ -32,6 +32,7 @@ TECHNIQUES = [
     "examples/compiler/logging_and_hints.py",
     "examples/compiler/backends.py",
 ]
+TOUR = ("graph_breaks",)
 
 if __name__ == "__main__":
     main(__file__)

@@ -23,6 +23,7 @@ TECHNIQUES = [
     "examples/xla/spmd.py",
     "examples/xla/compare.py",
 ]
+TOUR = ("lazy_tensors",)
 
 if __name__ == "__main__":
     main(__file__)

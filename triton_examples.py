@@ -4,7 +4,7 @@ The topic starts where every kernel starts: programs, blocks and masks (vector_a
 moving fewer bytes (fused_add_relu_mul), the next from keeping a row where it is needed (softmax). Then the
 tensor cores: tiles and their order (matmul), what each precision costs (tensor_cores), where shared memory comes
 from (shared_memory), which tile is best (autotune), and the three ways to keep the tensor cores busy: loads ahead
-(pipelined_matmul), tiles that overlap (persistent_matmul), warps with roles (warp_specialized_matmul). With these,
+(pipelined_matmul), tiles that overlap (persistent_matmul), warp specialization (warp_specialized_matmul). With these,
 the kernels of a model: layer_norm and dropout with their backward passes, flash_attention; how torch.compile sees
 a kernel (custom_op), and how to find out what is wrong with one (debugging).
 
@@ -32,6 +32,7 @@ TECHNIQUES = [
     "examples/triton/custom_op.py",
     "examples/triton/debugging.py",
 ]
+TOUR = ("softmax", "matmul")
 
 if __name__ == "__main__":
     main(__file__)

@@ -24,6 +24,7 @@ TECHNIQUES = [
     "examples/fp8/fp8_attention.py",
     "examples/fp8/microscaling.py",
 ]
+TOUR = ("fp8_matmul",)
 
 if __name__ == "__main__":
     main(__file__)

@@ -1,4 +1,4 @@
-"""TMA and Blackwell: tiles moved by the Tensor Memory Accelerator, warps with roles, what each architecture has.
+"""TMA and Blackwell: tiles moved by the Tensor Memory Accelerator, warp specialization, what each architecture has.
 
 The topic starts with what TMA is and is not (what_is_tma), how fast it copies (tma_copy), and the two ways to describe
 a matrix to it (descriptors). Then a GEMM takes it step by step: loads, store, epilogue in parts (tma_matmul), one
@@ -23,6 +23,7 @@ TECHNIQUES = [
     "examples/tma/gluon_matmul.py",
     "examples/tma/blackwell.py",
 ]
+TOUR = ("tma_matmul",)
 ARCHITECTURES = (80, 89, 90, 100, 120)
 
 if __name__ == "__main__":

@@ -50,7 +50,7 @@ while true; do
     say_and_run env PROFILING_SECONDS="$seconds" "$tool" --profile-from-start off --clock-control none --nvtx \
         --target-processes application-only ${sections[@]+"${sections[@]/#/--section=}"} --metrics "$metrics" \
         --force-overwrite --export "$stem-rep" \
-        "$python" -m harness.profile_run bounded "$stem.left" "$script" ${left[@]+"${left[@]}"} --profile \
+        "$python" -m profiling.run bounded "$stem.left" "$script" ${left[@]+"${left[@]}"} --profile \
         ${options[@]+"${options[@]}"} --json "$stem.json" || echo "ncu ended with status $?" >&2
     if [ -f "$stem-rep" ]; then
         echo "report: $stem-rep"
@@ -60,9 +60,9 @@ while true; do
         : >"$stem.csv"
     fi
     tables+=("$stem.json" "$stem.csv")
-    mapfile -t left < <("$python" -m harness.profile_read rest "$stem.json" "$script" ${techniques[@]+"${techniques[@]}"})
+    mapfile -t left < <("$python" -m profiling.read rest "$stem.json" "$script" ${techniques[@]+"${techniques[@]}"})
     [ ${#left[@]} -gt 0 ] || break
     echo "going on after the technique that ended the process: ${left[*]}" >&2
     part=$((part + 1))
 done
-"$python" -m harness.profile_read ncu ${agree[@]+"${agree[@]}"} "${tables[@]}"
+"$python" -m profiling.read ncu ${agree[@]+"${agree[@]}"} "${tables[@]}"

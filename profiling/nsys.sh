@@ -29,4 +29,4 @@ for report in "$out".nsys*.nsys-rep; do
     fi
 done
 if [ ${#tables[@]} -gt 0 ]; then echo "reports: $out.nsys*.nsys-rep (${#tables[@]})"; fi
-"$python" -m harness.profile_read nsys "$out.nsys.json" ${tables[@]+"${tables[@]}"}
+"$python" -m profiling.read nsys "$out.nsys.json" ${tables[@]+"${tables[@]}"}

@@ -10,8 +10,8 @@ a technique failed, 2 wrong usage.'
 
 read_arguments "$@"
 rm -f "$out".proton*
-say_and_run "$python" -m harness.profile_run proton "$out.proton" "$script" ${techniques[@]+"${techniques[@]}"} \
+say_and_run "$python" -m profiling.run proton "$out.proton" "$script" ${techniques[@]+"${techniques[@]}"} \
     --profile ${options[@]+"${options[@]}"} --json "$out.proton.json" || echo "the script ended with status $?" >&2
 [ -f "$out.proton.hatchet" ] || exit 1
 echo "tree: $out.proton.hatchet"
-"$python" -m harness.profile_read proton "$out.proton.json" "$out.proton.hatchet"
+"$python" -m profiling.read proton "$out.proton.json" "$out.proton.hatchet"

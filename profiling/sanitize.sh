@@ -54,7 +54,7 @@ if [ "${version:-2026}" -lt 2026 ] && [[ " ${tools[*]} " == *" racecheck "* ]]; 
         "pip install -U nvidia-cuda-sanitizer-api" >&2
 fi
 
-mapfile -t kernels < <("$python" -m harness.profile_read kernels "$script" ${techniques[@]+"${techniques[@]}"})
+mapfile -t kernels < <("$python" -m profiling.read kernels "$script" ${techniques[@]+"${techniques[@]}"})
 [ -n "${kernels[*]:-}" ] || { kernels=() all_kernels=yes; echo "no Triton kernel of their own: looking at all kernels"; }
 help=$("$tool" --help 2>&1 || true)
 knows() { [[ $help == *"$1"* ]]; }
@@ -88,7 +88,7 @@ look() { # TOOL: runs it, and leaves $out.TOOL.*
     rm -f "$out.$one".{log,json,launches,txt,status}
     code=0 started=$SECONDS
     say_and_run ${limit[@]+"${limit[@]}"} env ${cached[@]+"${cached[@]}"} "$tool" "${flags[@]}" \
-        "$python" -m harness.profile_run "$watcher" "$out.$one.launches" "$script" ${techniques[@]+"${techniques[@]}"} \
+        "$python" -m profiling.run "$watcher" "$out.$one.launches" "$script" ${techniques[@]+"${techniques[@]}"} \
         ${options[@]+"${options[@]}"} --check-only --quick --json "$out.$one.json" >"$out.$one.txt" || code=$?
     echo "$code $((SECONDS - started)) $which" >"$out.$one.status"
 }
@@ -99,4 +99,4 @@ for one in "${tools[@]}"; do
     port=$((port + 100))
 done
 wait
-"$python" -m harness.profile_read sanitizer "$out" "${tools[@]}" -- ${kernels[@]+"${kernels[@]}"}
+"$python" -m profiling.read sanitizer "$out" "${tools[@]}" -- ${kernels[@]+"${kernels[@]}"}

@@ -10,7 +10,7 @@ failed, 2 wrong usage.'
 
 read_arguments "$@"
 rm -f "$out.torch.json"
-say_and_run "$python" -m harness.profile_run torch "$out.torch" "$script" ${techniques[@]+"${techniques[@]}"} \
+say_and_run "$python" -m profiling.run torch "$out.torch" "$script" ${techniques[@]+"${techniques[@]}"} \
     --profile ${options[@]+"${options[@]}"} --json "$out.torch.json" || echo "the script ended with status $?" >&2
 echo "traces: $out.torch/"
-"$python" -m harness.profile_read torch "$out.torch.json" "$out.torch"
+"$python" -m profiling.read torch "$out.torch.json" "$out.torch"

@@ -22,7 +22,7 @@ settings.load_profile("companion")
 
 
 # A technique file imports what its topic needs, so without it its tests cannot even be collected.
-FOLDERS = {"triton": ("triton", "fp8", "tma"), "torch_xla": ("xla",)}
+FOLDERS = {"triton": ("common", "triton", "fp8", "tma"), "torch_xla": ("xla",)}
 LEFT_OUT = {package: folders for package, folders in FOLDERS.items() if find_spec(package) is None}
 collect_ignore_glob = [f"examples/{folder}/*" for folders in LEFT_OUT.values() for folder in folders]
 if "triton" in LEFT_OUT:

@@ -26,10 +26,10 @@ from collections.abc import Callable
 from types import SimpleNamespace
 from typing import NamedTuple
 
+from harness.bench import is_compiled, is_ours, time_rounds
 from harness.catalog import ROOT, Needs
 from harness.check import CheckError
 from harness.codegen import compile_for
-from harness.compare import is_compiled, is_ours, time_rounds
 from harness.hardware import enqueue_ms, machine
 
 import pytest
@@ -39,7 +39,8 @@ from examples.compiler import cuda_graphs
 from examples.fp8 import blockwise_matmul as blockwise
 from examples.fp8 import fp8_matmul as fp8
 from examples.fp8 import microscaling as mx
-from examples.tma import blackwell
+from examples.fp8.microscaling_quantize import expected_bytes, mx_quantize, quantized_bytes
+from examples.tma import blackwell, blackwell_plan, blackwell_scaled
 from examples.tma import gluon_matmul as by_hand
 from examples.tma import tma_copy as copying
 from examples.tma import tma_epilogues as epilogues
@@ -51,6 +52,11 @@ from examples.triton import tensor_cores as formats
 from examples.triton import warp_specialized_matmul as specialized
 from examples.triton.persistent_matmul import matmul_persistent
 from examples.triton.pipelined_matmul import matmul_pipelined
+from studies.fp8.microscaling import quantize_torch
+from studies.tma import gluon_matmul as by_steps
+from studies.tma import tma_copy_edges as copy_edges
+from studies.tma import tma_epilogues as epilogues_study
+from studies.tma import tma_persistent_matmul_descriptors as descriptors
 
 SMS = (80, 89, 90, 100, 120)
 LAUNCHES = 2000  # of each kernel, under stress
@@ -94,7 +100,7 @@ TABLE = {
         Row("FP8 over _scaled_mm",                  0.10,  None,  None,  1.034, None,  None),
     ],
     "test_fp8_blockwise": [
-        Row("warp specialized over one role",       0.10,  None,  None,  1.91,  None,  None),
+        Row("warp specialized over plain",       0.10,  None,  None,  1.91,  None,  None),
         Row("warp specialized over _scaled_mm",     0.10,  None,  None,  1.081, None,  None),
     ],
     "test_mx_quantize[mxfp8]": [
@@ -124,7 +130,7 @@ TABLE = {
     ],
     "test_tma_copy": [
         Row("TMA over torch copy",                  0.05,  None,  None,  0.967, None,  None),
-        Row("TMA ahead over TMA walk",              0.10,  None,  None,  None,  None,  None),  # on sm_90 a loss
+        Row("TMA pipelined over TMA persistent",    0.10,  None,  None,  None,  None,  None),  # on sm_90 a loss
     ],
     "test_tma_matmul[4096x4096x4096]": [
         Row("loads over pointers",                  0.05,  None,  None,  None,  None,  None),  # 1.014 on sm_90
@@ -174,7 +180,7 @@ TABLE = {
         Row("by hand over cuBLAS",                  0.10,  None,  None,  None,  None,  None),
     ],
     "test_warp_specialized": [
-        Row("specialized over one role",            0.10,  None,  None,  None,  None,  None),  # on sm_90 even
+        Row("specialized over plain",            0.10,  None,  None,  None,  None,  None),  # on sm_90 even
     ],
     "test_pipelined": [
         Row("2 stages over 1 stage",                0.10,  None,  None,  1.41,  None,  None),
@@ -312,7 +318,7 @@ def test_tensor_core_formats(h, speed):
 def test_fp8_over_fp16(h, speed):
     """The same numbers, which float16 holds exactly, in both formats, by the library and by our fastest kernels."""
     n, one = 8192, torch.ones((), device=h.device)
-    for variant in fp8.runnable(h):
+    for variant in fp8.runnable(h.device):
         inputs = fp8.operands(h, 257, 272, 144, rows=True)
         fn = functools.partial(fp8.fp8_matmul, variant=variant)
         h.check(fn, fp8.reference, *inputs, what=f"{variant} ragged", dtype=torch.bfloat16, **fp8.budget(h, 144))
@@ -324,7 +330,7 @@ def test_fp8_over_fp16(h, speed):
     budget = {"dtype": torch.bfloat16} | fp8.budget(h, n)
     library = functools.partial(torch._scaled_mm, out_dtype=torch.bfloat16, use_fast_accum=True)
     speed.add("_scaled_mm", library, a, b, one, one, want=want, **budget)
-    for variant in fp8.runnable(h):
+    for variant in fp8.runnable(h.device):
         fn = functools.partial(fp8.fp8_matmul, variant=variant, check_scales=False)
         speed.add(f"FP8 {variant}", fn, a, b, one, one, want=want, **budget)
     speed.race()
@@ -336,11 +342,11 @@ def test_fp8_blockwise(h, speed):
     n = 8192
     inputs = blockwise.operands(h, n, n, n)
     want, budget = blockwise.reference(*inputs), {"dtype": torch.bfloat16} | blockwise.budget(h, n)
-    if blockwise.works(h, "_scaled_mm", blockwise.scaled_mm_blockwise, *inputs):
+    if "torch" not in blockwise.library(*inputs):
         speed.add("_scaled_mm", blockwise.scaled_mm_blockwise, *inputs, want=want, **budget)
-    for variant in blockwise.runnable(h):
+    for variant in blockwise.runnable(h.device):
         fn = functools.partial(blockwise.blockwise_matmul, variant=variant, check_scales=False)
-        name = {"tiles": "one role", "warp specialized": "warp specialized"}[variant]
+        name = {"tiles": "plain", "warp specialized": "warp specialized"}[variant]
         speed.add(name, fn, *inputs, want=want, **budget)
     speed.race()
 
@@ -349,7 +355,7 @@ def test_fp8_blockwise(h, speed):
 def test_fp8_formats(h):
     """e4m3 and e5m2 in each pair, scales per tensor and per row, to each dtype, by each kernel that runs here."""
     pairs = [(x, y) for x in (fp8.E4M3, fp8.E5M2) for y in (fp8.E4M3, fp8.E5M2)]
-    for variant in fp8.runnable(h):
+    for variant in fp8.runnable(h.device):
         for i, (pair, out) in enumerate(zip(pairs, itertools.cycle(fp8.OUT_DTYPES), strict=False)):
             fn = functools.partial(fp8.fp8_matmul, out_dtype=out, variant=variant)
             inputs = fp8.operands(h, 513, 776, 528, i % 2 == 0, pair)
@@ -379,14 +385,14 @@ def test_mx_quantize(h, speed, fmt):
     """Every bit of values and scales, of matrices with tails and of a large one."""
     for shape in [(1, 32), (130, 160)]:
         x = h.randn(*shape, dtype=h.half, scale=3.0)
-        h.check(mx.quantized_bytes, mx.expected_bytes, x, fmt, what=f"{fmt} {shape}", dtype=torch.uint8)
+        h.check(quantized_bytes, expected_bytes, x, fmt, what=f"{fmt} {shape}", dtype=torch.uint8)
     n = h.fit(16384, bytes_each=64 * 16384)
     x = h.randn(n, n, dtype=h.half)
-    whole = mx.mx_quantize(x, fmt)[2]
-    want = mx.expected_bytes(x, fmt, "floor", whole)
-    compiled = h.compiled(mx.quantize_torch)
+    whole = mx_quantize(x, fmt)[2]
+    want = expected_bytes(x, fmt, "floor", whole)
+    compiled = h.compiled(quantize_torch)
     library = lambda x: tuple(part.view(torch.uint8) for part in compiled(x, fmt, whole))  # noqa: E731
-    ours = functools.partial(mx.quantized_bytes, fmt=fmt, tensor_scale=whole)
+    ours = functools.partial(quantized_bytes, fmt=fmt, tensor_scale=whole)
     speed.add("torch.compile", library, x, want=want, dtype=torch.uint8)
     speed.add("one kernel", ours, x, want=want, dtype=torch.uint8)
     speed.race()
@@ -425,17 +431,19 @@ def test_persistent(h, speed, K):
 
 @needs("TMA", (9, 0))
 def test_tma_copy(h, speed):
-    """Every form, on matrices with edges in both dimensions and on one of 512 MiB."""
+    """Every variant, on matrices with edges in both dimensions and on one of 512 MiB."""
     n = h.fit(16384, bytes_each=30 * 16384)
-    ragged = [copying.padded(h, M, N, torch.float16) for M, N in [(3, 781), (129, 640)]]
+    ragged = [copy_edges.padded(h, M, N, torch.float16) for M, N in [(3, 781), (129, 640)]]
     x = h.randn(n, n, dtype=torch.float16)
     want = copying.reference(x)
     speed.add("torch copy", copying.torch_copy, x, want=want, terms=0)
-    for name in ("pointers", "TMA host", "TMA device", "TMA walk", "TMA ahead", "TMA ahead device", "TMA ring"):
-        fn = functools.partial(copying.tma_copy, form=name.removeprefix("TMA "))
+    loops = ("TMA persistent", "TMA pipelined", "TMA pipelined device", "TMA ring")
+    for name in ("pointers", "TMA tile", "TMA tile device", *loops):
+        variant = name.removeprefix("TMA ")
+        fn = functools.partial(copying.tma_copy, variant=variant)
         for small in ragged:
             h.check(fn, copying.reference, small, what=f"{name} ragged", terms=0)
-        copying.written(ragged[1][:101, :203], name.removeprefix("TMA "))  # raises beyond the last 16 bytes of a row
+        copy_edges.written(ragged[1][:101, :203], variant)  # raises beyond the last 16 bytes of a row
         speed.add(name, fn, x, want=want, terms=0)
     speed.race()
 
@@ -460,7 +468,7 @@ def test_tma_matmul(h, speed, case):
 def test_tma_persistent_matmul(h, speed, case):
     """The schedule that its rule takes; every schedule on a ragged shape, b either way."""
     x, w = h.randn(257, 328, dtype=h.half), h.randn(520, 328, dtype=h.half)
-    for schedule in (None, *persistent.runnable(h)):
+    for schedule in (None, *persistent.runnable(h.device)):
         for b in (w.t(), w.t().contiguous()):
             fn = functools.partial(persistent.matmul_tma_persistent, schedule=schedule)
             h.check(fn, product, x, b, what=f"{schedule} ragged", terms=328)
@@ -478,8 +486,8 @@ def test_tma_persistent_matmul(h, speed, case):
 def test_tma_descriptors(h, speed):
     """Made by the host for each call, or once: what a caller in a loop waits for. On the device: the same result."""
     a, b, want = square(h, 1024, h.half)
-    for where in persistent.DESCRIPTORS:
-        fn = functools.partial(persistent.matmul_tma_persistent, schedule="split", descriptors=where)
+    for where in descriptors.ON_DEVICE:
+        fn = functools.partial(descriptors.matmul_device_descriptors, where=where)
         h.check(fn, product, a[:257], b, what=f"descriptors by {where}", terms=1024)
     prepared = persistent.prepare_matmul(a, b, torch.full_like(a, math.nan))
     speed.add("prepared", prepared, want=want, dtype=h.half, terms=1024)
@@ -492,10 +500,10 @@ def test_tma_descriptors(h, speed):
 def test_tma_epilogues(h, speed, form):
     """In the GEMM's store, against cuBLAS and then the epilogue as one kernel by torch.compile."""
     for sizes in [(513, 528, 72), (8192, 14336, 4096)]:
-        every = epilogues.forms(h, *sizes)
+        every = epilogues_study.layers(h, *sizes)
         _, inputs, reference, ours, two_kernels, _, dtype, _ = next(each for each in every if each[0] == form)
         want, budget = reference(*inputs), {"dtype": dtype} | epilogues.budget(h, sizes[2])
-        for variant in epilogues.runnable(h):
+        for variant in epilogues_study.runnable(h.device):
             speed.add(f"fused {variant}", ours(variant), *inputs, want=want, **budget)
     speed.add("cuBLAS + torch.compile", two_kernels, *inputs, want=want, **budget)
     speed.race()
@@ -506,8 +514,8 @@ def test_tma_epilogues(h, speed, form):
 def test_tma_gluon_matmul(h, speed, n):
     a, b, want = square(h, n, h.half)
     x, w = h.randn(257, 328, dtype=h.half), h.randn(520, 328, dtype=h.half)
-    for i, step in enumerate(("one buffer", "ring", "roles", "persistent", "in flight", "staggered")):
-        fn = functools.partial(by_hand.gluon_matmul, step=step)
+    for i, step in enumerate(("one buffer", "ring", "partitions", "persistent", "in flight", "staggered")):
+        fn = by_steps.KERNELS[step]
         h.check(fn, product, x, w.t() if i % 2 else w.t().contiguous(), what=f"{step} ragged", terms=328)
         speed.add(step, fn, a, b, want=want, terms=n)
     speed.add("cuBLAS", torch.matmul, a, b, want=want, terms=n)
@@ -517,32 +525,32 @@ def test_tma_gluon_matmul(h, speed, n):
 @needs("TMA", (9, 0))
 def test_tma_blackwell_matmul(h, speed):
     """By hand in tensor memory where there is some; the two that the compiler schedules anywhere with TMA."""
-    for M, N, K, dtype in itertools.chain(*([(*edge, h.half), (*edge, fp8.E4M3)] for edge in blackwell.EDGES)):
+    for M, N, K, dtype in itertools.chain(*([(*edge, h.half), (*edge, fp8.E4M3)] for edge in blackwell_plan.EDGES)):
         a, b = h.randn(M, K, dtype=dtype), h.randn(N, K, dtype=dtype)
-        for variant in blackwell.runnable(h):
+        for variant in blackwell_plan.runnable(h.device):
             fn = functools.partial(blackwell.blackwell_matmul, variant=variant, out_dtype=h.half)
-            what, budget = f"{variant} {dtype} {M}x{N}x{K}", blackwell.budget(h, K, dtype)
+            what, budget = f"{variant} {dtype} {M}x{N}x{K}", blackwell_plan.budget(dtype, K)
             h.check(fn, blackwell.reference, a, b, what=what, dtype=h.half, **budget)
     a, b, _ = square(h, 4096, h.half)
     want = blackwell.reference(a, b)
     speed.add("cuBLAS", lambda a, b: a @ b.T, a, b, want=want, terms=4096)
     for variant in ("pipelined", "specialized", "by hand"):
-        if variant in blackwell.runnable(h):
+        if variant in blackwell_plan.runnable(h.device):
             fn = functools.partial(blackwell.blackwell_matmul, variant=variant)
             speed.add(variant, fn, a, b, want=want, terms=4096)
     speed.race()
 
 
 @needs("tensor memory", (10, 0))
-@pytest.mark.parametrize("fmt", blackwell.FORMATS)
+@pytest.mark.parametrize("fmt", blackwell_scaled.FORMATS)
 def test_mx_by_hand(h, fmt):
     """Block-scaled products by hand: scales in tensor memory. A tail in each dimension, then more tiles than SMs."""
-    if not blackwell.has_tensor_memory(h):
+    if not blackwell_plan.has_tensor_memory(h.machine.sm):
         pytest.skip(f"needs tensor memory (sm_{h.machine.sm} has none)")
     for M, N, K in [(130, 136, 160), (4096, 4096, 4096)]:
         x = mx.Operands.random(h, M, N, K, fmt)
         wholes = dict(zip(("a_tensor_scale", "b_tensor_scale"), x.tensor_scales, strict=True))
-        fn = functools.partial(blackwell.blackwell_mx_matmul, fmt=fmt, **wholes)
+        fn = functools.partial(blackwell_scaled.blackwell_mx_matmul, fmt=fmt, **wholes)
         what = f"{fmt} {M}x{N}x{K}"
         h.check(fn, x.reference, *x.packed, what=what, dtype=torch.bfloat16, **mx.budget(K))
 
@@ -552,7 +560,7 @@ def test_warp_specialized(h, speed):
     """Triton's own, one word in tl.range: over the loop of K, over that of tiles, over both as one (64 rows: small)."""
     a, b, want = square(h, 4096, h.half)
     x = h.randn(257, 264, dtype=h.half), h.randn(264, 520, dtype=h.half)
-    for word, asked in {"one role": False, "specialized": True}.items():
+    for word, asked in {"plain": False, "specialized": True}.items():
         for loop, rows in (("k", 64), ("k", 128), ("tiles", 128), ("flattened tiles", 64)):
             fn = functools.partial(specialized.matmul_specialized, loop=loop, warp_specialize=asked, block_m=rows)
             try:
@@ -636,34 +644,34 @@ def test_same_bits_in_every_launch(h):
         f"FP8 {variant}": functools.partial(
             fp8.fp8_matmul, a8, b8, scale_a, scale_b, variant=variant, check_scales=False
         )
-        for variant in fp8.runnable(h)
+        for variant in fp8.runnable(h.device)
     }
     calls |= {
         f"FP8 blockwise {variant}": functools.partial(
             blockwise.blockwise_matmul, *grouped, variant=variant, check_scales=False
         )
-        for variant in blockwise.runnable(h)
+        for variant in blockwise.runnable(h.device)
     }
     calls |= {
         f"TMA persistent {schedule}": functools.partial(persistent.matmul_tma_persistent, a, b, schedule=schedule)
-        for schedule in persistent.runnable(h)
+        for schedule in persistent.runnable(h.device)
     }
     calls |= {
         f"epilogue {variant}": functools.partial(
             epilogues.linear, a, b.t().contiguous(), activation="silu", variant=variant
         )
-        for variant in epilogues.runnable(h)
+        for variant in epilogues_study.runnable(h.device)
     }
-    if by_hand.runnable(h):
-        calls |= {f"gluon {step}": functools.partial(by_hand.gluon_matmul, a, b, step) for step in by_hand.STEPS}
+    if machine().sm == 90:
+        calls |= {f"gluon {step}": functools.partial(fn, a, b) for step, fn in by_steps.KERNELS.items()}
     calls |= {
         f"blackwell {variant}": functools.partial(blackwell.blackwell_matmul, a, b.t().contiguous(), variant)
-        for variant in blackwell.runnable(h)
+        for variant in blackwell_plan.runnable(h.device)
     }
     calls |= {f"TMA {step}": functools.partial(tma_matmul, a, b, step) for step in STEPS}
     calls |= {
-        f"copy {form}": functools.partial(copying.tma_copy, copying.padded(h, 1025, 777, h.half), form)
-        for form in copying.runnable()
+        f"copy {variant}": functools.partial(copying.tma_copy, copy_edges.padded(h, 1025, 777, h.half), variant)
+        for variant in copying.runnable()
     }
     first = {name: call() for name, call in calls.items()}
     differ = {name: torch.zeros((), dtype=torch.int64, device=h.device) for name in calls}
@@ -713,7 +721,9 @@ CODE = {
 }
 FP8_CODE = {
     "persistent": Code(
-        fp8.fp8_matmul, (F8, F8.t(), ONE, ONE), on_each(*TMA, "mma f8", without={80: NO_FP8, 89: NO_TMA})
+        fp8.fp8_matmul,
+        (F8, F8.t(), ONE, ONE, None, torch.bfloat16, "persistent"),
+        on_each(*TMA, "mma f8", without={80: NO_FP8, 89: NO_TMA}),
     ),
     "warp specialized": Code(
         fp8.fp8_matmul,
@@ -730,8 +740,7 @@ FP8_CODE = {
             torch.bfloat16,
             "warp specialized",
         ),
-        {80: NO_FP8, 90: (*TMA, "mma f8", "wgmma", "setmaxnreg")}
-        | dict.fromkeys((89, 100, 120), "Gluon kernel for sm_90"),
+        {80: NO_FP8, 90: (*TMA, "mma f8", "wgmma", "setmaxnreg")} | dict.fromkeys((89, 100, 120), "needs sm_90"),
     ),
     "mxfp8": Code(
         mx.mx_matmul,
@@ -763,7 +772,7 @@ TMA_CODE = {
         | dict.fromkeys((90, 120), "tensor memory"),
     ),
     "block-scaled": Code(
-        blackwell.blackwell_mx_matmul, (F8, SCALES, F8, SCALES, "mxfp8"),
+        blackwell_scaled.blackwell_mx_matmul, (F8, SCALES, F8, SCALES, "mxfp8"),
         {100: (*TMA, "tcgen05.mma", "tcgen05.cp", "block_scale", "kind::mxf8f6f4", "setmaxnreg")}
         | dict.fromkeys((90, 120), "tensor memory"),
     ),

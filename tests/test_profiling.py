@@ -169,7 +169,7 @@ def test_ncu_sees_the_named_calls_alone_and_leaves_the_clocks(profiling):
     assert "--section=Occupancy" in profile
     out = profiling.out / "triton_examples-softmax.ncu"
     assert profile[profile.index(sys.executable) + 1 :] == [
-        "-m", "harness.profile_run", "bounded", f"{out}.left",
+        "-m", "profiling.run", "bounded", f"{out}.left",
         str(ROOT / "triton_examples.py"), "softmax", "--profile", "--quick", "--json", f"{out}.json",
     ]  # fmt: skip
     assert "PROFILING_SECONDS=120" in done.stderr
@@ -189,7 +189,7 @@ def test_ncu_counts_less_when_it_is_told_to_and_puts_it_beside_a_record(profilin
         "machine": {"gpu": "NVIDIA H200", "ceilings": {"copy_tbps": 4.2, "gemm_tflops": {}}},
         "when": "2026-11-22T00:00:00",
         "examples": [
-            {"name": "softmax", "comparisons": [{"title": "softmax", "case": "4096x4096 bfloat16", "rows": [row]}]}
+            {"name": "softmax", "tables": [{"title": "softmax", "case": "4096x4096 bfloat16", "rows": [row]}]}
         ],
     }
     (tmp_path / "r.json").write_text(json.dumps(reference))
@@ -225,10 +225,12 @@ else:
     chosen = argv[argv.index("bounded") + 3 : argv.index("--profile")]
     ran = [name for name in ("vector_add", "softmax", "matmul") if name in chosen]
     ran = ran[: ran.index("softmax") + 1] if "softmax" in ran else ran
-    examples = [{{"name": name, "status": "running" if name == "softmax" else "passed", "reason": None,
-                 "profiled": {{}}}} for name in ran]
+    whole = [name for name in ran if name != "softmax"]
+    examples = [{{"name": name, "status": "passed", "reason": None, "profiled": {{}}}} for name in whole]
+    running = "softmax" if "softmax" in ran else None
     Path(after("--export")).touch()
-    Path(after("--json")).write_text(json.dumps({{"machine": {{"mode": "gpu"}}, "examples": examples}}))
+    record = {{"machine": {{"mode": "gpu"}}, "running": running, "examples": examples}}
+    Path(after("--json")).write_text(json.dumps(record))
 """
 
 
@@ -273,7 +275,7 @@ def bounded(tmp_path, cli, sleep):
     script, left = tmp_path / "made.py", tmp_path / "left"
     script.write_text(MANY.replace("SLEEP", str(sleep)))
     args = ("bounded", left, script, "--profile", "--json", tmp_path / "r.json")
-    done = cli(("-m", "harness.profile_run"), *args, PROFILING_SECONDS="0.5")
+    done = cli(("-m", "profiling.run"), *args, PROFILING_SECONDS="0.5")
     return done, json.loads(left.read_text()) if left.exists() else {}
 
 
@@ -289,7 +291,8 @@ def test_a_call_that_does_not_come_back_ends_the_process_and_is_known_by_its_rec
     done, _ = bounded(tmp_path, cli, 1.5)
     assert done.returncode == 1
     assert "Timeout" in done.stderr
-    assert json.loads((tmp_path / "r.json").read_text())["examples"][0]["status"] == "running"
+    held = json.loads((tmp_path / "r.json").read_text())
+    assert (held["running"], held["examples"]) == ("made", [])
 
 
 def test_ncu_that_may_not_count_is_explained(profiling):
@@ -414,7 +417,7 @@ if "--version" in argv:
     print("NVIDIA (R) Compute Sanitizer\\nVersion YEAR.3.1.0 (build 36400806) (public-release)")
     sys.exit()
 tool = after("--tool")
-launches = argv[argv.index("harness.profile_run") + 2]
+launches = argv[argv.index("profiling.run") + 2]
 kernels = [a.split("=")[1] for a in argv if a.startswith("kernel_name=")] or ["softmax_rows_kernel"]
 Path(launches).write_text(json.dumps(dict.fromkeys(kernels, 5)))
 Path(after("--json")).write_text({json.dumps(record())!r})
@@ -442,9 +445,9 @@ def test_sanitize_runs_all_tools_over_the_kernels_of_the_technique(profiling):
         assert run[run.index("--launch-timeout") + 1] == "0"
         assert int(run[run.index("--error-exitcode") + 1])
         assert ("kernel_name=softmax_rows_kernel" in run) == (tool != "initcheck")
-        assert run[run.index(sys.executable) :][:3] == [sys.executable, "-m", "harness.profile_run"]
+        assert run[run.index(sys.executable) :][:3] == [sys.executable, "-m", "profiling.run"]
         watcher = "unguarded" if tool in ("memcheck", "initcheck") else "launches"
-        assert run[run.index("harness.profile_run") + 1] == watcher
+        assert run[run.index("profiling.run") + 1] == watcher
         assert run[run.index("--check-only") :][:3] == ["--check-only", "--quick", "--json"]
         assert f"{tool} 1 passed " in " ".join(done.stdout.split())
         assert (profiling.out / f"triton_examples-softmax.{tool}.log").exists()
@@ -550,18 +553,20 @@ def test_an_unknown_tool_is_wrong_usage(profiling, wrong):
 @pytest.mark.parametrize("guarded", [True, False])
 def test_a_sanitizer_meets_memory_that_is_not_poisoned_and_the_smallest_sizes(tmp_path, guarded):
     import harness.check
-    from harness import Work, hardware
-    from harness.profile_run import launches_counted
+    from harness import Work
     from harness.session import Harness
 
     import torch
+
+    from examples.common import device
+    from profiling.run import launches_counted
 
     h = Harness("made", timing=False)
     with launches_counted(tmp_path / "launches", guarded=guarded), harness.check.poisoned_outputs("x"):
         made = torch.empty(1000)
         assert h.codegen(torch.add, find={90: ("wgmma",)}) == [], "that compiles for minutes, and launches nothing"
         assert not h.shows_code
-        assert hardware.FEW_SMS
+        assert device.FEW_SMS
         assert h.pick(quick=4096, full=8192, interpreted=160) == 160
         table = h.compare(
             {"torch": torch.neg, "torch.compile": None, "triton": torch.neg}, lambda x: -x.double(), h.randn(3),
@@ -569,7 +574,7 @@ def test_a_sanitizer_meets_memory_that_is_not_poisoned_and_the_smallest_sizes(tm
         )  # fmt: skip
         assert [row.variant for row in table.rows] == ["triton"], "what others generate takes minutes"
     assert h.shows_code
-    assert hardware.FEW_SMS is None
+    assert device.FEW_SMS is None
     assert (made.untyped_storage().nbytes() > 4000) == guarded
     with harness.check.poisoned_outputs("x"):
         assert torch.empty(8).isnan().all()
@@ -578,11 +583,11 @@ def test_a_sanitizer_meets_memory_that_is_not_poisoned_and_the_smallest_sizes(tm
 def test_autotuners_call_each_configuration_once_and_leave_no_timings(monkeypatch):
     """Under a sanitizer: its hundreds of launches took minutes there, and the next run would believe their times."""
     pytest.importorskip("triton")
-    from harness.profile_run import tuned_in_one_call
-
     import torch
     import triton
     from triton.runtime.autotuner import Autotuner
+
+    from profiling.run import tuned_in_one_call
 
     before, calls = (triton.testing.do_bench, triton.testing.do_bench_cudagraph, Autotuner.check_disk_cache), []
     monkeypatch.setattr(torch.cuda, "synchronize", lambda: calls.append("wait"))
@@ -598,7 +603,7 @@ def test_autotuners_call_each_configuration_once_and_leave_no_timings(monkeypatc
 def test_launches_are_counted_and_the_script_keeps_its_status(tmp_path, cli):
     script, out = tmp_path / "made.py", tmp_path / "launches"
     script.write_text("import sys\nprint(sys.argv)\nsys.exit(7)\n")
-    done = cli(("-m", "harness.profile_run"), "launches", out, script, "--quick")
+    done = cli(("-m", "profiling.run"), "launches", out, script, "--quick")
     assert done.returncode == 7
     assert "made.py', '--quick']" in done.stdout
     assert json.loads(out.read_text()) == {}
@@ -608,7 +613,7 @@ def test_launches_are_counted_and_the_script_keeps_its_status(tmp_path, cli):
 def test_launches_of_a_gpu_are_counted_by_kernel(tmp_path, cli):
     out = tmp_path / "launches"
     script = ROOT / "triton_examples.py"
-    done = cli(("-m", "harness.profile_run"), "launches", out, script, "vector_add", "--quick", "--check-only")
+    done = cli(("-m", "profiling.run"), "launches", out, script, "vector_add", "--quick", "--check-only")
     assert done.returncode == 0, done.stdout + done.stderr
     assert json.loads(out.read_text())["vector_add_kernel"] >= 5
 
@@ -669,5 +674,5 @@ def test_a_sample_names_its_command_its_machine_and_every_technique(name):
 
 
 def test_a_sample_is_reachable_from_the_documentation():
-    for document in ("README.md", "docs/results.md"):
+    for document in ("docs/running.md", "docs/results.md"):
         assert "results/h200/profiles" in (ROOT / document).read_text(encoding="utf-8")

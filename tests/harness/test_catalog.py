@@ -1,4 +1,4 @@
-"""What can be read without running anything: topics, techniques, needs, and doctor's verdicts."""
+"""What can be read without running anything: topics, techniques, needs, and what a machine lacks."""
 
 import dataclasses
 
@@ -11,94 +11,100 @@ import pytest
 def test_needs_are_parsed():
     needs = Needs.parse("triton>=3.5, sm_90, 8 GiB, gpu")
     assert needs.packages == (("triton", "3.5"),)
-    assert (needs.sm, needs.gib, needs.gpu, needs.triton) == ((9, 0), 8.0, True, True)
+    assert (needs.sm, needs.gib, needs.gpu, needs.triton, needs.xla) == ((9, 0), 8.0, True, True, False)
     assert Needs.parse("sm_120").sm == (12, 0)
     assert Needs.parse("torch_xla").packages == (("torch_xla", None),)
-    with pytest.raises(CatalogError, match="cannot read '8 gigs'"):
-        Needs.parse("triton, 8 gigs")
-
-
-def test_fields_of_a_docstring_continue_on_indented_lines():
-    text = "Lesson.\n\nTechnique  one\n           two\nNeeds      triton\n\nprose\n  indented prose\nWins when  never\n"
-    assert fields(text) == {"Technique": "one two", "Needs": "triton", "Wins when": "never"}
 
 
 def on(**changes):
     gpu = {
         "gpu": "NVIDIA H200", "capability": (9, 0), "sms": 132, "memory_gib": 140.0, "shared_bytes": 232448,
-        "power_limit_w": 700.0, "max_clock_mhz": 1980, "driver": "580",
+        "power_limit_w": 700.0, "max_clock_mhz": 1980, "driver": "580", "triton": "3.7.1",
     }  # fmt: skip
     return dataclasses.replace(machine(), **(gpu | changes))
 
 
+NO_GPU = {"gpu": None, "capability": None, "memory_gib": None}
+
+
 @pytest.mark.parametrize(
-    ("text", "changes", "reason"),
+    ("text", "interpret", "changes", "reason"),
     [
-        ("triton", {}, None),
-        ("triton, sm_90", {}, None),
-        ("triton, sm_100", {}, "needs sm_100 (this is sm_90)"),
-        ("triton, sm_89", {"capability": (8, 0)}, "needs sm_89 (this is sm_80)"),
-        ("200 GiB", {}, "needs 200 GiB of GPU memory (this GPU has 140)"),
-        ("no_such_package", {}, "needs no_such_package (not installed: pip install no_such_package)"),
-        ("triton>=99.1", {}, "needs triton>=99.1 (this is "),
+        ("triton", "0", {}, None),
+        ("triton, sm_90", "0", {}, None),
+        ("triton, sm_100", "0", {}, "needs sm_100 (this is sm_90)"),
+        ("triton, sm_89", "0", {"capability": (8, 0)}, "needs sm_89 (this is sm_80)"),
+        ("200 GiB", "0", {}, "needs 200 GiB of GPU memory (this GPU has 140)"),
+        ("no_such_package", "0", {}, "needs no_such_package (not installed: pip install no_such_package)"),
+        ("triton>=99.1", "0", {}, "needs triton>=99.1 (this is "),
+        ("triton, sm_100, 80 GiB", "1", NO_GPU, None),  # interpreted: only a GPU itself is lacking
+        ("triton, gpu", "1", NO_GPU, "needs a GPU"),
+        ("triton", "0", NO_GPU, "needs a GPU, or TRITON_INTERPRET=1"),
+        ("", "0", NO_GPU, None),
     ],
 )
-def test_what_a_gpu_lacks_is_said(monkeypatch, text, changes, reason):
-    if "triton" in text:
-        pytest.importorskip("triton")
-    monkeypatch.setenv("TRITON_INTERPRET", "0")
+def test_what_a_machine_lacks_is_said(monkeypatch, text, interpret, changes, reason):
+    pytest.importorskip("triton")
+    monkeypatch.setenv("TRITON_INTERPRET", interpret)
     said = on(**changes).lacks(Needs.parse(text))
     assert said is None if reason is None else said.startswith(reason)
-
-
-def test_without_a_gpu_kernels_are_interpreted_and_only_gpu_is_lacking(monkeypatch):
-    pytest.importorskip("triton")
-    none = on(gpu=None, capability=None, memory_gib=None, triton="3.7.1")
-    monkeypatch.setenv("TRITON_INTERPRET", "1")
-    assert none.mode == "interpreted"
-    assert none.lacks(Needs.parse("triton, sm_100, 80 GiB")) is None
-    assert none.lacks(Needs.parse("triton, gpu")) == "needs a GPU"
-    monkeypatch.setenv("TRITON_INTERPRET", "0")
-    assert none.mode == "cpu"
-    assert none.lacks(Needs.parse("triton")).startswith("needs a GPU, or TRITON_INTERPRET=1")
-    assert none.lacks(Needs.parse("")) is None
 
 
 def test_the_interpreter_of_triton_3_6_needs_an_older_numpy(monkeypatch):
     pytest.importorskip("triton")
     monkeypatch.setenv("TRITON_INTERPRET", "1")
-    old = on(gpu=None, capability=None, triton="3.6.0")
-    monkeypatch.setattr("harness.hardware.package_version", lambda name: {"triton": "3.6.0", "numpy": "2.4.6"}[name])
-    assert old.lacks(Needs.parse("triton")).startswith("needs numpy<2.4")
-    monkeypatch.setattr("harness.hardware.package_version", lambda name: {"triton": "3.6.0", "numpy": "2.3.5"}[name])
-    assert old.lacks(Needs.parse("triton")) is None
+    for numpy, reason in (("2.4.6", "needs numpy<2.4"), ("2.3.5", "")):
+        have = {"triton": "3.6.0", "numpy": numpy}
+        monkeypatch.setattr("harness.hardware.package_version", have.__getitem__)
+        assert (on(**NO_GPU, triton="3.6.0").lacks(Needs.parse("triton")) or "").startswith(reason)
 
 
 def test_every_topic_of_the_repository_reads():
     found = topics()
-    assert "triton_examples" in [topic.name for topic in found]
+    assert len(found) >= 5
     for topic in found:
         assert topic.techniques
         for technique in topic.techniques:
             assert technique.error is None
             assert technique.question.endswith("?")
             assert len(technique.lesson) <= 120
-            named = fields(technique_docstring(technique.path))
-            for field in ("Technique", "Shapes", "Dtypes", "Errors", "Wins when", "Source", "Run"):
-                assert field in named, f"{technique.file} has no {field}"
-            assert named["Run"] == f"python {technique.file}"
+            assert technique.path.read_text().endswith('\nif __name__ == "__main__":\n    run(demo)\n')
+    belong = [path for topic in found for t in topic.techniques for path in (t.path, *t.variants)]
+    assert sorted(set(belong)) == sorted(belong)
+    assert set(belong) == set((ROOT / "examples").glob("*/*.py")) - set((ROOT / "examples/common").glob("*.py"))
 
 
-def technique_docstring(path):
-    import ast
+FIELDS = """Lesson.
 
-    return ast.get_docstring(ast.parse(path.read_text()))
+Question   is it
+           fast?
+Needs      triton
+Variants   bad_tma.py (by descriptors),
+           bad_fp8.py
+Study      studies/made/bad.py and studies/made/bad_more.py
+Wins when  never
+
+prose
+  indented prose
+"""
 
 
-def test_every_technique_file_belongs_to_a_topic():
-    listed = {technique.path for topic in topics() for technique in topic.techniques}
-    there = set((ROOT / "examples").glob("*/*.py"))
-    assert there == listed
+def test_a_docstring_names_its_question_its_variants_and_its_studies(tmp_path, monkeypatch):
+    assert fields(FIELDS) | {"Variants": "", "Study": ""} == {
+        "Question": "is it fast?", "Needs": "triton", "Variants": "", "Study": "", "Wins when": "never"
+    }  # fmt: skip
+    monkeypatch.setattr("harness.catalog.ROOT", tmp_path)
+    names = ["bad.py", "bad_tma.py", "bad_fp8.py", "studies/made/bad.py", "studies/made/bad_more.py"]
+    path, *files = (tmp_path / name for name in names)
+    path.write_text(f'"""{FIELDS}"""\n')
+    (tmp_path / "studies/made").mkdir(parents=True)
+    for file in files:
+        with pytest.raises(CatalogError, match=rf"names .*{file.name}.* which does not exist"):
+            read_technique(path)
+        file.touch()
+    found = read_technique(path)
+    assert (found.lesson, found.question, found.file) == ("Lesson.", "is it fast?", "bad.py")
+    assert [*found.variants, *found.studies] == files
 
 
 @pytest.mark.parametrize(
@@ -106,43 +112,35 @@ def test_every_technique_file_belongs_to_a_topic():
     [
         ("x = 1\n", "starts with a docstring"),
         ('"""Lesson.\n\nNeeds      triton\n"""\n', "no 'Question' field"),
-        ('"""Lesson.\n\nQuestion   why?\nNeeds      7 kg\n"""\n', "cannot read '7 kg'"),
+        ('"""Lesson.\n\nQuestion   why?\n"""\n', "no 'Needs' field"),
+        ('"""Lesson.\n\nQuestion   why?\nNeeds      triton, 7 kg\n"""\n', "cannot read '7 kg'"),
         ("def (:\n", "invalid syntax"),
     ],
 )
 def test_a_malformed_technique_is_refused_by_name(tmp_path, text, message):
-    path = tmp_path / "bad.py"
-    path.write_text(text)
+    (tmp_path / "bad.py").write_text(text)
     with pytest.raises(CatalogError, match=rf"bad\.py.*{message}"):
-        read_technique(path)
+        read_technique(tmp_path / "bad.py")
 
 
-def test_a_malformed_topic_is_refused(tmp_path):
-    topic = tmp_path / "topic.py"
-    topic.write_text('"""Topic."""\n')
-    with pytest.raises(CatalogError, match="lists its technique files in TECHNIQUES"):
-        read_topic(topic)
-    topic.write_text("def (:\n")
-    with pytest.raises(CatalogError, match="invalid syntax"):
-        read_topic(topic)
-
-
-def test_the_architectures_of_a_topic_are_read_from_its_text(tmp_path):
-    topic = tmp_path / "topic.py"
-    topic.write_text("TECHNIQUES = []\n")
-    assert read_topic(topic).architectures == ()
-    topic.write_text("ARCHITECTURES = (80, 120)\nTECHNIQUES = []\n")
-    assert read_topic(topic).architectures == (80, 120)
-    for bad in ("90", "('sm_90',)"):
-        topic.write_text(f"TECHNIQUES = []\nARCHITECTURES = {bad}\n")
-        with pytest.raises(CatalogError, match=r"ARCHITECTURES is .*; write \(80, 90\) for sm_80 and sm_90"):
-            read_topic(topic)
-
-
-def test_a_technique_that_cannot_be_read_keeps_the_others_company(tmp_path):
-    topic = tmp_path / "topic.py"
-    topic.write_text('"""Topic."""\nTECHNIQUES = ["gone.py", "latin.py"]\n')
+def test_a_topic_is_read_from_its_text(tmp_path):
+    path = tmp_path / "topic.py"
+    for text, message in [
+        ('"""Topic."""\n', "lists its technique files in TECHNIQUES"),
+        ("def (:\n", "invalid syntax"),
+        ("TECHNIQUES = []\nARCHITECTURES = 90\n", r"ARCHITECTURES is .*; write \(80, 90\)"),
+        ("TECHNIQUES = []\nARCHITECTURES = ('sm_90',)\n", r"ARCHITECTURES is "),
+        ("TECHNIQUES = ['a/x.py', 'b/x.py']\n", "share a name"),
+    ]:
+        path.write_text(text)
+        with pytest.raises(CatalogError, match=message):
+            read_topic(path)
+    path.write_text("TECHNIQUES = []\n")
+    assert read_topic(path).architectures == ()
+    path.write_text('"""Topic."""\nARCHITECTURES = (80, 120)\nTECHNIQUES = ["gone.py", "latin.py"]\n')
     (tmp_path / "latin.py").write_bytes('"""Lesson \xe9."""\n'.encode("latin-1"))
-    gone, latin = read_topic(topic).techniques
+    found = read_topic(path)
+    assert (found.title, found.architectures) == ("Topic.", (80, 120))
+    gone, latin = found.techniques  # what cannot be read keeps the others company
     assert gone.error.endswith("gone.py: no such file")
     assert "latin.py" in latin.error

@@ -1,693 +1,551 @@
-"""The command line as a user meets it: every test here starts a process."""
+"""The command line: in this process wherever it can be, in one of its own where that is the point."""
 
+import dataclasses
 import json
 import os
 import re
+import runpy
 import signal
 import subprocess
 import sys
-import time
 from importlib.util import find_spec
 
-from harness.catalog import ROOT, Needs, read_topic
+from harness import cli as command
+from harness import interpreted, record
+from harness.catalog import ROOT, Needs, topics
 from harness.hardware import machine
-from harness.report import load_record
 
 import pytest
 
-TOPICS = [
-    "torch_compiler_examples",
-    "torch_xla_examples",
-    "triton_examples",
-    "triton_fp8_advanced",
-    "triton_tma_blackwell",
-]
-NAMES = {topic: [t.name for t in read_topic(ROOT / f"{topic}.py").techniques] for topic in TOPICS}
-
+TOPICS = {topic.name: [technique.name for technique in topic.techniques] for topic in topics()}
 NO_TRITON = machine().lacks(Needs.parse("triton"))  # or a numpy too new for an old interpreter
 needs_triton = pytest.mark.skipif(NO_TRITON is not None, reason=NO_TRITON or "")
 needs_xla = pytest.mark.skipif(machine().torch_xla is None, reason="torch_xla is not installed: make test-xla")
 without_xla = pytest.mark.skipif(machine().torch_xla is not None, reason="torch_xla is installed")
 
-DOCSTRING = '"""{lesson}\n\nQuestion   does it run?\nNeeds      {needs}\n"""\n'
-TOPIC = """'A topic made for a test.'
-from harness.cli import main
+LESSON = '''"""The technique {name}.
 
-TECHNIQUES = {files!r}
+Question   does {name} run?
+Needs      {needs}
+{study}"""
+from harness import Skip, Timing, Work, run
+import os, sys, tempfile, time, torch
+
+KEPT = []
+
+
+def demo(h):
+{body}
+
 
 if __name__ == "__main__":
-    main(__file__)
+    run(demo)
+'''
+TOPIC = '"""A topic made for a test."""\nTECHNIQUES = {files!r}\n\nif __name__ == "__main__":\n    {main}\n'
+GOOD = "h.check(lambda x: x * 2, lambda x: x.double() * 2, h.randn(3, 5), what='doubling')"
+TABLE = """
+x = h.randn(64, 64)
+table = h.compare({'torch': lambda x: x * 2, 'ours': lambda x: x + x}, lambda x: x.double() * 2, x,
+                  baseline='torch', work=Work(bytes=2 * x.nbytes), title='doubling')
+h.answer(lambda: f"{table.over('torch') > 0}: measured")
 """
+NEEDY = dict.fromkeys(("first", "second", "third"), "raise AssertionError('must not run')")
+NOT_THERE = "needs no_such_package>=2 (not installed: pip install no_such_package)"
+MAKE_XLA = "needs torch_xla>=2.9 (not installed: `make xla` sets it up in .venv-xla and runs the topic there)"
+
+
+def indented(body):
+    return "\n".join(f"    {line}" for line in body.strip().splitlines())
+
+
+@dataclasses.dataclass
+class Done:
+    returncode: int
+    stdout: str
+    stderr: str
 
 
 @pytest.fixture
-def topic(tmp_path):
-    """Write a topic of small techniques that need nothing but torch: topic(good="demo body", bad="...")."""
+def topic(tmp_path, monkeypatch):
+    """Write a topic of small lessons: topic(good="demo body", studies={"good": "study body"}). Its root is tmp_path."""
+    for place in ("catalog", "cli"):
+        monkeypatch.setattr(f"harness.{place}.ROOT", tmp_path)
+    monkeypatch.setattr(record.recorded, "__defaults__", (tmp_path,))
+    monkeypatch.setattr("harness.bench.cpu_ms", lambda fn: (fn(), [1.0, 1.5, 1.2])[1])
+    (tmp_path / "studies").mkdir()
 
-    def write(needs="", **bodies):
+    def write(needs="torch", studies=(), imports="", **bodies):
         for name, body in bodies.items():
-            lines = "\n".join(f"    {line}" for line in body.splitlines())
-            text = DOCSTRING.format(lesson=f"The technique {name}.", needs=needs or "torch")
-            (tmp_path / f"{name}.py").write_text(
-                f"{text}from harness import Work, run\nimport sys, time, torch\n\ndef demo(h):\n{lines}\n\n"
-                'if __name__ == "__main__":\n    run(demo)\n'
-            )
+            study = f"Study      studies/{name}.py\n" if name in studies else ""
+            text = LESSON.format(name=name, needs=needs, study=study, body=indented(body))
+            (tmp_path / f"{name}.py").write_text(text.replace("import os,", f"{imports}import os,"))
+            if study:
+                text = f"import {name}, torch\n\ndef study(h):\n{indented(studies[name])}\n"
+                (tmp_path / "studies" / f"{name}.py").write_text(text)
+            for known in (name, f"studies.{name}"):
+                sys.modules.pop(known, None)
         script = tmp_path / "made_topic.py"
-        script.write_text(TOPIC.format(files=[f"{name}.py" for name in bodies]))
+        main = "from harness.cli import main; main(__file__)"
+        script.write_text(TOPIC.format(files=[f"{name}.py" for name in bodies], main=main))
         return script
 
-    return write
+    yield write
+    for name in [*sys.modules]:
+        if str(getattr(sys.modules[name], "__file__", "")).startswith(str(tmp_path)):
+            del sys.modules[name]
 
 
-GOOD = "h.check(lambda x: x * 2, lambda x: x.double() * 2, h.randn(3, 5), what='doubling')\nh.fact('answer', 42)"
-TABLE = (
-    "x = h.randn(64, 64)\n"
-    "h.compare({'torch': lambda x: x * 2, 'ours': lambda x: x + x}, lambda x: x.double() * 2, x, "
-    "baseline='torch', work=Work(bytes=2 * x.nbytes))"
-)
+@pytest.fixture
+def main(capsys, monkeypatch):
+    """`python SCRIPT ARGUMENTS` without starting a Python."""
+    monkeypatch.setenv("COLUMNS", "80")
+
+    def run(script, *argv):
+        with pytest.raises(SystemExit) as stop:
+            command.main(str(script), [*map(str, argv)])
+        return Done(stop.value.code, *capsys.readouterr())
+
+    return run
 
 
-def slow(name):
-    """Whether a quick run of this topic takes minutes here."""
-    return name == "torch_compiler_examples" or (name == "torch_xla_examples" and machine().torch_xla)
+def examples_of(path):
+    return {example["name"]: example for example in record.load(path)["examples"]}
 
 
-@pytest.mark.parametrize("name", [pytest.param(name, marks=[pytest.mark.slow] * bool(slow(name))) for name in TOPICS])
-def test_a_topic_runs_as_a_user_runs_it(cli, name, tmp_path):
-    record_path = tmp_path / "record.json"
-    needs = {technique.name: technique.needs for technique in read_topic(ROOT / f"{name}.py").techniques}
-    done = cli(f"{name}.py", "--quick", "--json", record_path, timeout=900)
-    assert done.returncode == 0, done.stdout + done.stderr
-    record = load_record(record_path)
-    assert [example["name"] for example in record["examples"]] == NAMES[name]
-    if all(machine().lacks(each) for each in needs.values()):  # neither a GPU nor Triton, or no torch_xla
-        assert {example["status"] for example in record["examples"]} == {"skipped"}
+def statuses(path):
+    return {name: example["status"] for name, example in examples_of(path).items()}
+
+
+# --- what becomes of each technique
+
+BAD = {
+    "wrong": "h.check(lambda x: x * 3, lambda x: x.double() * 2, h.randn(3, 5), what='tripling')",
+    "leaves": f"{GOOD}\nsys.exit(0)",
+    "memory": "raise torch.OutOfMemoryError('CUDA out of memory. Tried to allocate 9 GiB')",
+    "odd": "open('/no/such/file')",
+    "idle": "pass",
+    "unfinished": "yield h.check(None, None)",
+    "nan": "h.fact('ratio', float('nan'))",
+    "tall": f"{GOOD}\nh.answer(lambda: 'x' * 241, timed=False)",
+    "moves": f"{GOOD}\nos.chdir('/')",
+    "loses": f"{GOOD}\nwith tempfile.TemporaryDirectory() as folder:\n    os.chdir(folder)",
+    "broken": "(",
+}
+REASONS = {
+    "wrong": "tripling: 15 of 15 elements are wrong", "leaves": "SystemExit: 0", "memory": "try --quick",
+    "odd": "FileNotFoundError: [Errno 2]", "idle": "checked, compared and recorded nothing",
+    "unfinished": "checked, compared and recorded nothing", "nan": "cannot be recorded", "loses": "FileNotFoundError",
+    "tall": "at most 240 characters", "moves": "working folder was {!r}, is '/'", "broken": "was never closed",
+}  # fmt: skip
+
+
+def test_a_technique_that_fails_stops_no_other(main, topic, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    skips = "h.skip_unless()\nraise Skip('has nothing to do')"
+    script = topic(first=f"{GOOD}\nh.fact('answer', 42)", **BAD, skips=skips, last=GOOD)
+    done = main(script, "--json", "r.json")
+    assert (done.returncode, done.stderr) == (1, "")
+    examples = examples_of(tmp_path / "r.json")
+    assert list(examples) == ["first", *BAD, "skips", "last"]
+    for name, example in examples.items():
+        assert example["status"] == ("failed" if name in BAD else "skipped" if name == "skips" else "passed"), example
+        assert REASONS.get(name, "").format(str(tmp_path)) in (example["reason"] or "")
+        assert re.search(rf"^ *{name} +{example['status']}", done.stdout, re.M), "the closing table has each of them"
+    assert examples["first"]["facts"] == {"answer": 42}
+    assert examples["wrong"]["checks"] == [{"what": "tripling", "error": None, "passed": False}]
+    for said in ("SKIPPED: has nothing to do", "FAILED: out of GPU memory", "Traceback"):  # of what is not known
+        assert said in done.stdout
+    alone = main(script, "broken", "--check-only")  # the only one asked for: no reason to skip
+    assert (alone.returncode, "was never closed" in alone.stdout) == (1, True)
+    assert "was never closed" in main(script, "--list").stdout
+
+
+def test_a_topic_that_cannot_start_says_so_in_one_line(main, topic, tmp_path):
+    script, path = topic(needs="no_such_package>=2", **NEEDY), tmp_path / "r.json"
+    for asked, option in (((), "--quick"), (("third", "first"), "--profile"), (("second",), "--check-only")):
+        path.unlink(missing_ok=True)
+        assert main(script, *asked, option, "--json", path) == Done(0, f"SKIPPED: {NOT_THERE}\n", "")
+        examples = examples_of(path)
+        assert list(examples) == [name for name in NEEDY if not asked or name in asked]
+        assert {(e["status"], e["reason"]) for e in examples.values()} == {("skipped", NOT_THERE)}
+        assert all(e["machine"]["torch"] == machine().torch for e in examples.values())
+        assert all(e["command"].endswith(f"{option} --json {path}") for e in examples.values())
+    assert all(f"  {name} " in main(script, "--list").stdout for name in NEEDY)
+    assert main(script, "frist").returncode == main(script, "--json", tmp_path / "no" / "r.json").returncode == 2
+    for second, needs in (("passed", "torch"), ("failed", "torch"), ("skipped", "no_other_package")):
+        topic(needs=needs, second=GOOD)  # where one technique can start, each speaks for itself
+        script.write_text(TOPIC.format(files=["first.py", "second.py"], main="pass"))
+        if second == "failed":
+            (tmp_path / "second.py").write_text("def f(:\n")
+        path.unlink()
+        done = main(script, "--json", path)
+        assert statuses(path) == {"first": "skipped", "second": second}
+        assert (done.returncode, f"SKIPPED: {NOT_THERE}" in done.stdout) == (second == "failed", True)
+    if not machine().gpu:
+        assert main(topic(needs="gpu", a=NEEDY["first"])).stdout == "SKIPPED: needs a GPU\n"
+
+
+@pytest.mark.parametrize("program", ["a lesson without its package", "somebody's own"])
+def test_importing_harness_ends_only_a_lesson_that_lacks_its_package(tmp_path, monkeypatch, capsys, program):
+    path = tmp_path / "program.py"
+    path.write_bytes("# coding: latin-1\n# \xe9\n".encode("latin-1"))  # which may be anything
+    monkeypatch.setattr(sys.modules["__main__"], "__file__", str(path), raising=False)
+    monkeypatch.setattr(sys, "argv", [str(path)])
+    if program == "somebody's own":
+        command.skip_without_packages()
         return
-    assert {example["status"] for example in record["examples"]} == {"passed"}
-    assert record["topic"] == name
-    assert record["command"] == f"python {name}.py --quick --json {record_path}"
-    assert record["machine"]["torch"]
-    for example in record["examples"]:
-        # Gluon kernels are not interpreted: without a GPU their code is all there is to hold to something.
-        compiled_only = machine().mode == "interpreted" and example["codegen"]
-        assert example["checks"] or example["comparisons"] or compiled_only, f"{example['name']} checks nothing"
-        assert example["comparisons"] or example["facts"], f"{example['name']} shows nothing"
-        assert all(check["passed"] and check["error"] <= 1 for check in example["checks"])
-        needs_triton = needs[example["name"]].triton
-        for table in example["comparisons"]:
-            # Other techniques compare library calls, and now and then one of this repository's own with them.
-            assert any(row["ours"] for row in table["rows"]) or not needs_triton
-            assert all(row["error"] <= 1 for row in table["rows"])
-            if machine().mode == "interpreted" and needs_triton:
-                assert all(row["ms"] is None for row in table["rows"])
-            else:
-                assert all(row["ms"] > 0 for row in table["rows"])
-    if machine().mode == "interpreted" and all(each.triton for each in needs.values()):
-        assert "nothing is timed" in done.stdout
-        assert "TB/s" not in done.stdout
+    path.write_text(LESSON.format(name="needy", needs="no_such_package>=2", study="", body="    pass"))
+    for argv, code, said in (([], 0, f"SKIPPED: {NOT_THERE}\n"), (["--list"], 0, "no_such"), (["--bogus"], 2, "")):
+        monkeypatch.setattr(sys, "argv", [str(path), *argv])
+        with pytest.raises(SystemExit) as stop:
+            command.skip_without_packages()
+        assert (stop.value.code, said in capsys.readouterr().out) == (code, True)
 
 
-@pytest.mark.parametrize("name", TOPICS)
-def test_list_is_fast_and_imports_no_torch(cli, name):
-    def seconds():
-        started = time.perf_counter()
-        done = cli(f"{name}.py", "--list")
-        elapsed = time.perf_counter() - started
-        assert done.returncode == 0
-        assert all(technique in done.stdout for technique in NAMES[name])
-        return elapsed
-
-    assert min(seconds() for _ in range(5)) < 0.3
-    done = cli(("-X", "importtime", f"{name}.py"), "--list")
-    assert "harness.catalog" in done.stderr
-    assert " torch" not in done.stderr
-    assert " triton" not in done.stderr
+# --- usage, and what can be asked for
 
 
-def test_an_unknown_technique_lists_the_near_ones(cli):
-    done = cli("triton_examples.py", "sofmax")
-    assert done.returncode == 2
-    assert "no technique 'sofmax'; did you mean softmax" in done.stderr
-    done = cli("triton_examples.py", "zzz")
-    assert done.returncode == 2
-    assert "there are: vector_add" in done.stderr
-
-
-@pytest.mark.parametrize(
-    ("args", "message"),
-    [
+def test_wrong_usage_ends_with_2_before_anything_runs(main, topic, tmp_path):
+    script, paths = topic(softmax=GOOD, matmul=GOOD), {name: tmp_path / name for name in ("mine", "gpu", "old", "part")}
+    main(script, "softmax", "--json", paths["mine"])
+    mine = json.loads(paths["mine"].read_text())
+    for name, text in {"mine": mine | {"topic": "other"}, "gpu": mine | {"gpu": "another"}, "part": {"schema": 2},
+                       "old": mine | {"schema": 1}}.items():  # fmt: skip
+        paths[name].write_text(json.dumps(text))
+    for args, message in [
+        (["sofmax"], "no technique 'sofmax'; did you mean softmax"),
+        (["--list", "zzz"], "there are: softmax, matmul"),
         (["--no-such-option"], "unrecognized arguments"),
         (["--quick", "--full"], "not allowed with"),
         (["--check-only", "--profile"], "not allowed with"),
         (["--seed", "many"], "'many' is not an integer"),
         (["--seed", str(2**62)], "is beyond 2**62"),
         (["--json", "x" * 300], "File name too long"),
-        (["--json", "triton_examples.py"], "exists and is not a record"),
-        (["--list", "sofmax"], "did you mean softmax"),
+        (["--json", script], "not JSON"),
+        (["--json", paths["old"]], "not a record of schema 2"),
+        (["--json", paths["part"]], "lacks examples, gpu, topic"),
+        (["--json", paths["mine"]], "holds other on"),
+        (["--json", paths["gpu"]], "choose another file"),
         (["--json", "no/such/folder/x.json"], "does not exist; make it first"),
         (["--json", "."], "is a folder; name a file"),
-    ],
-)
-def test_wrong_usage_ends_with_2_before_anything_runs(cli, args, message):
-    done = cli("triton_examples.py", *args)
-    assert done.returncode == 2
-    assert message in done.stderr
-    assert "PASSED" not in done.stdout
+    ]:
+        done = main(script, *args)
+        assert (done.returncode, done.stdout, message in done.stderr) == (2, "", True), done
+    assert json.loads(paths["gpu"].read_text())["gpu"] == "another", "what is refused is left alone"
 
 
-def test_a_failing_technique_does_not_stop_the_others(cli, topic, tmp_path):
+def test_check_only_and_profile_time_nothing_and_a_cpu_is_timed(main, topic, tmp_path):
+    script, path = topic(one=TABLE), tmp_path / "r.json"
+    for option, tables, timed in (("--check-only", 1, False), ("--profile", 0, False), ("--quick", 1, True)):
+        done = main(script, option, "--json", path)
+        assert done.returncode == 0, done.stdout
+        example = examples_of(path)["one"]
+        rows = [row for table in example["tables"] for row in table["rows"]]
+        assert (len(example["tables"]), {row["ms"] is not None for row in rows} - {timed}) == (tables, set())
+        assert example["answer"] == ("True: measured" if timed else None)
+        assert (len(example["profiled"]), "profiled" in done.stdout) == (2 * (tables == 0), tables == 0)
+        assert ("True: measured" in done.stdout) == ("x torch" in done.stdout) == timed
+
+
+def test_the_seed_changes_the_data_and_the_name_fixes_it(main, topic, tmp_path):
+    script, path = topic(**dict.fromkeys("ab", "h.fact('x', h.randn(1).item())")), tmp_path / "r.json"
+
+    def values(*args):
+        main(script, *args, "--json", path)
+        return {name: example["facts"]["x"] for name, example in examples_of(path).items()}
+
+    one = values()
+    assert one["a"] != one["b"]
+    assert values("b") == one
+    other = values("--seed", "1", "a")
+    assert (other["a"] != one["a"], other["b"], examples_of(path)["a"]["seed"]) == (True, one["b"], 1)
+
+
+# --- what is printed
+
+ENTRY = "{'kernel': 'k', 'sm': 90, 'found': {'wgmma': 4}, 'registers': 168, 'spills': 0, 'shared': 1}"
+
+
+def test_it_is_short_unless_asked_and_whole_in_80_columns(main, topic):
+    names = "**{f'ours with option {i}': lambda x: x + x for i in range(6)}"
+    wide = TABLE.replace("'ours': lambda x: x + x", f"'ours': lambda x: x + x, {names}")
     script = topic(
-        first=GOOD,
-        wrong="h.check(lambda x: x * 3, lambda x: x.double() * 2, h.randn(3, 5), what='tripling')",
-        leaves="sys.exit(0)",
-        memory="raise torch.OutOfMemoryError('CUDA out of memory. Tried to allocate 9 GiB')",
-        skips="h.skip_unless(gpu=True)\nfrom harness import Skip\nraise Skip('has nothing to do')",
-        last=GOOD,
+        wide=f"{wide.replace('64, 64', '32, 64')}{wide}h.say('What follows from it. ' * 8)",
+        skipped="raise Skip('that is a reason which goes on and on, ' * 5)",
+        code=f"{GOOD}\nh.record.codegen.append({ENTRY})\nh.fact('a count', 3)\nh.table('rows', {{'one': {{'x': 1}}}})",
+        studies={"wide": f"{GOOD}\nassert [t.title for t in h.lesson] == ['doubling'] * 2\nh.fact('a bar', 0.5)"},
     )
+    script.write_text(script.read_text().replace("\nif __name__", "ARCHITECTURES = (80, 90)\n\nif __name__"))
+    quiet, verbose, study = (main(script, *options).stdout for options in ((), ("-v",), ("--study",)))
+    for text in (quiet, verbose, study):
+        last = text.rindex("technique  ")  # the closing table is the end, but for -v
+        for needed in ("does wide run?", "True: measured", "SKIPPED: that is a reason", "What follows from it."):
+            assert needed in text
+        assert text.index("does wide run?") < text.index("x torch" if text is verbose else "times as fast") < last
+        assert text.count("True: measured") == 2, "at its technique, and in the closing table"
+        assert "\u2026" not in text, "nothing is cut short"
+    assert quiet.count("1 check passed") == 1
+    for detail in ("doubling: 0.", "a count: 3", "what each technique becomes on each architecture"):
+        assert (detail in quiet, verbose.count(detail)) == (False, 1)
+    assert re.search(r"sm_80 +not compiled for it\n +sm_90 +wgmma x4 +168 +0 +0\.0$", verbose, re.M)
+    assert (study.count("wide, study"), "a bar: 0.5" in study, "a bar" in quiet) == (1, True, False)
+    for text in (quiet, study):
+        assert max(len(line) for line in text.splitlines() if not line.startswith("SKIPPED")) <= 80
+
+
+def test_what_was_recorded_is_shown_where_nothing_is_timed(main, topic, tmp_path):
+    """As the answer of a record in results/, for what this run did not time."""
+    (tmp_path / "results" / "cpu").mkdir(parents=True)
+    script = topic(one=TABLE, two=GOOD)
+    assert main(script, "--json", tmp_path / "results/cpu/made_topic.json").returncode == 0
+    told = " ".join(main(script, "--check-only").stdout.split())
+    assert told.count(f"recorded on {machine().cores} cores of a CPU, ") == 2
+    assert re.search(r"recorded on .*, \d{4}-\d\d-\d\d: True: measured", told)
+    assert "recorded on" not in main(script).stdout
+
+
+# --- the record
+
+
+def test_a_run_replaces_what_it_ran_and_keeps_the_rest(main, topic, tmp_path):
+    path, link = tmp_path / "r.json", tmp_path / "link.json"
+    link.symlink_to(path)  # is followed
+    script = topic(**dict.fromkeys("abc", "h.fact('n', 1)"), studies={"a": "h.fact('of the study', 1)"})
+    assert main(script, "c", "a", "--study", "--json", link).returncode == 0
+    first = examples_of(path)
+    assert (link.is_symlink(), list(first)) == (True, ["a", "c"]), "in the topic's order"
+    script = topic(**dict.fromkeys("abc", "h.fact('n', 2)"), studies={"a": "raise KeyError"})
+    assert main(script, "a", "b", "--json", path).returncode == 0
+    second = examples_of(path)
+    assert {name: example["facts"]["n"] for name, example in second.items()} == {"a": 2, "b": 2, "c": 1}
+    assert second["c"] == first["c"]
+    assert second["a"]["study"] == first["a"]["study"], "a study stays where none was run"
+    assert (second["a"]["study"]["facts"], "study" in second["b"]) == ({"of the study": 1}, False)
+    held, a = record.load(path), second["a"]
+    assert (held["topic"], held["gpu"], held["running"]) == ("made_topic", machine().gpu, None)
+    assert (a["machine"]["torch"], set(a["machine"]["host"])) == (machine().torch, {"cpu", "cores"})
+    assert set(a["machine"]["ceilings"]) == {"copy_tbps", "gemm_tflops", "launch_us"}
+    assert (a["command"], a["question"]) == (f"python made_topic.py a b --json {path}", "does a run?")
+    assert re.fullmatch("[0-9a-f]{16}", a["sources"])
+    assert main(script, "a", "--study", "--json", path).returncode == 1, "a study that fails fails the run"
+    last = examples_of(path)["a"]
+    assert (last["status"], last["study"]["status"]) == ("passed", "failed")
+
+
+def test_a_study_follows_its_lesson_and_only_one_that_passed(main, topic, tmp_path):
+    study = "h.fact('over', [t.over('torch') > 0 for t in h.lesson])\nassert h.is_study\nh.answer(1)"
+    script = topic(good=TABLE, wrong=BAD["wrong"], bare=GOOD, studies={"good": study, "wrong": study})
+    assert main(script, "--study", "--json", tmp_path / "r.json").returncode == 1
+    examples = examples_of(tmp_path / "r.json")
+    assert [name for name in examples if "study" in examples[name]] == ["good"]
+    assert examples["good"]["study"]["facts"] == {"over": [True]}
+    assert "pass a function" in examples["good"]["study"]["reason"]
+
+
+def test_one_lesson_run_as_a_script_is_its_topics_and_shares_its_kernels_with_its_study(
+    main, topic, tmp_path, monkeypatch
+):
+    """It is imported again under its dotted name, so what its study imports is what it ran."""
+    body = "KEPT.append('demo')\nh.fact('where', [__name__, id(KEPT)])"
+    study = "h.fact('where', [one.__name__, id(one.KEPT)])\nassert one.KEPT == ['demo']"
+    script, path = topic(zero=GOOD, one=body, two=GOOD, studies={"one": study}), tmp_path / "r.json"
+    script.write_text(script.read_text().replace("'", '"'))  # as ruff leaves a topic script
+    assert main(script, "zero", "two", "--json", path).returncode == 0
+    monkeypatch.setattr(sys, "argv", [str(tmp_path / "one.py"), "--study", "--json", str(path)])
+    with pytest.raises(SystemExit) as stop:
+        runpy.run_path(str(tmp_path / "one.py"), run_name="__main__")
+    examples = examples_of(path)
+    assert (stop.value.code, record.load(path)["topic"], list(examples)) == (0, "made_topic", ["zero", "one", "two"])
+    assert examples["one"]["facts"] == examples["one"]["study"]["facts"]
+    assert examples["one"]["facts"]["where"][0] == "one"
+
+
+def test_interrupted_keeps_what_was_measured(main, topic, tmp_path):
     path = tmp_path / "r.json"
-    done = cli(script, "--json", path)
-    assert done.returncode == 1
-    examples = {e["name"]: e for e in load_record(path)["examples"]}
-    failed = {name for name, e in examples.items() if e["status"] == "failed"}
-    assert list(examples) == ["first", "wrong", "leaves", "memory", "skips", "last"]
-    assert failed == {"wrong", "leaves", "memory"}
-    assert examples["skips"]["status"] == "skipped"
-    assert examples["first"]["facts"] == {"answer": 42}
-    assert "tripling: 15 of 15 elements are wrong" in examples["wrong"]["reason"]
-    assert examples["wrong"]["checks"] == [{"what": "tripling", "error": None, "passed": False}]
-    assert "try --quick" in examples["memory"]["reason"]
-    assert "SKIPPED: " in done.stdout
-    assert "FAILED  wrong" in done.stdout
-    assert "PASSED  last" in done.stdout
+    main(topic(done=GOOD, slow=GOOD, never=GOOD, later=GOOD), "later", "--json", path)
+    script = topic(done=GOOD, slow=f"{TABLE}raise KeyboardInterrupt", never=GOOD, later=GOOD)
+    done = main(script, "done", "slow", "never", "--json", path)
+    assert (done.returncode, done.stderr) == (130, "")
+    assert (statuses(path), record.load(path)["running"]) == (
+        {"done": "passed", "slow": "failed", "later": "passed"}, None
+    )  # fmt: skip
+    slow = examples_of(path)["slow"]
+    assert (slow["reason"], slow["answer"], slow["tables"][0]["rows"][1]["ms"]) == ("interrupted", None, 1.2)
+    assert "x torch" in done.stdout, "what was kept back is shown"
 
 
-def test_only_what_is_named_runs_in_the_topics_order(cli, topic, tmp_path):
-    script = topic(a=GOOD, b=GOOD, c=GOOD)
-    path = tmp_path / "r.json"
-    assert cli(script, "c", "a", "--json", path).returncode == 0
-    assert [e["name"] for e in load_record(path)["examples"]] == ["a", "c"]
+# --- processes of their own
 
 
-def test_a_missing_package_skips_with_the_way_to_get_it(cli, topic):
-    done = cli(topic(needs="no_such_package>=2", absent="raise AssertionError('must not run')"))
-    assert done.returncode == 0
-    assert "SKIPPED: needs no_such_package>=2 (not installed: pip install no_such_package)" in done.stdout
-
-
-NEEDY = dict.fromkeys(("first", "second", "third"), "raise AssertionError('must not run')")
-NOT_THERE = "needs no_such_package>=2 (not installed: pip install no_such_package)"
-MAKE_XLA = "needs torch_xla>=2.9 (not installed: `make xla` sets it up in .venv-xla and runs the topic there)"
-
-
-@pytest.mark.parametrize("asked", [(), ("third", "first"), ("second",)])
-@pytest.mark.parametrize("option", ["--quick", "--full", "--check-only", "--profile"])
-def test_a_topic_that_cannot_start_says_so_in_one_line(cli, topic, tmp_path, asked, option):
-    path = tmp_path / "r.json"
-    done = cli(topic(needs="no_such_package>=2", **NEEDY), *asked, option, "--json", path)
-    assert (done.returncode, done.stdout, done.stderr) == (0, f"SKIPPED: {NOT_THERE}\n", "")
-    record = load_record(path)
-    assert [e["name"] for e in record["examples"]] == [name for name in NEEDY if not asked or name in asked]
-    assert {(e["status"], e["reason"]) for e in record["examples"]} == {("skipped", NOT_THERE)}
-    assert record["topic"] == "made_topic"
-    assert record["machine"]["torch"] == machine().torch
-    assert record["command"].endswith(f"{option} --json {path}")
-
-
-def test_a_topic_that_cannot_start_still_lists_and_refuses_wrong_usage(cli, topic, tmp_path):
-    script = topic(needs="no_such_package>=2", **NEEDY)
-    done = cli(script, "--list")
-    assert done.returncode == 0
-    assert all(f"  {name} " in done.stdout for name in NEEDY)
-    assert "SKIPPED" not in done.stdout
-    assert cli(script, "frist").returncode == 2
-    assert cli(script, "--json", tmp_path / "no" / "r.json").returncode == 2
-    assert cli(script).stdout == f"SKIPPED: {NOT_THERE}\n"  # and no record
-
-
-@pytest.mark.parametrize("other", ["good", "broken", "other reason"])
-def test_where_one_technique_can_start_each_speaks_for_itself(cli, topic, tmp_path, other):
-    topic(needs="no_such_package>=2", first=NEEDY["first"])
-    script = topic(needs="no_other_package" if other == "other reason" else "", second=GOOD)
-    script.write_text(TOPIC.format(files=["first.py", "second.py"]))
-    if other == "broken":
-        (tmp_path / "second.py").write_text("def f(:\n")
-    done = cli(script, "--json", tmp_path / "r.json")
-    statuses = {e["name"]: e["status"] for e in load_record(tmp_path / "r.json")["examples"]}
-    second = {"good": "passed", "broken": "failed", "other reason": "skipped"}[other]
-    assert statuses == {"first": "skipped", "second": second}
-    assert done.returncode == (other == "broken")
-    assert f"SKIPPED: {NOT_THERE}" in done.stdout
-    assert re.search(rf"^{second.upper()} +second", done.stdout, re.MULTILINE)  # the summary
-
-
-@without_xla
-@pytest.mark.parametrize("asked", [(), ("spmd", "lazy_tensors")])
-def test_the_xla_topic_without_torch_xla_says_how_to_have_it(cli, tmp_path, asked):
-    path = tmp_path / "r.json"
-    done = cli("torch_xla_examples.py", *asked, "--json", path)
-    assert (done.returncode, done.stdout, done.stderr) == (0, f"SKIPPED: {MAKE_XLA}\n", "")
-    examples = load_record(path)["examples"]
-    assert {e["name"] for e in examples} == set(asked or NAMES["torch_xla_examples"])
-    assert {(e["status"], e["reason"]) for e in examples} == {("skipped", MAKE_XLA)}
-
-
-@without_xla
-def test_one_technique_of_the_xla_topic_says_it_too(cli, topic, tmp_path):
-    topic(needs="torch_xla>=2.9", one="pass")
-    path = tmp_path / "one.py"
-    path.write_text(path.read_text().replace("import sys", "from harness import xla\nimport sys"))  # as theirs do
-    done = cli(path, cwd=tmp_path)
-    assert (done.returncode, done.stdout, done.stderr) == (0, f"SKIPPED: {MAKE_XLA}\n", "")
-    done = cli(ROOT / "examples" / "xla" / "lazy_tensors.py", cwd=tmp_path)
-    assert (done.returncode, done.stdout, done.stderr) == (0, f"SKIPPED: {MAKE_XLA}\n", "")
-
-
-def test_ctrl_c_keeps_what_was_done(topic, tmp_path):
-    script = topic(done=GOOD, slow="print('sleeping', flush=True)\ntime.sleep(60)", never=GOOD)
-    path = tmp_path / "r.json"
-    env = os.environ | {"PYTHONPATH": str(ROOT), "PYTHONUNBUFFERED": "1"}
-    process = subprocess.Popen(
-        [sys.executable, script, "--json", path], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=env
-    )
-    for line in process.stdout:
-        if "sleeping" in line:
+@pytest.mark.parametrize("sent", [signal.SIGINT, signal.SIGKILL])
+def test_ctrl_c_and_kill(topic, tmp_path, sent):
+    script, path = topic(done=GOOD, slow="print('sleeping', flush=True)\ntime.sleep(60)", never=GOOD), tmp_path / "r"
+    environment = os.environ | {"PYTHONPATH": str(ROOT), "PYTHONUNBUFFERED": "1"}
+    line = [sys.executable, script, "--json", path]
+    process = subprocess.Popen(line, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=environment)
+    for text in process.stdout:
+        if "sleeping" in text:
             break
-    process.send_signal(signal.SIGINT)
-    out, err = process.communicate(timeout=30)
-    assert process.returncode == 130, out + err
-    assert "interrupted; this is what was done" in out
-    examples = load_record(path)["examples"]
-    assert [(e["name"], e["status"]) for e in examples] == [("done", "passed"), ("slow", "failed")]
-    assert examples[1]["reason"] == "interrupted"
+    process.send_signal(sent)
+    out, err = process.communicate(timeout=60)
     assert "Traceback" not in err
-
-
-def test_a_killed_run_leaves_a_readable_record(topic, tmp_path):
-    script = topic(done=GOOD, slow="print('sleeping', flush=True)\ntime.sleep(60)")
-    path = tmp_path / "r.json"
-    env = os.environ | {"PYTHONPATH": str(ROOT), "PYTHONUNBUFFERED": "1"}
-    process = subprocess.Popen([sys.executable, script, "--json", path], stdout=subprocess.PIPE, text=True, env=env)
-    for line in process.stdout:
-        if "sleeping" in line:
-            break
-    process.kill()
-    process.communicate(timeout=30)
-    statuses = {e["name"]: e["status"] for e in load_record(path)["examples"]}
-    assert statuses == {"done": "passed", "slow": "running"}  # where it was when it was killed
+    if sent is signal.SIGINT:
+        assert (process.returncode, "interrupted" in out) == (130, True), out + err
+        assert statuses(path) == {"done": "passed", "slow": "failed"}
+    else:
+        assert (statuses(path), record.load(path)["running"]) == ({"done": "passed"}, "slow")
 
 
 def test_a_reader_who_closes_the_pipe_gets_the_whole_record(topic, tmp_path):
     path = tmp_path / "r.json"
-    command = f"{sys.executable} {topic(a=GOOD, b=GOOD)} --json {path} | head -1"
-    subprocess.run(command, shell=True, check=True, capture_output=True, env=os.environ | {"PYTHONPATH": str(ROOT)})
-    assert [e["status"] for e in load_record(path)["examples"]] == ["passed", "passed"]
+    line = f"{sys.executable} {topic(a=GOOD, b=GOOD)} --json {path} | head -1"
+    subprocess.run(line, shell=True, check=True, capture_output=True, env=os.environ | {"PYTHONPATH": str(ROOT)})
+    assert statuses(path) == {"a": "passed", "b": "passed"}
 
 
-def test_a_link_as_record_is_followed(cli, topic, tmp_path):
-    script = topic(a=GOOD)
-    target, link = tmp_path / "target.json", tmp_path / "link.json"
-    link.symlink_to(target)
-    assert cli(script, "--json", link).returncode == 0
-    assert link.is_symlink()
-    assert load_record(target)["examples"][0]["status"] == "passed"
+def test_list_is_fast_and_imports_no_torch(cli):
+    listing = "import sys\nfrom harness.cli import main\n"
+    for name in TOPICS:
+        listing += f"try:\n    main({str(ROOT / f'{name}.py')!r}, ['--list'])\nexcept SystemExit as stop:\n"
+        listing += "    assert not stop.code\n"
+    done = cli(("-c", f"{listing}print('LOADED', *sorted({{'torch', 'triton', 'rich'}} & set(sys.modules)))"))
+    assert done.stdout.endswith("LOADED\n"), done.stdout[-200:] + done.stderr
+    for names in TOPICS.values():
+        assert all(re.search(rf"^  {name} +\S", done.stdout, re.M) for name in names)
+    longest, before = max(TOPICS, key=lambda name: len(TOPICS[name])), os.times()
+    assert cli(f"{longest}.py", "--list").returncode == 0
+    after = os.times()  # of the processor: this machine may have other things to do
+    assert after.children_user + after.children_system - before.children_user - before.children_system < 0.3
 
 
-def test_an_earlier_record_may_be_replaced(cli, topic, tmp_path):
-    path, script = tmp_path / "r.json", topic(a=GOOD)
-    for _ in range(2):
-        assert cli(script, "--json", path).returncode == 0
+@needs_triton
+def test_a_lesson_really_runs_from_another_folder_and_the_interpreter_when_triton_says_so(cli, tmp_path, monkeypatch):
+    import triton
 
-
-def test_a_technique_that_changes_folder_does_not_move_the_record(cli, topic, tmp_path):
-    """And it fails for it: the next one starts where the run was started."""
-    script = topic(moves=GOOD + "\nimport os\nos.chdir('/')", after=GOOD + "\nimport os\nh.fact('cwd', os.getcwd())")
-    done = cli(script, "--json", "r.json", cwd=tmp_path)
-    assert done.returncode == 1, done.stderr
-    moves, after = load_record(tmp_path / "r.json")["examples"]
-    assert moves["status"] == "failed"
-    expected = f"moves left global settings changed: working folder was {str(tmp_path)!r}, is '/'"
-    assert expected in moves["reason"]
-    assert expected in done.stdout
-    assert after["status"] == "passed"
-    assert after["facts"]["cwd"] == str(tmp_path)
-
-
-def test_a_technique_that_loses_its_folder_fails_alone(cli, topic, tmp_path):
-    body = "import os, tempfile\nwith tempfile.TemporaryDirectory() as folder:\n    os.chdir(folder)"
-    done = cli(topic(loses=f"{GOOD}\n{body}", after=GOOD), "--json", "r.json", cwd=tmp_path)
-    loses, after = load_record(tmp_path / "r.json")["examples"]
-    assert "working folder was" in loses["reason"]
-    assert "FileNotFoundError" in loses["reason"]
-    assert after["status"] == "passed", done.stdout
+    done = cli(ROOT / "examples" / "triton" / "vector_add.py", "--quick", "--json", "own.json", cwd=tmp_path)
+    assert done.returncode == 0, done.stdout + done.stderr
+    example = examples_of(tmp_path / "own.json")["vector_add"]
+    assert (example["status"], record.load(tmp_path / "own.json")["topic"]) == ("passed", "triton_examples")
+    if not machine().gpu:
+        assert example["sizes"] == "interpreted"
+        assert not [row for table in example["tables"] for row in table["rows"] if row["ms"]]
+        assert "import harness first" in cli(("-c", "import triton; from harness import Harness")).stderr
+    for value, on in {"1": 1, "yes": 1, "Y": 1, "on": 1, "TRUE": 1, "0": 0, "no": 0, "": 0}.items():
+        monkeypatch.setenv("TRITON_INTERPRET", value)
+        assert interpreted() == triton.knobs.runtime.interpret == bool(on), value
 
 
 COMPILES = "h.check({}(lambda x: (x.sin() + 1).relu()), lambda x: (x.double().sin() + 1).relu(), torch.randn(100))"
-FAULTS = {
-    "backend": COMPILES.format("torch.compile(backend='inductr')"),
-    "mode": COMPILES.format("torch.compile(mode='fast')"),
+COMPILED = COMPILES.format("torch.compile")
+ANSWERS = "def answers(x):\n    if x.sum() > 0:\n        return x\n    return -x\n"
+FAULTS = {  # what the technique does, and what is said of it
+    "backend": (COMPILES.format("torch.compile(backend='inductr')"), "no backend 'inductr'; did you mean inductor? "),
+    "mode": (COMPILES.format("torch.compile(mode='fast')"), "no mode 'fast'; there are: default, "),
     "one_graph": (
-        "def answers(x):\n    if x.sum() > 0:\n        return x\n    return -x\n"
-        "torch.compile(answers, fullgraph=True, backend='eager')(torch.ones(3))"
+        f"{ANSWERS}torch.compile(answers, fullgraph=True, backend='eager')(torch.ones(3))",
+        "one graph (fullgraph=True): one_graph.py:14 in answers: if x.sum() > 0: ",
     ),
-    "memory": "torch.compile(lambda x: x + torch.ones(2**50).sum(), backend='eager')(torch.ones(3))",
-    "last": GOOD,
-}
-EXPLAINED = {
-    "backend": "no backend 'inductr'; did you mean inductor? there are: eager, aot_eager, ",
-    "mode": "no mode 'fast'; there are: default, ",
-    "one_graph": "one graph (fullgraph=True): one_graph.py:11 in answers: if x.sum() > 0: Data-dependent branching; "
-    "python torch_compiler_examples.py graph_breaks shows each cause and its fix",
-    "memory": "out of memory: can't allocate memory: you tried to allocate 4503599627370496 bytes",
+    "memory": (
+        "torch.compile(lambda x: x + torch.ones(2**50).sum(), backend='eager')(torch.ones(3))",
+        "out of memory: can't allocate memory: you tried to allocate 4503599627370496 bytes",
+    ),
+    "compiler": (COMPILED, "torch.compile needs a C++ compiler, and /no/such/compiler does not work; install one"),
 }
 
 
 def test_faults_of_the_compiler_are_explained_and_the_run_goes_on(cli, topic, tmp_path):
-    path, cache = tmp_path / "r.json", tmp_path / "cache"
-    script = topic(compiler=COMPILES.format("torch.compile"), other=COMPILES.format("torch.compile"), **FAULTS)
-    done = cli(script, "--json", path, CXX="/no/such/compiler", TORCHINDUCTOR_CACHE_DIR=str(cache))
-    assert done.returncode == 1, done.stderr
-    examples = {example["name"]: example for example in load_record(path)["examples"]}
-    no_compiler = (
-        "torch.compile needs a C++ compiler, and /no/such/compiler does not work; install one (apt install g++), "
-        "or set CXX to one"
-    )
-    for name, reason in (EXPLAINED | {"compiler": no_compiler, "other": no_compiler}).items():
-        assert reason in examples[name]["reason"]
-        assert "\n" not in examples[name]["reason"]
-        message, place = f"FAILED: {examples[name]['reason']}\n", f"\n  {name}.py:"  # the message first
-        assert done.stdout.index(message) < done.stdout.index(place)
-    assert examples["last"]["status"] == "passed"
+    path, cache = tmp_path / "r.json", str(tmp_path / "cache")
+    script = topic(**{name: body for name, (body, _) in FAULTS.items()}, last=GOOD)
+    done = cli(script, "--json", path, CXX="/no/such/compiler", TORCHINDUCTOR_CACHE_DIR=cache)
+    examples = examples_of(path)
+    assert (done.returncode, examples["last"]["status"]) == (1, "passed"), done.stderr
+    for name, (_, said) in FAULTS.items():
+        reason = examples[name]["reason"]
+        assert (said in reason, "\n" in reason) == (True, False), reason
+        assert done.stdout.index(f"FAILED: {reason}\n") < done.stdout.index(f"\n  {name}.py:")  # the message first
     assert "Traceback" not in done.stdout + done.stderr
 
 
+def test_a_cache_that_cannot_be_written_is_explained(cli, topic, tmp_path):
+    path, folder = tmp_path / "r.json", tmp_path / "file" / "cache"
+    (tmp_path / "file").write_text("")
+    done = cli(topic(one=COMPILED, another=COMPILED, last=GOOD), "--json", path, TORCHINDUCTOR_CACHE_DIR=str(folder))
+    one, another, last = examples_of(path).values()
+    assert (done.returncode, last["status"], "Traceback" in done.stdout) == (1, "passed", False)
+    assert f"the compiler cannot write its cache: Not a directory: {folder}" in one["reason"]
+    assert "set TORCHINDUCTOR_CACHE_DIR to a folder where you may write" in one["reason"]
+    assert another["reason"] == one["reason"]  # though a half imported compiler fails in its own way
+
+
+# --- PyTorch/XLA
+
+TOO_MUCH = "torch.empty(2**45, device=xla.device()) + 1"
 XLA_FAULTS = {
     "stayed": "a = torch.randn(41, 83).to(xla.device())\na @ torch.ones(83, 3)",
-    "memory": "xla.waited(lambda: torch.empty(2**45, device=xla.device()) + 1)()",
-    "again": "xla.waited(lambda: torch.empty(2**45, device=xla.device()) + 1)()",
+    "memory": f"xla.waited(lambda: {TOO_MUCH})()",
+    "again": f"xla.waited(lambda: {TOO_MUCH})()",
     "unread": "a = torch.randn(2**20, 1).to(xla.device())\nproduct = a @ a.t()\nxla.settle()\nproduct[5, 5].item()",
-    "pending": "KEPT.append(torch.empty(2**45, device=xla.device()) + 1)\nh.fact('kept', 1)",
+    "pending": f"KEPT.append({TOO_MUCH})\nh.fact('kept', 1)",
     "first": "a = torch.randn(41, 83).to(xla.device())\nwith xla.watch() as ran:\n    b = (a @ a.t()).cos()\n"
     "    xla.settle()\nh.fact('ran', [ran.compiles, ran.executions])\n"
     "h.check(xla.waited(lambda t: (t.to(xla.device()) @ t.to(xla.device()).t()).cos()), "
     "lambda t: (t.double() @ t.double().t()).cos(), torch.randn(4, 7), terms=7, poison=False)",
 }
-
-
-@pytest.fixture
-def xla_topic(topic, tmp_path):
-    """As topic(), of techniques that need torch_xla."""
-
-    def write(**bodies):
-        script = topic(needs="torch_xla>=2.9", **bodies)
-        for name in bodies:
-            path = tmp_path / f"{name}.py"
-            path.write_text(path.read_text().replace("import sys,", "from harness import xla\nKEPT = []\nimport sys,"))
-        return script
-
-    return write
+XLA = {"needs": "torch_xla>=2.9", "imports": "from examples.common import xla\n"}
 
 
 @needs_xla
-def test_faults_of_xla_are_explained_and_leave_nothing_behind(cli, xla_topic, tmp_path):
+def test_faults_of_xla_are_explained_and_leave_nothing_behind(cli, topic, tmp_path):
     path = tmp_path / "r.json"
-    done = cli(xla_topic(**XLA_FAULTS), "--json", path)
+    done = cli(topic(**XLA, **XLA_FAULTS), "--json", path)
     assert done.returncode == 1, done.stderr
-    examples = {example["name"]: example for example in load_record(path)["examples"]}
+    examples = examples_of(path)
     for name in ("memory", "again", "pending"):
-        assert (
-            "out of memory on XLA's device: Out of memory allocating 140737488355328 bytes" in examples[name]["reason"]
-        )
+        assert "out of memory on XLA's device: Out of memory allocating 1407374883553" in examples[name]["reason"]
     assert "Out of memory allocating 4398046511104 bytes" in examples["unread"]["reason"]
-    assert "stayed.py:13 in demo: a @ torch.ones(83, 3): Expected XLA tensor. Got:" in examples["stayed"]["reason"]
-    assert "\n  stayed.py:13 in demo: a @ torch.ones(83, 3)\n" in done.stdout
-    assert examples["first"]["status"] == "passed", done.stdout
-    assert examples["first"]["facts"] == {"ran": [1, 1]}  # nothing of the others
+    assert re.search(r"stayed.py:\d+ in demo: a @ torch.ones\(83, 3\): Expected XLA", examples["stayed"]["reason"])
+    first = examples["first"]
+    assert (first["status"], first["facts"]) == ("passed", {"ran": [1, 1]})  # and nothing of the others
     assert "Traceback" not in done.stdout + done.stderr
 
 
 @needs_xla
-@pytest.mark.parametrize(
-    ("device", "reason"),
-    [
-        ("FOO", "PJRT_DEVICE=FOO: there is no such device here; unset PJRT_DEVICE, or set it to CPU"),
-        ("", "PJRT_DEVICE is empty; unset PJRT_DEVICE, or set it to CPU"),
-        ("CUDA", "PJRT_DEVICE=CUDA: torch_xla has no CUDA plugin any more, "),
-        ("TPU", "PJRT_DEVICE=TPU: there is no libtpu here; "),
-    ],
-)
-def test_a_device_that_xla_does_not_have_fails_each_technique_alike(cli, xla_topic, tmp_path, device, reason):
+@pytest.mark.parametrize(("device", "reason"), [("FOO", "there is no such device"), ("TPU", "there is no libtpu here")])
+def test_a_device_that_xla_does_not_have_fails_each_technique_alike(cli, topic, tmp_path, device, reason):
     if device == "TPU" and find_spec("libtpu"):
         pytest.skip("libtpu is installed")
     path = tmp_path / "r.json"
-    done = cli(xla_topic(**XLA_FAULTS), "--json", path, PJRT_DEVICE=device)
-    assert done.returncode == 1, done.stderr
-    examples = load_record(path)["examples"]
-    assert [example["name"] for example in examples] == list(XLA_FAULTS)
-    assert {example["status"] for example in examples} == {"failed"}
-    assert len({example["reason"] for example in examples}) == 1
-    assert examples[0]["reason"].startswith(reason)
-    assert all(example["seconds"] < 1 for example in examples[1:])
-    assert "Traceback" not in done.stdout + done.stderr
-    done = cli(tmp_path / "first.py", PJRT_DEVICE=device)
-    assert done.returncode == 1
-    assert f"FAILED: {reason}" in done.stdout
-    assert "Traceback" not in done.stdout + done.stderr
+    done = cli(topic(**XLA, **XLA_FAULTS), "--json", path, PJRT_DEVICE=device)
+    alone = cli(tmp_path / "first.py", PJRT_DEVICE=device)
+    assert done.returncode == alone.returncode == 1, done.stderr + alone.stderr
+    assert statuses(path) == dict.fromkeys(XLA_FAULTS, "failed")
+    (said,) = {example["reason"] for example in examples_of(path).values()}
+    assert said.startswith(f"PJRT_DEVICE={device}: {reason}")
+    assert f"FAILED: {said}" in alone.stdout
+    assert "Traceback" not in done.stdout + done.stderr + alone.stdout + alone.stderr
 
 
-def test_a_torch_xla_of_another_torch_is_explained(cli, xla_topic, tmp_path):
-    """As pip leaves it: it installs torch_xla 2.9.0 beside any torch."""
-    package = tmp_path / "installed" / "torch_xla"
-    package.mkdir(parents=True)
-    library = "/x/_XLAC.cpython-311-x86_64-linux-gnu.so"
-    symbol = "_ZN5torch8autograd10deleteNodeEPNS0_4NodeE"
-    (package / "__init__.py").write_text(f"raise ImportError({f'{library}: undefined symbol: {symbol}'!r})\n")
+@without_xla
+def test_without_torch_xla_or_with_that_of_another_torch_it_is_said_how_to_have_it(
+    main, cli, topic, tmp_path, monkeypatch, capsys
+):
+    done = cli(ROOT / "examples" / "xla" / "lazy_tensors.py", cwd=tmp_path)  # before its own import of torch_xla
+    assert (done.returncode, done.stdout, done.stderr) == (0, f"SKIPPED: {MAKE_XLA}\n", "")
+    assert main(topic(**XLA, one="xla.device()")) == Done(0, f"SKIPPED: {MAKE_XLA}\n", "")
+    package = tmp_path / "installed" / "torch_xla"  # as pip leaves it: it installs torch_xla 2.9.0 beside any torch
     metadata = tmp_path / "installed" / "torch_xla-2.9.0.dist-info" / "METADATA"
+    package.mkdir(parents=True)
     metadata.parent.mkdir()
+    (package / "__init__.py").write_text("raise ImportError('/x/_XLAC.so: undefined symbol: _ZN5torch8autograd10')\n")
     metadata.write_text("Metadata-Version: 2.1\nName: torch_xla\nVersion: 2.9.0\n")
-    search = os.pathsep.join([str(ROOT), str(tmp_path / "installed")])
-    reason = (
-        f"torch_xla 2.9.0 cannot be loaded with torch {machine().torch}: it was built for another torch; `make xla` "
-        "installs a pair that fits into .venv-xla and runs the topic there"
-    )
-    path = tmp_path / "r.json"
-    script = xla_topic(one="xla.device()", two="xla.device()")
-    for what, names in ((script, ["one", "two"]), (tmp_path / "one.py", ["one"])):
-        done = cli(what, "--json", path, PYTHONPATH=search)
-        assert done.returncode == 1, done.stderr
-        examples = load_record(path)["examples"]
-        found = [(example["name"], example["status"], example["reason"]) for example in examples]
-        assert found == [(name, "failed", reason) for name in names]
-        assert done.stdout.count(f"\nFAILED: {reason}\n") == len(names)
-        assert "Traceback" not in done.stdout + done.stderr
-    assert cli(tmp_path / "one.py", "--list", PYTHONPATH=search).returncode == 0
-
-
-@pytest.mark.parametrize("below", [True, False])
-def test_a_cache_that_cannot_be_written_is_explained(cli, topic, tmp_path, below):
-    if below:
-        (tmp_path / "file").write_text("")
-        folder = tmp_path / "file" / "cache"
-    else:
-        if os.geteuid() == 0:
-            pytest.skip("root may write everywhere")
-        folder = tmp_path / "read-only"
-        folder.mkdir(mode=0o555)
-    path = tmp_path / "r.json"
-    script = topic(one=COMPILES.format("torch.compile"), another=COMPILES.format("torch.compile"), last=GOOD)
-    done = cli(script, "--json", path, TORCHINDUCTOR_CACHE_DIR=str(folder))
-    assert done.returncode == 1, done.stderr
-    one, another, last = load_record(path)["examples"]
-    assert f"the compiler cannot write its cache: {'Not a directory: ' if below else ''}" in one["reason"]
-    assert str(folder) in one["reason"]
-    assert "set TORCHINDUCTOR_CACHE_DIR to a folder where you may write" in one["reason"]
-    assert another["reason"] == one["reason"]  # though a half imported compiler fails in its own way
-    assert last["status"] == "passed"
-    assert "Traceback" not in done.stdout
-
-
-def test_what_is_not_known_keeps_its_traceback(cli, topic, tmp_path):
-    done = cli(topic(odd="open('/no/such/file')"), "--json", tmp_path / "r.json")
-    assert "Traceback" in done.stdout
-    assert "FileNotFoundError: [Errno 2]" in load_record(tmp_path / "r.json")["examples"][0]["reason"]
-
-
-def test_a_technique_file_with_a_syntax_error_fails_alone(cli, topic, tmp_path):
-    script = topic(broken="pass", fine=GOOD)
-    (tmp_path / "broken.py").write_text("def f(:\n")
-    done = cli(script)
-    assert done.returncode == 1
-    assert "FAILED  broken" in done.stdout
-    assert "invalid syntax" in done.stdout
-    assert "PASSED  fine" in done.stdout
-    assert "invalid syntax" in cli(script, "--list").stdout
-    alone = cli(script, "broken")  # the only one asked for: one reason for all, and no reason to skip
-    assert alone.returncode == 1
-    assert "FAILED  broken" in alone.stdout
-
-
-@pytest.mark.parametrize("body", ["pass", "yield h.check(None, None)"])
-def test_a_demo_that_shows_nothing_fails(cli, topic, body):
-    done = cli(topic(idle=body))
-    assert done.returncode == 1
-    assert "checked, compared and recorded nothing" in done.stdout
-
-
-def test_a_fact_that_json_cannot_hold_fails_its_technique_only(cli, topic, tmp_path):
-    path = tmp_path / "r.json"
-    done = cli(topic(odd="h.fact('ratio', float('nan'))", keys="h.fact('k', {(1, 2): 3})", fine=GOOD), "--json", path)
-    assert done.returncode == 1
-    assert [e["status"] for e in load_record(path)["examples"]] == ["failed", "failed", "passed"]
-
-
-def test_a_technique_that_needs_a_gpu_skips_before_it_starts(cli, topic):
-    if machine().gpu:
-        pytest.skip("only where there is no GPU")
-    assert "SKIPPED: needs a GPU" in cli(topic(needs="gpu", a="raise AssertionError")).stdout
-
-
-def test_no_number_is_cut_short_in_a_narrow_terminal(cli, topic):
-    done = cli(topic(table=TABLE), COLUMNS="50", FORCE_COLOR="1", TERM="xterm")
-    assert done.returncode == 0, done.stdout + done.stderr
-    assert "p20 - p80" in done.stdout
-    assert "\u2026" not in done.stdout
-
-
-@pytest.mark.parametrize("value", ["yes", "Y", "on", "TRUE"])
-def test_the_interpreter_is_on_when_triton_says_so(cli, value):
-    if machine().triton is None:
-        pytest.skip("triton is not installed")
-    code = "from harness import interpreted; import triton; print(interpreted(), triton.knobs.runtime.interpret)"
-    assert cli(("-c", code), TRITON_INTERPRET=value).stdout.split() == ["True", "True"]
-
-
-def test_a_readers_own_program_may_be_anything(tmp_path, cli):
-    program = tmp_path / "latin.py"
-    program.write_bytes("# coding: latin-1\n# \xe9\nfrom harness import run\nprint('fine')\n".encode("latin-1"))
-    assert cli(program).stdout == "fine\n"
-
-
-def test_a_topic_of_architectures_ends_with_their_table(cli, topic):
-    entry = (
-        "{'kernel': 'k', 'sm': 90, 'found': {'wgmma': 4}, 'registers': 168, 'spills': 0, 'shared': 1024, "
-        "'shared_limit': 232448}"
-    )
-    script = topic(good=f"{GOOD}\nh.record.codegen += [] if h.profile else [{entry}]")
-    table = "what each technique becomes on each architecture"
-    assert table not in cli(script).stdout
-    script.write_text(script.read_text().replace("\nif __name__", "ARCHITECTURES = (80, 90)\n\nif __name__"))
-    said = cli(script).stdout
-    assert said.count(table) == 1
-    assert said.index("PASSED") < said.index(table)
-    assert re.search(r"sm_80 +not compiled for it\n +sm_90 +wgmma x4 +168 +0 +1\.0$", said, re.M)
-    assert table not in cli(script, "--profile").stdout
-
-
-def test_check_only_and_profile_time_nothing(cli, topic, tmp_path):
-    script = topic(table=TABLE)
-    for option, tables in (("--check-only", 1), ("--profile", 0)):
-        path = tmp_path / "r.json"
-        done = cli(script, option, "--json", path)
-        assert done.returncode == 0, done.stdout + done.stderr
-        (example,) = load_record(path)["examples"]
-        assert len(example["comparisons"]) == tables
-        assert all(row["ms"] is None for table in example["comparisons"] for row in table["rows"])
-    assert "profiled" in done.stdout
-
-
-def test_cpu_work_is_timed(cli, topic, tmp_path):
-    path = tmp_path / "r.json"
-    done = cli(topic(table=TABLE), "--json", path)
-    assert done.returncode == 0, done.stdout + done.stderr
-    (table,) = load_record(path)["examples"][0]["comparisons"]
-    assert all(row["ms"] > 0 and row["p20"] <= row["ms"] <= row["p80"] for row in table["rows"])
-    assert "x torch" in done.stdout
-
-
-def test_the_seed_changes_the_data_and_the_name_fixes_it(cli, topic, tmp_path):
-    script = topic(a="h.fact('x', h.randn(1).item())", b="h.fact('x', h.randn(1).item())")
-
-    def values(*args):
-        path = tmp_path / "r.json"
-        cli(script, *args, "--json", path)
-        return {e["name"]: e["facts"]["x"] for e in load_record(path)["examples"]}
-
-    all_of_them = values()
-    assert all_of_them["a"] != all_of_them["b"]
-    assert values("b") == {"b": all_of_them["b"]}
-    assert values("--seed", "1")["a"] != all_of_them["a"]
-
-
-FILES = [
-    t.path for topic in ("triton_examples", "torch_xla_examples") for t in read_topic(ROOT / f"{topic}.py").techniques
-]
-
-
-@pytest.mark.parametrize("path", FILES, ids=lambda path: path.stem)
-def test_a_technique_file_runs_alone_from_any_folder(cli, path, tmp_path):
-    name = path.stem
-    done = cli(path, "--list", cwd=tmp_path)
-    assert done.returncode == 0
-    assert f"  {name}" in done.stdout
-
-
-def test_a_technique_file_without_its_package_skips(cli, tmp_path):
-    """As on a machine without Triton: the reason, and no traceback from the import below it."""
-    path = tmp_path / "needy.py"
-    path.write_text(
-        DOCSTRING.format(lesson="Needy.", needs="no_such_package") + "from harness import run\nimport no_such_package\n"
-    )
-    done = cli(path)
-    assert (done.returncode, done.stderr) == (0, "")
-    assert "SKIPPED: needs no_such_package (not installed: pip install no_such_package)\n" in done.stdout
-    assert "needs no_such_package" in cli(path, "--list").stdout
-    assert cli(path, "--bogus").returncode == 2
-
-
-@needs_triton
-def test_one_technique_file_really_runs_from_another_folder(cli, tmp_path):
-    done = cli(ROOT / "examples" / "triton" / "vector_add.py", "--quick", "--json", "own.json", cwd=tmp_path)
-    assert done.returncode == 0, done.stdout + done.stderr
-    assert load_record(tmp_path / "own.json")["examples"][0]["status"] == "passed"
-
-
-@needs_triton
-def test_triton_imported_first_is_explained(cli):
-    if machine().gpu:
-        pytest.skip("only where there is no GPU")
-    done = cli(("-c", "import triton; from harness import Harness"))
-    assert "import harness first" in done.stderr
-
-
-def test_doctor_names_every_technique(cli):
-    done = cli(("-m", "harness"), "doctor")
-    assert done.returncode == 0, done.stdout + done.stderr
-    kernels = "skipped" if NO_TRITON else {"interpreted": "interpreted", "gpu": "runs"}[machine().mode]
-    for topic in TOPICS:
-        for technique in read_topic(ROOT / f"{topic}.py").techniques:
-            line = next(line for line in done.stdout.splitlines() if f" {technique.name} " in line)
-            elsewhere = "runs" if machine().torch_xla or not technique.needs.xla else "skipped: needs torch_xla>=2.9"
-            assert (kernels if technique.needs.triton else elsewhere) in line
-    assert f"torch {machine().torch}" in done.stdout
-
-
-@needs_triton
-def test_doctor_says_why_a_technique_is_skipped(cli):
-    if machine().gpu:
-        pytest.skip("only where there is no GPU")
-    done = cli(("-m", "harness"), "doctor", TRITON_INTERPRET="0")
-    assert done.returncode == 0
-    assert "skipped: needs a GPU, or TRITON_INTERPRET=1" in done.stdout
-
-
-def test_the_module_needs_a_command_it_knows(cli):
-    assert cli(("-m", "harness"), "frobnicate").returncode == 2
-
-
-def test_a_record_that_is_none_is_refused(tmp_path):
-    path = tmp_path / "x.json"
-    path.write_text("{")
-    with pytest.raises(ValueError, match="not JSON"):
-        load_record(path)
-    path.write_text(json.dumps({"schema": 99}))
-    with pytest.raises(ValueError, match="not a record of schema 1"):
-        load_record(path)
+    monkeypatch.syspath_prepend(tmp_path / "installed")
+    monkeypatch.setenv("PJRT_DEVICE", "CPU")
+    reason = f"torch_xla 2.9.0 cannot be loaded with torch {machine().torch}: it was built for another torch"
+    done = main(topic(**XLA, one="xla.device()", two="xla.device()"))
+    assert (done.returncode, done.stdout.count(f"\nFAILED: {reason}")) == (1, 2), done.stdout
+    monkeypatch.setattr(sys.modules["__main__"], "__file__", str(tmp_path / "one.py"), raising=False)
+    monkeypatch.setattr(sys, "argv", [str(tmp_path / "one.py")])
+    with pytest.raises(SystemExit, match="1"):
+        command.skip_without_packages()
+    said = capsys.readouterr().out
+    assert (f"\nFAILED: {reason}" in said, "Traceback" in done.stdout + said) == (True, False)

@@ -9,7 +9,7 @@ import tempfile
 from importlib.util import find_spec
 
 from harness.check import CheckError
-from harness.faults import explain, where
+from harness.faults import CANNOT_WRITE, explain, where
 from harness.process import ChildFailed
 
 import pytest
@@ -39,11 +39,13 @@ def cause(error):
 
 
 needs_xla = pytest.mark.skipif(find_spec("torch_xla") is None, reason="needs torch_xla: make test-xla")
-CPP = "C++ compile error\n\nOutput:\n"
+CPP, LAST = "C++ compile error\n\nOutput:\n", "the process ended early; its last words:\n"
 GPU = torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 9 GiB.\nmore")
 
 
-@pytest.mark.parametrize("wrap", [lambda error: error, wrapped, cause, lambda error: cause(wrapped(error))])
+WRAPS = (lambda error: error, wrapped, cause, lambda error: cause(wrapped(error)))
+
+
 @pytest.mark.parametrize(
     ("error", "said"),
     [
@@ -56,34 +58,28 @@ GPU = torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 9 GiB.\nmore
         (RuntimeError(f"{CPP}/a.h:3:10: fatal error: Python.h: No such file or directory"), "install Python's headers"),
         (RuntimeError(f"{CPP}x.cpp:1:2: error: what is this\n"), "error: what is this; install"),
         (RuntimeError("Cannot find a working triton installation. Either"), "pip install triton"),
+        (ChildFailed(f"{LAST}InvalidCxxCompiler: x.cpp.cxx: (None, 'g++')\n\nSet"), "and g++ does not work"),
     ],
-)  # fmt: skip
-def test_each_fault_as_itself_and_inside_others(wrap, error, said, monkeypatch):
+)
+def test_each_fault_as_itself_and_inside_others(error, said, monkeypatch):
     monkeypatch.delenv("CXX", raising=False)
-    assert said in explain(wrap(error))
+    for wrap in WRAPS:
+        assert said in explain(wrap(error))
 
 
-def test_the_last_words_of_a_process_are_read():
-    words = "the process ended early; its last words:\nInvalidCxxCompiler: No working C++ compiler found in x.cpp.cxx: "
-    assert "and g++ does not work" in explain(ChildFailed(words + "(None, 'g++')\n\nSet TORCHDYNAMO_VERBOSE=1"))
-
-
-@pytest.mark.parametrize("number", [errno.EACCES, errno.EROFS, errno.ENOTDIR, errno.ENOSPC])
-@pytest.mark.parametrize("variable", ["TORCHINDUCTOR_CACHE_DIR", "TRITON_CACHE_DIR"])
-@pytest.mark.parametrize("below", ["", "/5y", "/triton/0/X/k.cubin"])
-def test_caches_that_cannot_be_written(monkeypatch, number, variable, below):
-    for name in ("TORCHINDUCTOR_CACHE_DIR", "TRITON_CACHE_DIR"):
-        monkeypatch.delenv(name, raising=False)
-    monkeypatch.setenv(variable, "/mine/cache")
-    error = OSError(number, os.strerror(number), f"/mine/cache{below}")
-    assert f"{os.strerror(number)}: /mine/cache{below}; set {variable} to a folder" in explain(wrapped(error))
-    assert f"set {variable} to" in explain(OSError(number, os.strerror(number), "/mine"))  # it would be made in
-    assert explain(OSError(number, os.strerror(number), "/other/cache")) is None
-
-
-def test_caches_where_nobody_chose_them(monkeypatch):
-    for name in ("TORCHINDUCTOR_CACHE_DIR", "TRITON_CACHE_DIR"):
-        monkeypatch.delenv(name, raising=False)
+def test_caches_that_cannot_be_written(monkeypatch):
+    variables = ("TORCHINDUCTOR_CACHE_DIR", "TRITON_CACHE_DIR")
+    for variable, other in (variables, variables[::-1]):
+        monkeypatch.delenv(other, raising=False)
+        monkeypatch.setenv(variable, "/mine/cache")
+        for number, below in zip(CANNOT_WRITE, ("", "/5y", "/triton/0/X/k.cubin", "", "/5y", ""), strict=False):
+            said = os.strerror(number)
+            error = OSError(number, said, f"/mine/cache{below}")
+            assert f"{said}: /mine/cache{below}; set {variable} to a folder" in explain(wrapped(error))
+            assert f"set {variable} to" in explain(OSError(number, said, "/mine"))  # it would be made in
+            assert explain(OSError(number, said, "/other/cache")) is None
+    monkeypatch.delenv(variables[0], raising=False)  # where nobody chose one
+    monkeypatch.delenv(variables[1], raising=False)
     for path, variable in [
         (os.path.join(tempfile.gettempdir(), "torchinductor_someone", "5y"), "TORCHINDUCTOR_CACHE_DIR"),
         (os.path.expanduser("~/.triton/cache/X"), "TRITON_CACHE_DIR"),
@@ -91,17 +87,10 @@ def test_caches_where_nobody_chose_them(monkeypatch):
     ]:
         assert f"set {variable} to" in explain(PermissionError(errno.EACCES, "Permission denied", path))
         assert explain(FileNotFoundError(errno.ENOENT, "No such file or directory", path)) is None
-
-
-def test_a_cache_that_cannot_be_made(monkeypatch):
-    """As below /proc, where making a folder says that there is no such file."""
-    monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", "/proc/cache")
+    monkeypatch.setenv(variables[0], "/proc/cache")  # where making a folder says that there is no such file
     error = FileNotFoundError(errno.ENOENT, "No such file or directory", "/proc/cache")
     assert "set TORCHINDUCTOR_CACHE_DIR to a folder" in explain(error)
-
-
-def test_a_cache_in_a_relative_folder(monkeypatch):
-    monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", "some/where")
+    monkeypatch.setenv(variables[0], "some/where")
     error = RuntimeError(f"{CPP}cc1plus: fatal error: some/where/x.cpp: No such file or directory")
     assert "'some/where' is not found; set TORCHINDUCTOR_CACHE_DIR to an absolute path" in explain(error)
 
@@ -116,20 +105,15 @@ def test_an_option_that_torch_compile_does_not_have():
         assert all(len(line) < 400 for line in where(failure.value))
 
 
-@pytest.mark.parametrize(
-    "error",
-    [
-        ValueError("no"),
-        KeyError(),
-        SystemExit(3),
-        CheckError("matmul: 3 of 4 elements are wrong; CUDA error: out of memory"),  # its own words
-        PermissionError(errno.EACCES, "Permission denied", "/somewhere/data"),
-        OSError("no number"),
-    ],
-)
-def test_what_is_not_known_is_not_explained(error):
-    assert explain(error) is None
-    assert explain(cause(error)) is None or isinstance(error, CheckError)
+def test_what_is_not_known_is_not_explained():
+    elsewhere = PermissionError(errno.EACCES, "Permission denied", "/somewhere/data")
+    for error in (ValueError("no"), KeyError(), SystemExit(3), elsewhere, OSError("no number")):
+        assert explain(error) is explain(cause(error)) is None
+    own_words = CheckError("matmul: 3 of 4 elements are wrong; CUDA error: out of memory")
+    assert explain(own_words) is None
+    one, two = ValueError("one"), ValueError("two")
+    one.__cause__, two.__cause__ = two, one
+    assert explain(one) is None
 
 
 def test_a_compiler_that_is_imported_again_after_its_import_has_failed(monkeypatch, tmp_path):
@@ -140,12 +124,6 @@ def test_a_compiler_that_is_imported_again_after_its_import_has_failed(monkeypat
     monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path / "file" / "cache"))
     assert "Not a directory" in explain(error)
     assert "set TORCHINDUCTOR_CACHE_DIR to a folder" in explain(error)
-
-
-def test_a_circle_of_causes_ends():
-    one, two = ValueError("one"), ValueError("two")
-    one.__cause__, two.__cause__ = two, one
-    assert explain(one) is None
 
 
 def test_where_names_the_readers_lines_only():
@@ -162,10 +140,7 @@ def test_where_names_the_readers_lines_only():
 
 # --- PyTorch/XLA: its own words, as torch_xla 2.9 says them; where it is installed it is made to say them
 
-NO_PLUGIN = (
-    "No PjRtPlugin registered for: {}. Make sure the environment variable PJRT_DEVICE is set to a correct device name. "
-    "See https://github.com/pytorch/xla/blob/master/docs/source/contribute/plugins.md for more information"
-)
+NO_PLUGIN = "No PjRtPlugin registered for: {}. Make sure the environment variable PJRT_DEVICE is set to a correct one"
 FAKE = (
     "Dynamo failed to run FX node with fake tensors: call_function <built-in function linear>(*(FakeTensor(..., "
     "device='xla:0', size=(2, 3)), Parameter(FakeTensor(..., size=(5, 3)))), **{}): got RuntimeError('Unhandled "
@@ -173,60 +148,41 @@ FAKE = (
     '   File "/mine/model.py", line 26, in forward\n    return self.linear(x)\n'
 )
 CHILD = (
-    'the process ended early; its last words:\nTraceback (most recent call last):\n  File "/mine/demo.py", line 7, in '
-    "child\n    y = x @ w\n        ~~^~~\nRuntimeError: Expected XLA tensor. Got: torch.FloatTensor\n"
+    f'{LAST}Traceback (most recent call last):\n  File "/mine/demo.py", line 7, in child\n    y = x @ w\n'
+    "        ~~^~~\nRuntimeError: Expected XLA tensor. Got: torch.FloatTensor\n"
 )
+OTHER_TORCH = "/x/_XLAC.cpython-311-x86_64-linux-gnu.so: undefined symbol: _ZN5torch8autograd10deleteNodeEPNS0_4NodeE"
+UNSET = "unset PJRT_DEVICE, or set it to CPU"
+TOO_MUCH = "Error dispatching computation: Error preparing: Out of memory allocating 2147483648 bytes."
 
 
-@pytest.mark.parametrize("wrap", [lambda error: error, wrapped, cause])
 @pytest.mark.parametrize(
     ("error", "said"),
     [
-        (
-            RuntimeError(NO_PLUGIN.format("FOO")),
-            "PJRT_DEVICE=FOO: there is no such device here; unset PJRT_DEVICE, or set it to CPU",
-        ),
-        (RuntimeError(NO_PLUGIN.format("cpu")), "PJRT_DEVICE=cpu: there is no such device here; unset"),
-        (
-            RuntimeError(NO_PLUGIN.format("CUDA")),
-            "PJRT_DEVICE=CUDA: torch_xla has no CUDA plugin any more, it was removed upstream after 2.8; unset "
-            "PJRT_DEVICE, or set it to CPU; on a GPU use torch.compile with Inductor, or XLA through JAX",
-        ),
-        (RuntimeError(NO_PLUGIN.format("GPU")), "PJRT_DEVICE=GPU: torch_xla has no CUDA plugin any more"),
-        (RuntimeError("$PJRT_DEVICE is not set."), "PJRT_DEVICE is empty; unset PJRT_DEVICE, or set it to CPU"),
-        (
-            OSError("libtpu not found"),
-            "PJRT_DEVICE=TPU: there is no libtpu here; on a TPU pip install 'torch_xla[tpu]'; elsewhere unset "
-            "PJRT_DEVICE, or set it to CPU",
-        ),
+        (RuntimeError(NO_PLUGIN.format("FOO")), f"PJRT_DEVICE=FOO: there is no such device here; {UNSET}"),
+        (RuntimeError(NO_PLUGIN.format("cpu")), f"PJRT_DEVICE=cpu: there is no such device here; {UNSET}"),
+        (RuntimeError(NO_PLUGIN.format("CUDA")), "PJRT_DEVICE=CUDA: torch_xla has no CUDA plugin any more"),
+        (RuntimeError(NO_PLUGIN.format("GPU")), f"removed upstream after 2.8; {UNSET}; on a GPU use torch.comp"),
+        (RuntimeError("$PJRT_DEVICE is not set."), f"PJRT_DEVICE is empty; {UNSET}"),
+        (OSError("libtpu not found"), "=TPU: there is no libtpu here; on a TPU pip install 'torch_xla[tpu]'"),
         (ModuleNotFoundError("No module named 'libneuronxla'"), "PJRT_DEVICE=NEURON: there is no libneuronxla here"),
-        (ChildFailed("its last words:\nOSError: libtpu not found\n"), "PJRT_DEVICE=TPU: there is no libtpu here"),
+        (ChildFailed(f"{LAST}OSError: libtpu not found\n"), f"; elsewhere {UNSET}"),
         (
-            ImportError(
-                "/x/_XLAC.cpython-311-x86_64-linux-gnu.so: undefined symbol: _ZN5torch8autograd10deleteNodeEPNS0_4NodeE"
-            ),
-            f"cannot be loaded with torch {torch.__version__}: it was built for another torch; `make xla` installs",
+            ImportError(OTHER_TORCH),
+            f"with torch {torch.__version__}: it was built for another torch; `make xla` installs",
         ),
-        (
-            RuntimeError("Out of memory allocating 140737488355328 bytes."),
-            "out of memory on XLA's device: Out of memory allocating 140737488355328 bytes (131,072.0 GiB); try",
-        ),
-        (
-            RuntimeError("Error dispatching computation: Error preparing: Out of memory allocating 2147483648 bytes."),
-            "out of memory on XLA's device: Out of memory allocating 2147483648 bytes (2.0 GiB); try --quick",
-        ),
-        (
-            ValueError("RESOURCE_EXHAUSTED: Attempting to reserve 9.53G at the bottom of memory.\nmore"),
-            "XLA's device: RESOURCE_EXHAUSTED: Attempting to reserve 9.53G at the bottom of memory.; try --quick",
-        ),
+        (RuntimeError("Out of memory allocating 140737488355328 bytes."), "140737488355328 bytes (131,072.0 GiB); try"),
+        (RuntimeError(TOO_MUCH), "out of memory on XLA's device: Out of memory allocating 2147483648 bytes (2.0 GiB)"),
+        (ValueError("RESOURCE_EXHAUSTED: Attempting to reserve 9.5G.\nmore"), "to reserve 9.5G.; try --quick"),
         (RuntimeError("Expected XLA tensor. Got: CPUBoolType"), "Expected XLA tensor. Got: CPUBoolType; move them, or"),
         (RuntimeError(FAKE), "model.py:26 in forward: return self.linear(x): found two different devices xla:0, cpu"),
         (ChildFailed(CHILD), "demo.py:7 in child: y = x @ w: Expected XLA tensor. Got: torch.FloatTensor; move"),
     ],
-)  # fmt: skip
-def test_each_fault_of_xla(wrap, error, said):
-    assert said in explain(wrap(error))
-    assert "\n" not in explain(wrap(error))
+)
+def test_each_fault_of_xla(error, said):
+    for wrap in WRAPS:
+        assert said in explain(wrap(error))
+        assert "\n" not in explain(wrap(error))
 
 
 def test_devices_that_are_not_xlas_are_another_matter():
@@ -271,9 +227,9 @@ LEFT_BEHIND = {
 @needs_xla
 @pytest.mark.parametrize("name", LEFT_BEHIND)
 def test_tensors_left_on_the_cpu_are_told_by_the_call(name):
-    from harness import xla
-
     from torch._dynamo.exc import TorchDynamoException
+
+    from examples.common import xla
 
     with pytest.raises((RuntimeError, TorchDynamoException)) as failure:
         LEFT_BEHIND[name](torch.randn(4, 4).to(xla.device()), torch.randn(4, 4))
@@ -287,7 +243,7 @@ def test_tensors_left_on_the_cpu_are_told_by_the_call(name):
 
 @needs_xla
 def test_memory_that_xla_does_not_have():
-    from harness import xla
+    from examples.common import xla
 
     with pytest.raises(RuntimeError) as failure:
         xla.waited(lambda: torch.empty(2**45, device=xla.device()) + 1)()

@@ -2,34 +2,30 @@
 
 import functools
 import re
-from types import SimpleNamespace
 
-from harness.codegen import CodegenError, Kernel, compile_for, dump
-from harness.hardware import SHARED_LIMIT, Limits
+from harness.codegen import compile_for, dump
 
 import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from examples.fp8 import blockwise_matmul as module
-from examples.fp8.blockwise_matmul import (
-    CODE,
+from examples.common import gluon as common
+from examples.common import operands as checks
+from examples.common.device import SHARED_LIMIT, Limits
+from examples.common.fp8 import E4M3, E5M2, OUT_DTYPES, quantize_reference
+from examples.common.tma import gluon_descriptor
+from examples.fp8 import blockwise_matmul as lesson
+from examples.fp8 import blockwise_matmul_warp_specialized as hopper
+from examples.fp8.blockwise_matmul import TILE, VARIANTS, blockwise_matmul, budget, choose, operands, reference
+from examples.fp8.blockwise_matmul_warp_specialized import (
     CONFIGS,
-    E4M3,
-    E5M2,
     GROUP,
-    OUT_DTYPES,
-    TILE,
-    VARIANTS,
-    blockwise_matmul,
-    budget,
     choose_warpgroups,
     efficiency,
-    operands,
-    reference,
     rows_contiguous,
 )
+from studies.fp8.blockwise_matmul import CODE, error_of
 
 FORMATS = [(E4M3, E4M3), (E4M3, E5M2), (E5M2, E4M3), (E5M2, E5M2)]
 
@@ -42,7 +38,7 @@ def check(h, inputs, variant, out=torch.bfloat16, what=None, **more):
 
 
 def runs(h, variant):
-    if variant not in module.runnable(h):
+    if variant not in lesson.runnable(h.device):
         pytest.skip(f"{variant} needs sm_90")
 
 
@@ -50,12 +46,13 @@ def runs(h, variant):
 def force(monkeypatch):
     """Warp specialized with so many warpgroups and, if given, as if the GPU had so many SMs."""
 
-    def choose(warpgroups, sms=None):
-        monkeypatch.setattr(module, "choose_warpgroups", lambda M, N, K, sms: warpgroups)
+    def pretend(warpgroups, sms=None):
+        monkeypatch.setattr(hopper, "choose_warpgroups", lambda M, N, K, sms: warpgroups)
         if sms:
-            monkeypatch.setattr(module, "device_limits", lambda device: Limits(sms, SHARED_LIMIT[90]))
+            for module in (lesson, hopper):
+                monkeypatch.setattr(module, "device_limits", lambda device: Limits(sms, SHARED_LIMIT[90]))
 
-    return choose
+    return pretend
 
 
 # One row, one column, one tile, one more in each dimension; nothing to sum, no result. K of 1 to 5 groups.
@@ -139,10 +136,10 @@ def test_every_tile_is_taken_once(h, variant, sms, warpgroups, force):
         check(h, operands(h, 300, 264, groups * GROUP), variant)
 
 
-def test_bands_of_tiles(h, force):
-    """More rows of tiles than a band has, a last band that is not full, two columns of tiles."""
+def test_groups_of_tiles(h, force):
+    """More rows of tiles than a group has, a last group that is not full, two columns of tiles."""
     check(h, operands(h, (TILE["GROUP_M"] + 1) * TILE["BLOCK_M"] + 1, 136, GROUP), "tiles")
-    for warpgroups, config in CONFIGS.items() if "warp specialized" in module.runnable(h) else ():
+    for warpgroups, config in CONFIGS.items() if "warp specialized" in lesson.runnable(h.device) else ():
         force(warpgroups, sms=5)
         check(h, operands(h, (config["GROUP_M"] + 1) * 64 * warpgroups + 1, 136, GROUP), "warp specialized")
 
@@ -156,12 +153,12 @@ def test_any_shape(M, N, groups, out, formats, warpgroups, variant):
     from harness.session import Harness
 
     h = Harness("test", Needs.parse("triton"))
-    if variant not in module.runnable(h):
+    if variant not in lesson.runnable(h.device):
         variant = "tiles"
     if variant != "tiles":
         N = -(-N // 8) * 8
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(module, "choose_warpgroups", lambda M, N, K, sms: warpgroups)
+        patch.setattr(hopper, "choose_warpgroups", lambda M, N, K, sms: warpgroups)
         check(h, operands(h, M, N, groups * GROUP, formats), variant, out)
 
 
@@ -207,8 +204,6 @@ def test_rows_contiguous(h, M):
 
 def test_descriptors_of_a_gluon_kernel():
     """Layouts as the tensor cores read them, none for a row of scales; a stride that is never used is made valid."""
-    from harness import gluon_descriptor
-
     layouts = {
         (64, 128, E4M3): 128, (64, 64, torch.float32): 128, (64, 32, torch.float16): 64, (1, 64, torch.float32): 0,
     }  # fmt: skip
@@ -244,8 +239,6 @@ def test_extremes(h, variant):
 @pytest.mark.parametrize("variant", VARIANTS)
 def test_quantized_zeros_stay_zeros(h, variant):
     """Their scale is the least there is, and the product of two underflows: 0 all the same."""
-    from harness import quantize_reference
-
     runs(h, variant)
     zeros = torch.zeros(128, 256, device=h.device)
     (q, scale_a), (w, scale_b) = quantize_reference(zeros, (1, GROUP)), quantize_reference(zeros, (GROUP, GROUP))
@@ -296,7 +289,7 @@ def test_rings_of_every_length_of_work(h, warpgroups, sms, force):
     "shape", [(4096, 4096, 4096), (1000, 5208, 896), (16, 8192, 4096), (8191, 264, 512), (8192, 8192, 8192)]
 )
 def test_shapes_on_the_gpu(h, formats, shape):
-    for variant in module.runnable(h):
+    for variant in lesson.runnable(h.device):
         for out in OUT_DTYPES:
             check(h, operands(h, *shape, formats), variant, out)
 
@@ -317,7 +310,7 @@ def test_a_hundred_runs_are_the_same(h, warpgroups, force):
 @pytest.mark.gpu
 def test_the_error_does_not_grow_with_k(h):
     """That of one group is all there is: at K = 32768 within twice that at 512, whether sums cancel or not."""
-    for variant in module.runnable(h):
+    for variant in lesson.runnable(h.device):
         for mean in (0, 1):
             errors = []
             for K in (512, 32768):
@@ -325,7 +318,7 @@ def test_the_error_does_not_grow_with_k(h):
                 one = torch.ones((), device=h.device)
                 scales = rows_contiguous(one.expand(1024, K // GROUP)), one.expand(K // GROUP, 8)
                 got = blockwise_matmul(a, b.t(), *scales, torch.float32, variant)
-                errors.append(module.error_of(got, a.double() @ b.t().double())[0])
+                errors.append(error_of(got, a.double() @ b.t().double())[0])
             assert errors[1] < max(2 * errors[0], 1e-6), (variant, mean, errors)
 
 
@@ -338,7 +331,7 @@ def test_more_elements_than_an_int32_counts(h, gpu_gib):
     many = torch.rand(long, 1, device=h.device) + 0.5
     blocks = torch.rand(1, -(-long // GROUP), device=h.device) + 0.5
     two = torch.rand(1, 2, device=h.device) + 0.5
-    for variant in module.runnable(h):
+    for variant in lesson.runnable(h.device):
         tall = blockwise_matmul(a, w.t(), many, two, variant=variant)
         for part in (slice(0, 300), slice(-300, None)):
             inputs = (a[part], w.t(), many[part], two)
@@ -430,20 +423,27 @@ def test_promotion_overlaps_the_next_product():
             assert "wgmma.mma_async" not in ptx[waits[i] : waits[i + 1]]
 
 
-@pytest.mark.parametrize("sm", [80, 89, 100, 120])
-def test_warp_specialized_is_for_hopper(sm):
-    (kernel,) = compile_for(blockwise_matmul, (*layer(), torch.bfloat16, "warp specialized"), sms=(sm,))
-    message = f"'warp specialized' is a Gluon kernel for sm_90 (this is sm_{sm}): use variant='tiles'"
-    if sm == 80:
-        message = "this GPU is sm_80; FP8 tensor cores come with sm_89"
-    assert kernel.error == f"RuntimeError: blockwise_matmul: {message}"
+@pytest.mark.parametrize(
+    ("sm", "variant", "message"),
+    [(80, None, "this GPU is sm_80; FP8 tensor cores come with sm_89"),
+     (100, "warp specialized", r"needs sm_90, for its wgmma \(this is sm_100\): use variant='tiles'"),
+     (None, "warp specialized", r"needs sm_90, .*Gluon kernels are not interpreted\): use variant='tiles'")],
+)  # fmt: skip
+def test_other_gpus(h, monkeypatch, sm, variant, message):
+    monkeypatch.setattr(checks, "architecture", lambda device: sm or 90)
+    monkeypatch.setattr(common, "gluon_architecture", lambda device: sm)
+    with pytest.raises(RuntimeError, match=f"blockwise_matmul: {message}"):
+        blockwise_matmul(*operands(h, 8, 8, 128), variant=variant)
 
 
-def test_gluon_is_not_interpreted(h):
-    if not h.interpreted:
-        pytest.skip("needs the interpreter")
-    with pytest.raises(RuntimeError, match=r"a Gluon kernel for sm_90 \(Triton interprets .*: use variant='tiles'"):
-        blockwise_matmul(*operands(h, 8, 8, 128), variant="warp specialized")
+def test_the_fastest_that_takes_the_operands_is_chosen(monkeypatch):
+    a, b, scale_a, _ = layer(130, 264, 256)
+    for sm, last in {90: "warp specialized", 100: "tiles", None: "tiles"}.items():
+        monkeypatch.setattr(lesson, "gluon_architecture", lambda device, sm=sm: sm)
+        assert choose(a, b, scale_a, torch.bfloat16) == last
+        assert choose(a, b[:, :260], scale_a, torch.float32) == last
+        assert choose(a, b[:, :260], scale_a, torch.bfloat16) == "tiles"  # its rows are no multiple of 16 bytes
+        assert choose(a, b, scale_a.contiguous(), torch.bfloat16) == "tiles"  # K contiguous
 
 
 @pytest.mark.parametrize(
@@ -464,76 +464,6 @@ def test_efficiency(M, N, sms, warpgroups):
     assert 0 < got <= 1
     assert got * waves * sms * 64 * warpgroups * GROUP == pytest.approx(M * N)
     assert efficiency(64 * warpgroups * sms, GROUP, warpgroups, sms) == 1
-
-
-def test_the_demo_fails_where_anything_but_fp8_multiplies(h, monkeypatch):
-    kernel = Kernel("k", 90, {"wgmma": 8, "mma f8": 4})
-    monkeypatch.setattr(h, "codegen", lambda *args, **kwargs: [kernel])
-    with pytest.raises(CodegenError, match=r"tiles on sm_90: \{'wgmma': 8\}, FP8 only in 4"):
-        module.show_code(h)
-    kernel.found["wgmma"] = 4
-    module.show_code(h)
-
-
-def test_ratios_are_over_the_library(h, monkeypatch):
-    """Those of a table whose baseline is the library; none where it is missing or nothing was timed."""
-    rows = [
-        SimpleNamespace(variant="_scaled_mm blockwise", ms=1.0, speedup=1.0, ours=False),
-        SimpleNamespace(variant="triton tiles", ms=2.0, speedup=0.5, ours=True),
-    ]
-    table, baselines = SimpleNamespace(rows=rows), []
-    monkeypatch.setattr(h, "interpreted", False)
-    monkeypatch.setattr(h, "compare", lambda *args, baseline, **kwargs: baselines.append(baseline) or table)
-    monkeypatch.setattr(module, "scaled_mm_blockwise", lambda *inputs: None)
-    assert module.compare(h, 4, 8, 128) == {"triton tiles": 0.5}
-
-    def refuses(*inputs):
-        raise RuntimeError("not on this GPU\nand more")
-
-    said = []
-    monkeypatch.setattr(h, "say", said.append)
-    monkeypatch.setattr(module, "scaled_mm_blockwise", refuses)
-    assert module.compare(h, 4, 8, 128) == {}
-    assert said == ["no _scaled_mm blockwise here: not on this GPU"]
-    assert baselines == ["_scaled_mm blockwise", "torch"]
-    monkeypatch.setattr(module, "scaled_mm_blockwise", lambda *inputs: None)
-    rows[-1].ms = None  # nothing was timed
-    assert module.compare(h, 4, 8, 128) == {}
-    monkeypatch.setattr(h, "compare", lambda *args, **kwargs: None)  # a profiler's run
-    assert module.compare(h, 4, 8, 128) == {}
-
-
-def test_error_of():
-    want = torch.tensor([[3.0, 4.0], [0.0, 0.0]], dtype=torch.float64)  # rms 2.5
-    assert module.error_of(want.float(), want) == [0.0, 0.0]
-    got = want + torch.tensor([[0.0, 0.0], [0.0, -1.0]])
-    assert module.error_of(got.float(), want) == [0.2, 0.4]
-
-
-def test_demo(h):
-    if not h.interpreted:
-        pytest.skip("its full sizes are run by the topic")
-    module.demo(h)
-    assert all(each["passed"] for each in h.record.checks)
-    assert {kernel["sm"] for kernel in h.record.codegen} == {89, 90, 100, 120}
-    assert {kernel["kernel"] for kernel in h.record.codegen} == {
-        "blockwise_matmul_tiles_kernel", "blockwise_matmul_warp_specialized_kernel",
-    }  # fmt: skip
-    names = {row["variant"] for table in h.record.comparisons for row in table["rows"]}
-    assert names == {"torch", "triton tiles"}
-    (errors,) = h.record.facts.values()
-    assert len(errors) == 4
-    for cells in errors.values():
-        assert set(cells) == {"fp8_matmul, one sum", "blockwise tiles"}
-        assert all(rms < 1e-6 for rms, _ in cells.values())  # float32's, which is what is interpreted
-
-
-def test_a_profiler_sees_the_timed_calls_alone(h, monkeypatch):
-    monkeypatch.setattr(h, "profile", True)
-    monkeypatch.setattr(module, "compare", lambda *args: {})
-    monkeypatch.setattr(module, "errors_by_length", None)
-    module.demo(h)
-    assert not h.record.facts
 
 
 def _bad(device):
@@ -583,8 +513,7 @@ def _bad(device):
         "an infinite scale": (but(scale_a=scale_a / 0), {}, ValueError, "scale_a has 12 of 12 values"),
         "out in FP8": (good, {"out_dtype": E4M3}, TypeError, r"out_dtype torch\.float8_e4m3fn is not one"),
         "out in float64": (good, {"out_dtype": torch.float64}, TypeError, r"torch\.float64 is not one of"),
-        "no variant": (good, {"variant": "faster"}, ValueError, r"'faster' is not one of \('tiles', 'warp special"),
-        "None for a variant": (good, {"variant": None}, ValueError, "variant None is not one of"),
+        "no variant": (good, {"variant": "faster"}, ValueError, r"'faster' is not one of \(None, 'tiles'"),
         "requires grad": (but(a=a.clone().requires_grad_()), {}, RuntimeError, "no backward"),
         "a scale that requires grad": (but(scale_a=scale_a.clone().requires_grad_()), {}, RuntimeError, "no backward"),
         "two devices": (but(b=b.to("meta")), {}, ValueError, "move them to one device"),
@@ -604,12 +533,12 @@ def _bad_for_tma(device):
     b, scale_b = w.t(), torch.ones(2, 2, device=device)
     scale_a, flat = torch.ones(6, 2, device=device), torch.zeros(6 * 272 + 16, device=device).to(E4M3)
     good = rows_contiguous(scale_a)
-    few = "N is 140; TMA needs rows of 16-byte multiples: pad N to a multiple of 8, or use variant='tiles'"
+    few = "N 140; TMA needs rows of 16-byte multiples: pad .* N to one of 8, or use variant='tiles'"
     other = "or use variant='tiles'"
     return {
         "N of 140": ((a, b[:, :140], good, scale_b), {}, few),
         "N of 142 in float32": (
-            (a, b[:, :142], good, scale_b), {"out_dtype": torch.float32}, f"N is 142; .* multiple of 4, {other}",
+            (a, b[:, :142], good, scale_b), {"out_dtype": torch.float32}, f"N 142; .* N to one of 4, {other}",
         ),
         "scale_a with K contiguous": (
             (a, b, scale_a, scale_b), {}, rf"scale_a has strides \(2, 1\) .*pass rows_contiguous\(scale_a\), {other}",
@@ -634,12 +563,7 @@ def _bad_for_tma(device):
 @pytest.mark.parametrize("name", _bad_for_tma("cpu"))
 def test_what_tma_cannot_take(h, name, monkeypatch):
     args, kwargs, message = _bad_for_tma(h.device)[name]
-    monkeypatch.setattr(module, "architecture", lambda device: 90)  # nothing is launched
+    for module, its in ((checks, "architecture"), (common, "gluon_architecture")):
+        monkeypatch.setattr(module, its, lambda device: 90)  # nothing is launched
     with pytest.raises(ValueError, match=f"blockwise_matmul: .*{message}"):
         blockwise_matmul(*args, variant="warp specialized", **kwargs)
-
-
-def test_older_gpus(h, monkeypatch):
-    monkeypatch.setattr(module, "architecture", lambda device: 86)
-    with pytest.raises(RuntimeError, match="blockwise_matmul: this GPU is sm_86; FP8 tensor cores come with sm_89"):
-        blockwise_matmul(*operands(h, 8, 8, 128))

@@ -3,39 +3,28 @@
 import functools
 import itertools
 from fractions import Fraction
-from types import SimpleNamespace
 
 from harness.codegen import compile_for
-from harness.hardware import Limits
 
 import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from examples.fp8 import microscaling
-from examples.fp8.microscaling import (
+from examples.common.device import Limits
+from examples.common.microscaling import (
     FORMATS,
-    KINDS,
     NV_SPAN,
-    Operands,
-    _nearest,
-    _values,
-    budget,
-    demo,
     dequantize,
-    expected_bytes,
-    explain,
-    mx_matmul,
-    mx_quantize,
-    native,
-    quantize_torch,
-    quantized_bytes,
-    scaled_mm,
+    nearest,
     scales_shape,
     swizzle_scales,
     unswizzle_scales,
+    values_of,
 )
+from examples.fp8 import microscaling
+from examples.fp8.microscaling import KINDS, budget, demo, losses, mx_matmul, native
+from examples.fp8.microscaling_quantize import Operands, expected_bytes, mx_quantize, quantized_bytes, scaled_mm
 
 RECIPES = [("mxfp8", "floor"), ("mxfp8", "up"), ("mxfp4", "floor"), ("mxfp4", "up"), ("nvfp4", "floor")]
 E2M1 = [0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0, -0.0, -0.5, -1.0, -1.5, -2.0, -3.0, -4.0, -6.0]
@@ -60,8 +49,7 @@ def check_bits(h, x, fmt, rule="floor", tensor_scale=None, what="bits"):
 
 def check_product(h, M, N, K, fmt, dtype=torch.float32, **options):
     x = Operands.random(h, M, N, K, fmt)
-    wholes = dict(zip(("a_tensor_scale", "b_tensor_scale"), x.tensor_scales, strict=True))
-    fn = functools.partial(mx_matmul, fmt=fmt, out_dtype=dtype, **wholes, **options)
+    fn = functools.partial(mx_matmul, fmt=fmt, out_dtype=dtype, **x.wholes, **options)
     h.check(fn, x.reference, *x.packed, what=f"{fmt} {M}x{N}x{K}", dtype=dtype, **budget(K))
 
 
@@ -70,19 +58,19 @@ def check_product(h, M, N, K, fmt, dtype=torch.float32, **options):
 
 def test_values_by_definition_are_those_of_the_formats():
     device = torch.device("cpu")
-    assert _values(2, 1, device).tolist() == E2M1[:8]
+    assert values_of(2, 1, device).tolist() == E2M1[:8]
     e4m3 = torch.arange(127, dtype=torch.uint8).view(torch.float8_e4m3fn).double()
-    assert torch.equal(_values(4, 3, device), e4m3)
+    assert torch.equal(values_of(4, 3, device), e4m3)
 
 
 @pytest.mark.parametrize("values", [(2, 1), (4, 3)])
 def test_nearest_against_fractions(values):
-    table = [Fraction(v) for v in _values(*values, torch.device("cpu")).tolist()]
+    table = [Fraction(v) for v in values_of(*values, torch.device("cpu")).tolist()]
     middles = [(a + b) / 2 for a, b in itertools.pairwise(table)]
     tiny = Fraction(1, 2**40)
     points = [m + d for m in middles for d in (-tiny, 0, tiny)] + table + [table[-1] * 2, table[-1] + tiny]
     want = [min(range(len(table)), key=lambda i, x=x: (abs(table[i] - x), i % 2)) for x in points]
-    got = _nearest(torch.tensor([float(x) for x in points], dtype=torch.float64), torch.tensor(table, dtype=float))
+    got = nearest(torch.tensor([float(x) for x in points], dtype=torch.float64), torch.tensor(table, dtype=float))
     assert got.tolist() == want
 
 
@@ -201,7 +189,7 @@ def test_every_magnitude_gets_the_scale_of_the_specification(h, fmt, rule):
 
 def test_every_scale_of_nvfp4(h):
     """amax of a group from below the smallest scale to beyond the largest, which a given tensor's scale allows."""
-    amax = torch.cat([_values(4, 3, torch.device("cpu")).float() * 6 * step for step in (0.97, 1.0, 1.03)])
+    amax = torch.cat([values_of(4, 3, torch.device("cpu")).float() * 6 * step for step in (0.97, 1.0, 1.03)])
     x = torch.cat([amax, torch.tensor([1e-5, 1e5, 3e38])])[:, None] * torch.linspace(-1, 1, 16)
     check_bits(h, x.to(h.device), "nvfp4", tensor_scale=_whole("nvfp4", h.device))
     code = bits(mx_quantize(x.to(h.device), "nvfp4", tensor_scale=_whole("nvfp4", h.device))[1])
@@ -275,15 +263,6 @@ def test_the_scale_of_a_tensor(h):
     q, scale, whole = mx_quantize(zeros, "nvfp4")
     assert whole.item() > 0
     assert (dequantize(q, scale, "nvfp4", whole) == 0).all()
-
-
-@pytest.mark.parametrize("fmt", FORMATS)
-def test_the_baseline_has_the_same_bits(h, fmt):
-    x = h.randn(20, 128, dtype=h.half, scale=5.0)
-    x[2, 3], x[7, 40] = float("nan"), float("-inf")
-    whole = mx_quantize(x, fmt)[2]
-    got = tuple(bits(t) for t in quantize_torch(x, fmt, whole))
-    assert all(torch.equal(a, b) for a, b in zip(got, quantized_bytes(x, fmt, tensor_scale=whole), strict=True))
 
 
 # --- tiles of scales
@@ -483,39 +462,21 @@ def test_tiles_by_shared_memory(monkeypatch):
 # --- the demonstration
 
 
-def test_demo_and_what_it_records(h, monkeypatch):
+def test_losses(h):
+    found = losses(h, 32, 512)
+    assert len(found) == 6
+    # What follows from the formats: more bits lose less, and a smaller group keeps outliers from more values.
+    for column in ("normal", "outliers x100", "outliers x10000"):
+        assert found["mxfp8, scales floor"][column] < found["nvfp4"][column] < found["mxfp4, scales floor"][column]
+    assert found["nvfp4"]["bits a value"] == 4.5
+
+
+def test_demo(h, monkeypatch):
     wanted = []
     monkeypatch.setattr(h, "codegen", lambda *args, find: wanted.append(find))  # test_generated_code compiles
     demo(h)
     assert [(find[100][-1], find[120][-1]) for find in wanted] == list(KINDS.values())
-    facts = h.record.facts
-    assert ("do not run" in facts["block-scaled instructions"]) is not native()
-    losses = facts["relative rms error of ordinary values"]
-    assert len(losses) == 6
-    # What follows from the formats: more bits lose less, and a smaller group keeps outliers from more values.
-    for column in ("normal", "outliers x100", "outliers x10000"):
-        assert losses["mxfp8, scales floor"][column] < losses["nvfp4"][column] < losses["mxfp4, scales floor"][column]
-    assert losses["nvfp4"]["bits a value"] == 4.5
     assert all(check["passed"] for check in h.record.checks)
-
-
-def test_what_the_lesson_says_follows_from_the_times(monkeypatch):
-    said, tables = [], []
-    h = SimpleNamespace(say=said.append, table=lambda name, rows: tables.append(rows))
-    cells = {
-        "mxfp4 4096": {"bytes of operands": 0.266, "triton emulation": 0.4, "triton emulation by tl.dot_scaled": 0.3},
-        "nvfp4 4096": {"bytes of operands": 0.281, "triton emulation": 1.1},
-    }
-    monkeypatch.setattr(microscaling, "native", lambda: False)
-    explain(h, cells)
-    assert said == [
-        "mxfp4 4096: 0.27 of the bytes; emulated, 0.40x of the speed: in time that does not pay",
-        "nvfp4 4096: 0.28 of the bytes; emulated, 1.10x of the speed: in time that pays here",
-    ]
-    monkeypatch.setattr(microscaling, "native", lambda: True)
-    explain(h, cells)
-    assert len(said) == 2, "nothing was emulated"
-    assert len(tables) == 2
 
 
 # --- bad input

@@ -1,4 +1,4 @@
-"""blackwell: numerics interpreted, the kernel by hand on a model of an SM, refusals, bad input, the code."""
+"""blackwell: numerics interpreted, the kernels by hand on a model of an SM, refusals, bad input, the answer."""
 
 import functools
 import random
@@ -7,44 +7,43 @@ import threading
 from types import FunctionType, SimpleNamespace
 
 from harness import hardware
+from harness.bench import Row, Table
 from harness.catalog import Needs
-from harness.codegen import CodegenError, Kernel, dump
-from harness.hardware import SHARED_LIMIT, Limits
+from harness.codegen import Kernel, dump
 from harness.session import Harness
 
 import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from triton.runtime.jit import JITFunction
 
+from examples.common.device import SHARED_LIMIT, Limits
+from examples.common.fp8 import E4M3, E5M2
 from examples.fp8.microscaling import Operands, mx_matmul
-from examples.tma import blackwell as module
-from examples.tma.blackwell import (
+from examples.tma import blackwell, blackwell_compiled, blackwell_plan, blackwell_scaled
+from examples.tma.blackwell import answer, blackwell_matmul, reference
+from examples.tma.blackwell_compiled import LARGE
+from examples.tma.blackwell_plan import (
     COLUMNS,
-    E4M3,
-    E5M2,
-    FIND,
-    FORMATS,
     GROUP_M,
-    LARGE,
     VARIANTS,
     allocated_columns,
-    blackwell_matmul,
-    blackwell_mx_matmul,
     budget,
     by_hand_plan,
-    reference,
+    runnable,
     scale_columns,
 )
+from examples.tma.blackwell_scaled import FORMATS, blackwell_mx_matmul
 
-# --- a model of an SM: the kernel by hand, as it stands, where everything asynchronous takes its time
+LAUNCH = (blackwell, blackwell_compiled, blackwell_scaled)
+
+# --- a model of an SM: the kernels by hand, as they stand, where everything asynchronous takes its time
 #
-# Each role runs in a thread of its own, one at a time; who is next, or which operation in flight is done, is drawn.
+# Each partition runs in a thread of its own, one at a time; who is next, or which operation in flight is done, is
+# drawn.
 # Operations are as disorderly as PTX allows: a load by TMA ends whenever it likes; a product waits for the copies that
 # were issued before it and for earlier products to its accumulator, nothing else; a commit for all before it.
-
-
-KERNEL = module.matmul_by_hand_kernel
 
 
 class RaceError(AssertionError):
@@ -52,7 +51,7 @@ class RaceError(AssertionError):
 
 
 class DeadlockError(AssertionError):
-    """Every role waits and nothing is in flight."""
+    """Every partition waits and nothing is in flight."""
 
 
 class Memory:
@@ -144,24 +143,24 @@ class SM:
 
     def __init__(self, seed, ignore="", flip=""):
         self.random, self.ignore, self.flip = random.Random(seed), ignore, flip
-        self.flights, self.issued, self.roles, self.failure = [], [], [], None
+        self.flights, self.issued, self.partitions, self.failure = [], [], [], None
         self.turn = threading.Semaphore(0)
         self.fenced = True
         self.weights = [self.random.choice((0.02, 1.0, 1.0)) for _ in range(6)]  # who is slow in this run
 
-    # roles
+    # partitions
 
     def pause(self, ready=lambda: True):
-        role = threading.current_thread().role
-        role.ready = ready
+        partition = threading.current_thread().partition
+        partition.ready = ready
         self.turn.release()
-        role.go.acquire()
+        partition.go.acquire()
         if self.failure:
             raise SystemExit
 
     def start(self, functions):
-        def body(role, fn, args):
-            role.go.acquire()
+        def body(partition, fn, args):
+            partition.go.acquire()
             try:
                 if not self.failure:
                     fn(*args)
@@ -169,20 +168,24 @@ class SM:
                 pass
             except BaseException as error:
                 self.failure = self.failure or error
-            role.done = True
+            partition.done = True
             self.turn.release()
 
         for fn, args in functions:
-            role = SimpleNamespace(go=threading.Semaphore(0), ready=lambda: True, done=False, stores=[])
-            role.thread = threading.Thread(target=body, args=(role, fn, args), daemon=True)
-            role.thread.role = role
-            role.thread.start()
-            self.roles.append(role)
-        while not self.failure and not all(role.done for role in self.roles):
-            able = [(self.weights[i], role) for i, role in enumerate(self.roles) if not role.done and role.ready()]
+            partition = SimpleNamespace(go=threading.Semaphore(0), ready=lambda: True, done=False, stores=[])
+            partition.thread = threading.Thread(target=body, args=(partition, fn, args), daemon=True)
+            partition.thread.partition = partition
+            partition.thread.start()
+            self.partitions.append(partition)
+        while not self.failure and not all(partition.done for partition in self.partitions):
+            able = [
+                (self.weights[i], partition)
+                for i, partition in enumerate(self.partitions)
+                if not partition.done and partition.ready()
+            ]
             able += [(self.weights[flight.kind], flight) for flight in self.flights if flight.ready()]
             if not able:
-                self.failure = DeadlockError("every role waits and nothing is in flight")
+                self.failure = DeadlockError("every partition waits and nothing is in flight")
                 break
             (chosen,) = self.random.choices([each for _, each in able], [weight for weight, _ in able])
             if isinstance(chosen, Flight):
@@ -190,9 +193,9 @@ class SM:
             else:
                 chosen.go.release()
                 self.turn.acquire()
-        for role in self.roles:
-            while role.thread.is_alive() and not role.done:
-                role.go.release()
+        for partition in self.partitions:
+            while partition.thread.is_alive() and not partition.done:
+                partition.go.release()
                 self.turn.acquire()
         while self.flights and not self.failure:
             able = [flight for flight in self.flights if flight.ready()]
@@ -242,7 +245,7 @@ class SM:
     def store(self, desc, coord, source):
         if not source.state.fenced:
             raise RaceError("TMA reads what was written without a fence between")
-        role = threading.current_thread().role
+        partition = threading.current_thread().partition
         source.state.reads += 1
 
         def run():
@@ -251,11 +254,11 @@ class SM:
             target.copy_(source.tensor[:rows, :cols])
             source.state.reads -= 1
 
-        role.stores.append(self.fly(4, run))
+        partition.stores.append(self.fly(4, run))
         self.pause()
 
     def store_wait(self, pendings):
-        stores = threading.current_thread().role.stores
+        stores = threading.current_thread().partition.stores
         before = stores[: max(0, len(stores) - pendings)]  # all but the latest, whichever of them have landed
         self.pause(lambda: not any(each in self.flights for each in before))
 
@@ -348,12 +351,12 @@ class SM:
         barrier.init(count)
         self.fenced = False
 
-    def specialize(self, roles, warps, registers):
+    def specialize(self, partitions, warps, registers):
         assert self.fenced, "barriers are used before their initialization is fenced"
         assert self.columns <= COLUMNS
-        self.start(roles)
+        self.start(partitions)
 
-    def run(self, program, programs, args, kwargs):
+    def run(self, module, code, program, programs, args, kwargs):
         self.barriers, self.stored, self.columns, self.shared = 0, [], 0, 0
 
         def nothing(*args, **kwargs):
@@ -371,18 +374,16 @@ class SM:
                 init=self.init, wait=self.wait, expect=self.expect, arrive=self.arrive,
                 MBarrierLayout=lambda: "barrier",
             ),
-            tma=SimpleNamespace(
-                async_copy_global_to_shared=self.load, async_copy_shared_to_global=self.store,
-                store_wait=self.store_wait,
-            ),
+            tma=SimpleNamespace(store_wait=self.store_wait), async_load=self.load, async_store=self.store,
+            tl=SimpleNamespace(cdiv=lambda a, b: -(-a // b)),
             tcgen05_mma=self.mma, tcgen05_mma_scaled=self.mma_scaled, tcgen05_copy=self.copy,
             tcgen05_commit=self.commit, TensorMemoryLayout=nothing, TensorMemoryScalesLayout=nothing,
             get_tmem_reg_layout=nothing,
         )  # fmt: skip
         for name, value in vars(module).items():
-            if isinstance(value, type(module._multiply)):  # a function in Gluon: its Python, among the model's names
+            if isinstance(value, JITFunction):  # of the device: its Python, among the model's names
                 scope[name] = FunctionType(value.fn.__code__, scope, name)
-        kernel = FunctionType(KERNEL.fn.__code__, scope)
+        kernel = FunctionType(code, scope)
         kernel(*map(described, args), **{k: v for k, v in kwargs.items() if k != "num_warps"})
 
 
@@ -415,17 +416,21 @@ def values_of(q, scale):
     return (values.unflatten(1, (scales.shape[1], -1)) * scales[..., None]).flatten(1)
 
 
-class Model:
-    """Stands for the kernel: launches it on the model, program after program."""
+KERNELS = {"matmul_by_hand_kernel": blackwell, "matmul_scaled_kernel": blackwell_scaled}
+CODE = {name: getattr(module, name).fn.__code__ for name, module in KERNELS.items()}
 
-    def __init__(self, seed=0, **broken):
-        self.seed, self.broken, self.sms = seed, broken, []
+
+class Model:
+    """Stands for a kernel: launches it on the model, program after program."""
+
+    def __init__(self, module, name, sms, seed=0, **broken):
+        self.module, self.code, self.seed, self.broken, self.sms = module, CODE[name], seed, broken, sms
 
     def __getitem__(self, grid):
         def launch(*args, **kwargs):
             for program in range(grid[0]):
                 self.sms.append(SM(self.seed + 1000 * program, **self.broken))
-                self.sms[-1].run(program, grid[0], args, kwargs)
+                self.sms[-1].run(self.module, self.code, program, grid[0], args, kwargs)
 
         return launch
 
@@ -443,11 +448,13 @@ def model(monkeypatch):
 
 
 def use_model(monkeypatch, seed, sms, **broken):
-    kernel = Model(seed, **broken)
-    monkeypatch.setattr(module, "architecture", lambda device: 100)
-    monkeypatch.setattr(module, "device_limits", lambda device: Limits(sms, SHARED_LIMIT[100]))
-    monkeypatch.setattr(module, "matmul_by_hand_kernel", kernel)
-    return kernel
+    """The list of the SMs that will have run."""
+    ran = []
+    monkeypatch.setattr(blackwell_plan, "gluon_architecture", lambda device: 100)
+    for name, module in KERNELS.items():
+        monkeypatch.setattr(module, "device_limits", lambda device: Limits(sms, SHARED_LIMIT[100]))
+        monkeypatch.setattr(module, name, Model(module, name, ran, seed, **broken))
+    return ran
 
 
 def harness():
@@ -457,7 +464,7 @@ def harness():
 def check(h, M, N, K, variant, dtype=torch.float16, out=torch.float16):
     a, b = h.randn(M, K, dtype=dtype), h.randn(N, K, dtype=dtype)
     fn = functools.partial(blackwell_matmul, variant=variant, out_dtype=out)
-    h.check(fn, reference, a, b, what=f"{variant} {M}x{N}x{K} {dtype} {out}", dtype=out, **budget(h, K, dtype))
+    h.check(fn, reference, a, b, what=f"{variant} {M}x{N}x{K} {dtype} {out}", dtype=out, **budget(dtype, K))
 
 
 def check_scaled(h, M, N, K, fmt, out=torch.float16):
@@ -543,7 +550,7 @@ def test_the_model_sees_a_missing_fence(h, model, monkeypatch):
     real = SM.fence
 
     def only_the_first(self):
-        if not self.roles:  # that after the barriers' initialization
+        if not self.partitions:  # that after the barriers' initialization
             real(self)
 
     monkeypatch.setattr(SM, "fence", only_the_first)
@@ -555,16 +562,16 @@ def test_the_model_sees_a_missing_fence(h, model, monkeypatch):
 
 
 def test_the_model_takes_what_the_plan_says(h, model):
-    kernel = model()
+    ran = model()
     check(h, 128, 256, 64, "by hand")
-    assert kernel.sms[0].columns == COLUMNS
-    assert kernel.sms[0].shared <= SHARED_LIMIT[100]
+    assert ran[0].columns == COLUMNS
+    assert ran[0].shared <= SHARED_LIMIT[100]
     for fmt, form in FORMATS.items():
-        kernel = model()
+        ran = model()
         check_scaled(h, 128, 256, 64, fmt)
         groups = 128 * form.pack // form.group
         block_m, block_n, _, _, stages, accs = by_hand_plan(SHARED_LIMIT[100], groups)
-        assert kernel.sms[0].columns == accs * block_n + scale_columns(block_m, block_n, groups, stages)
+        assert ran[0].columns == accs * block_n + scale_columns(block_m, block_n, groups, stages)
 
 
 # --- tensor memory, counted
@@ -602,7 +609,7 @@ SHAPES = [(1, 8, 16), (37, 16, 112), (128, 256, 64), (129, 264, 144), (5, 16, 0)
 
 
 def runs(h, variant):
-    if variant not in module.runnable(h):
+    if variant not in runnable(h.device):
         pytest.skip(f"{variant} needs another GPU")
 
 
@@ -620,16 +627,16 @@ def test_shapes(h, variant, shape, dtype):
 )  # fmt: skip
 def test_any_shape(M, N, K, dtype, variant):
     h = harness()
-    if variant in module.runnable(h):
+    if variant in runnable(h.device):
         check(h, M, 8 * N, 16 * K, variant, dtype)
 
 
 @pytest.mark.parametrize("variant", RUNS)
 @pytest.mark.parametrize(("sms", "sm"), [(1, 100), (3, 100), (1000, 100), (3, 120)])
 def test_every_tile_is_taken_once(h, monkeypatch, variant, sms, sm):
-    """Also more rows of tiles than a band has, and the small tile of 99 KiB."""
-    shared_bytes = SHARED_LIMIT[sm] if h.interpreted else module.device_limits(h.device).shared_bytes
-    monkeypatch.setattr(module, "device_limits", lambda device: Limits(sms, shared_bytes))
+    """Also more rows of tiles than a group has, and the small tile of 99 KiB."""
+    shared_bytes = SHARED_LIMIT[sm] if h.interpreted else blackwell.device_limits(h.device).shared_bytes
+    monkeypatch.setattr(blackwell_compiled, "device_limits", lambda device: Limits(sms, shared_bytes))
     check(h, 300, 520, 32, variant)
     check(h, (GROUP_M + 1) * LARGE[0] + 1, 264, 16, variant)
 
@@ -637,7 +644,7 @@ def test_every_tile_is_taken_once(h, monkeypatch, variant, sms, sm):
 def test_out_dtypes(h):
     a, b = h.randn(5, 32, dtype=E4M3), h.randn(8, 32, dtype=E4M3)
     assert blackwell_matmul(a, b).dtype is torch.bfloat16
-    for variant in module.runnable(h):
+    for variant in runnable(h.device):
         for out in (torch.float16, torch.bfloat16):
             check(h, 70, 264, 48, variant, E4M3, out)
             check(h, 70, 264, 48, variant, torch.float16, out)
@@ -651,7 +658,7 @@ def test_layouts(h):
         (wide_a[::3, :144], wide_b[16::2, 32:176][:136]),
         (wide_a[:1, :144].as_strided((1, 144), (5, 1)), wide_b[:40, :144]),
     ]:
-        for variant in module.runnable(h):
+        for variant in runnable(h.device):
             fn = functools.partial(blackwell_matmul, variant=variant)
             h.check(fn, reference, a, b, what=f"{variant} {a.stride()}", terms=a.shape[1])
 
@@ -659,7 +666,7 @@ def test_layouts(h):
 def test_extremes(h):
     a, b = h.randn(130, 144, dtype=torch.float16), h.randn(264, 144, dtype=torch.float16)
     a[3, 5], b[9, 2], a[129, 143], b[130, 7] = (float(x) for x in ("nan", "nan", "inf", "-inf"))
-    for variant in module.runnable(h):
+    for variant in runnable(h.device):
         h.check(functools.partial(blackwell_matmul, variant=variant), reference, a, b, what=variant, terms=144)
 
 
@@ -667,14 +674,14 @@ def test_extremes(h):
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, E4M3, E5M2])
 @pytest.mark.parametrize("shape", [(4096, 4096, 4096), (1000, 5208, 784), (16, 8192, 4096), (8191, 264, 512)])
 def test_shapes_on_the_gpu(h, shape, dtype):
-    for variant in module.runnable(h):
+    for variant in runnable(h.device):
         check(h, *shape, variant, dtype, torch.bfloat16)
 
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("fmt", FORMATS)
 def test_scaled_on_the_gpu(h, fmt):
-    if not module.has_tensor_memory(h):
+    if not blackwell_plan.has_tensor_memory(h.machine.sm):
         pytest.skip("needs a GPU with tensor memory")
     from examples.fp8.microscaling import budget as mx_budget
 
@@ -690,10 +697,11 @@ def test_scaled_on_the_gpu(h, fmt):
 @pytest.mark.parametrize("sms", [1, 2, 7, 132])
 def test_barriers_across_tiles(h, monkeypatch, sms):
     """The ring is shorter, as long and longer than a tile; a program has one tile, a few and all of them."""
-    limits = module.device_limits(h.device)
-    monkeypatch.setattr(module, "device_limits", lambda device: limits._replace(sms=sms))
+    limits = blackwell.device_limits(h.device)
+    for module in LAUNCH:
+        monkeypatch.setattr(module, "device_limits", lambda device: limits._replace(sms=sms))
     for steps in (1, 2, 3, 4, 5, 8, 9):
-        for variant in module.runnable(h):
+        for variant in runnable(h.device):
             check(h, 700, 1288, 64 * steps - 32 * (steps % 2), variant, torch.bfloat16, torch.bfloat16)
 
 
@@ -703,7 +711,7 @@ def test_every_launch_gives_the_same_bits(h):
     for M, N, K in [(4096, 4096, 256), (1000, 8200, 1040), (16384, 512, 128)]:
         for dtype in (torch.bfloat16, E4M3):
             a, b = h.randn(M, K, dtype=dtype), h.randn(N, K, dtype=dtype)
-            for variant in module.runnable(h):
+            for variant in runnable(h.device):
                 first = blackwell_matmul(a, b, variant)
                 assert all(torch.equal(blackwell_matmul(a, b, variant), first) for _ in range(50)), (variant, M, dtype)
 
@@ -714,7 +722,7 @@ def test_more_elements_than_an_int32_counts(h, gpu_gib):
     long = 2**31 // 64 + 64
     a = torch.empty(long, 64, dtype=torch.bfloat16, device=h.device).normal_()
     b = h.randn(64, 64, dtype=torch.bfloat16)
-    for variant in module.runnable(h):
+    for variant in runnable(h.device):
         tall, wide = blackwell_matmul(a, b, variant), blackwell_matmul(b, a, variant)
         for part in (slice(0, 300), slice(-304, None)):
             for c, left, right in ((tall[part], a[part], b), (wide[:, part].contiguous(), b, a[part])):
@@ -734,7 +742,7 @@ def test_more_elements_than_an_int32_counts(h, gpu_gib):
      (None, "by hand", r"tcgen05 .* \(and Gluon kernels are not interpreted\); use")],
 )  # fmt: skip
 def test_other_gpus(h, monkeypatch, sm, variant, message):
-    monkeypatch.setattr(module, "architecture", lambda device: sm)
+    monkeypatch.setattr(blackwell_plan, "gluon_architecture", lambda device: sm)
     x = h.randn(8, 16, dtype=torch.float16)
     with pytest.raises(RuntimeError, match=f"blackwell_matmul: {message}"):
         blackwell_matmul(x, x, variant)
@@ -745,65 +753,6 @@ def test_other_gpus(h, monkeypatch, sm, variant, message):
 
 
 # --- the code
-
-
-@pytest.fixture(scope="module")
-def code():
-    """What the demo compiles, once for all of these tests, and its record."""
-    from rich.console import Console
-
-    h = Harness("test", Needs.parse("triton"), console=Console(quiet=True))
-    return module.show_code(h), h.record
-
-
-def test_code(code):
-    kernels, record = code
-    half = "float16" if hardware.machine().mode == "interpreted" else "bfloat16"
-    compiled = 0
-    for variant, find in FIND.items():
-        for dtype in (half, "e4m3"):
-            for sm, wanted in find.items():
-                kernel = kernels.get(f"{variant} {dtype}, sm_{sm}")
-                if kernel is None and dtype == "e4m3":
-                    continue
-                if not wanted:
-                    assert kernel.error.startswith("RuntimeError: blackwell_matmul: "), kernel
-                    shown = record.facts["what becomes of each kernel"][f"{variant} {dtype}, sm_{sm}"]["code"]
-                    what = (
-                        "TMA comes with sm_90" if sm < 90 else "tcgen05 and tensor memory come with sm_100 and sm_103"
-                    )
-                    assert shown == f"cannot, because {what} (this is sm_{sm})"
-                    continue
-                compiled += 1
-                assert not kernel.error, kernel
-                assert all(kernel.found.get(name) for name in wanted), kernel
-                assert kernel.spills == 0, kernel
-                assert kernel.fits, kernel
-                assert bool(kernel.found.get("mma f8")) == (dtype == "e4m3"), kernel
-                assert kernel.tensor_memory == (COLUMNS if sm in (100, 103) else None), kernel
-                assert not {"wgmma", "mma.sync", "tcgen05.mma"} - set(wanted) & set(kernel.found), kernel
-                roles = variant == "by hand" or (variant == "specialized" and sm != 90)
-                assert bool(kernel.found.get("setmaxnreg")) == roles, kernel
-    assert compiled == 14
-
-
-def test_scaled_code(code):
-    kernels, record = code
-    for fmt, form in FORMATS.items():
-        assert all(
-            "RuntimeError: blackwell_mx_matmul: tcgen05" in kernels[f"scaled {fmt}, sm_{sm}"].error for sm in (90, 120)
-        )
-        for sm in (100, 103):
-            kernel = kernels[f"scaled {fmt}, sm_{sm}"]
-            for name in ("block_scale", "tcgen05.cp", form.kind, "tcgen05.ld", "cp.async.bulk.tensor", "setmaxnreg"):
-                assert kernel.found.get(name), kernel
-            assert kernel.found["block_scale"] == kernel.found["tcgen05.mma"] == kernel.found[form.kind]
-            assert kernel.spills == 0
-            assert kernel.fits
-            assert kernel.tensor_memory == COLUMNS
-        assert kernels[f"tl.dot_scaled {fmt}, sm_120"].found["block_scale"]
-    assert record.facts["columns of tensor memory"]["by hand"] == {"used": 512, "taken": 512, "of": 512}
-    assert {kernel["sm"] for kernel in record.codegen} == {80, 89, 90, 100, 103, 120}
 
 
 def scaled_meta(h, fmt, n=4096):
@@ -842,53 +791,27 @@ def test_scaled_products_are_described_as_the_compiler_describes_them(h, fmt):
     assert {first, first + scale_columns(block_n, 0, groups, stages)} <= at
 
 
-def test_cells():
-    kernel = Kernel("k", 100, {"tcgen05.mma": 4, "tcgen05.ld": 1}, 168, 0, 2048, 4096, 12, tensor_memory=512)
-    assert module.cells(kernel) == {
-        "code": "4 tcgen05.mma, 1 tcgen05.ld", "warps": 12, "registers": 168, "spill bytes": 0, "shared KiB": 2.0,
-        "tensor memory": 512,
-    }  # fmt: skip
-    assert module.cells(Kernel("k", 90, error="E: no")) == {"code": "cannot, because E: no"}
-    assert module.cells(Kernel("k", 90, error="E: k: no; use l")) == {"code": "cannot, because no"}
+# --- the answer
 
 
-def test_a_count_that_is_out_of_date(h, monkeypatch):
-    def codegen(wrapper, *args, find, **kwargs):
-        return [Kernel("k", sm, {}, 1, 0, 1, 1, 8, tensor_memory=256) for sm in find]
-
-    monkeypatch.setattr(h, "codegen", codegen)
-    with pytest.raises(CodegenError, match="by hand: 512 columns counted, 256 taken: count them"):
-        module.show_code(h)
+def made(core, partitions, tensor_memory=None):
+    found = {core: 4} | ({"setmaxnreg": 2} if partitions else {})
+    return Kernel("k", 100, found, 168, 0, 2048, 4096, 12 if partitions else 8, tensor_memory=tensor_memory)
 
 
-def test_demo(h, code, monkeypatch):
-    if not h.interpreted:
-        pytest.skip("its full sizes are run by the topic")
-    monkeypatch.setattr(module, "show_code", lambda h: code[0])
-    said = []
-    monkeypatch.setattr(h, "say", said.append)
-    module.demo(h)
-    assert all(each["passed"] for each in h.record.checks)
-    assert h.record.facts["tensor memory"] == "none here: compiled only"
-    assert "specialized float16, sm_90: no roles: dropped" in said
-    assert "by hand float16, sm_100: roles, 12 warps for 8" in said
-    assert {row["variant"] for table in h.record.comparisons for row in table["rows"]} == {
-        "torch", "triton pipelined", "triton specialized",
-    }  # fmt: skip
-
-
-def test_the_facts_are_means_over_the_cases(h, monkeypatch):
-    monkeypatch.setattr(h, "check", lambda *args, **kwargs: None)
-    monkeypatch.setattr(module, "show_code", lambda h: {})
-    monkeypatch.setattr(h, "pick", lambda **sizes: (16, 32))
-    ratios = {(16, h.half): 0.5, (32, h.half): 2.0, (16, module.E4M3): 3.0, (32, module.E4M3): 12.0}
-    monkeypatch.setattr(module, "products", lambda h, n, dtype: {"triton pipelined": ratios[n, dtype]})
-    module.demo(h)
-    facts = {name: value for name, value in h.record.facts.items() if "geometric mean" in name}
-    assert facts == {  # each dtype by itself: it has a library call of its own
-        f"triton pipelined, {str(h.half).removeprefix('torch.')}: geometric mean over cuBLAS": 1.0,
-        "triton pipelined, float8_e4m3fn: geometric mean over _scaled_mm": 6.0,
-    }
+def test_the_answer_follows_from_the_code():
+    code = {("specialized", 90): made("wgmma", False), ("specialized", 120): made("mma.sync", True)}
+    code |= dict.fromkeys([("specialized", 100), ("by hand", 100)], made("tcgen05.mma", True, 512))
+    table = Table("blackwell", "4096", "cuBLAS")
+    assert answer(code, table, False) == (
+        "tl.dot with warp_specialize becomes on sm_90 wgmma, no partitions; sm_100 tcgen05.mma in 512 columns of "
+        "tensor memory, 12 warps in partitions (by hand 12; compiled, not run); sm_120 mma.sync, "
+        "12 warps in partitions."
+    )
+    table.rows = [Row("cuBLAS", False, None, 0, 1.0, speedup=1.0), Row("specialized", True, None, 0, 0.5, speedup=2.0)]
+    assert answer(code, table, True).endswith("12 warps in partitions. Here 2.00x cuBLAS.")
+    assert "run here" in answer(code, table, True)
+    assert len(answer(code, table, False)) <= 240
 
 
 # --- bad input

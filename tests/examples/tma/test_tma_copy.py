@@ -1,13 +1,11 @@
-"""tma_copy: every bit at every edge and none beside it, tiles and buffers, what each form compiles to, bad input."""
+"""tma_copy: every bit at every edge and none beside it, tiles and buffers, what each variant compiles to, bad input."""
 
 import functools
 import math
-from types import SimpleNamespace
 
+from harness.bench import Row, Table
 from harness.catalog import Needs
-from harness.check import CheckError
 from harness.codegen import compile_for, dump
-from harness.hardware import SHARED_LIMIT, Limits
 from harness.session import Harness
 
 import pytest
@@ -15,32 +13,14 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from examples.tma import tma_copy as module
-from examples.tma.tma_copy import (
-    FORMS,
-    PLANS,
-    THROUGH_REGISTERS,
-    TMA_FORMS,
-    bits,
-    copy_each,
-    explain,
-    lag,
-    loads_under_way,
-    make_plan,
-    padded,
-    reference,
-    references,
-    resources,
-    rows_apart,
-    runnable,
-    show_depth,
-    show_edges,
-    show_tiles,
-    tma_copy,
-    up_to_16_bytes,
-    with_padding,
-    written,
-)
+from examples.common.device import SHARED_LIMIT, Limits
+from examples.tma import tma_copy_triton as triton_copies
+from examples.tma.tma_copy import VARIANTS, answer, lag, loads_in_flight, reference, runnable, tma_copy
+from examples.tma.tma_copy_triton import PLANS, make_plan
+from studies.tma.tma_copy import copy_each
+from studies.tma.tma_copy_edges import bits, padded, up_to_16_bytes, written
+
+TMA_VARIANTS = VARIANTS[1:]
 
 # Nothing, one element, a prime, one tile plus one in each direction, more tiles than programs, one long row or column.
 SHAPES = [(0, 8), (8, 0), (1, 1), (37, 53), (65, 128), (64, 129), (641, 261), (1, 3000), (1500, 1)]
@@ -48,39 +28,40 @@ SHAPES = [(0, 8), (8, 0), (1, 1), (37, 53), (65, 128), (64, 129), (641, 261), (1
 
 @pytest.mark.parametrize("shape", SHAPES)
 def test_shapes(h, shape):
-    h.check(copy_each, references, padded(h, *shape, torch.float16), terms=0)
+    x = padded(h, *shape, torch.float16)
+    h.check(copy_each, lambda x: (reference(x),) * len(runnable()), x, terms=0)
 
 
-def edges_hold(h, x, form, **options):
+def edges_hold(h, x, variant, **options):
     """written() holds the inside and all beyond 16 bytes; what a store does with the rest of them is all or nothing."""
-    found = written(x, form, **options)
+    found = written(x, variant, **options)
     assert found.inside == x.numel()
     assert found.elsewhere == 0
-    assert found.up_to_16_bytes in ((0,) if h.interpreted or form == "pointers" else (0, up_to_16_bytes(x)))
+    assert found.up_to_16_bytes in ((0,) if h.interpreted or variant == "pointers" else (0, up_to_16_bytes(x)))
 
 
-@given(M=st.integers(0, 200), N=st.integers(0, 300), form=st.sampled_from(runnable()), wide=st.booleans())
-def test_any_shape_and_nothing_around_it(M, N, form, wide):
+@given(M=st.integers(0, 200), N=st.integers(0, 300), variant=st.sampled_from(runnable()), wide=st.booleans())
+def test_any_shape_and_nothing_around_it(M, N, variant, wide):
     h = Harness("test", Needs.parse("triton"))
     x = h.randn(M, N, dtype=torch.float32 if wide else torch.float16)
-    edges_hold(h, x, form, margin=8)
+    edges_hold(h, x, variant, margin=8)
 
 
 @given(
     rows=st.sampled_from((8, 32, 128)),
     row_bytes=st.sampled_from((32, 128, 256)),
-    form=st.sampled_from([form for form in runnable() if form in TMA_FORMS]),
+    variant=st.sampled_from([variant for variant in runnable() if variant in TMA_VARIANTS]),
     buffers=st.integers(1, 6),
     programs=st.integers(1, 3),
 )
-def test_any_tile_and_pipeline(rows, row_bytes, form, buffers, programs):
+def test_any_tile_and_pipeline(rows, row_bytes, variant, buffers, programs):
     h = Harness("test", Needs.parse("triton"))
     options = {"rows": rows, "row_bytes": row_bytes}
-    if form in ("ahead", "ahead device", "ring"):
+    if variant in ("pipelined", "pipelined device", "ring"):
         options |= {"stages": buffers}
-    if PLANS[form].programs:
+    if PLANS[variant].programs:
         options |= {"programs": programs}
-    edges_hold(h, h.randn(131, 97, dtype=torch.float16), form, **options)
+    edges_hold(h, h.randn(131, 97, dtype=torch.float16), variant, **options)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
@@ -90,57 +71,16 @@ def test_bits_arrive_as_they_are(h, dtype):
     pattern = torch.arange(n, device=h.device) * (1 if n == 2**16 else 2**20 + 12345)
     x = pattern.to(whole).view(dtype).view(64, -1)
     assert x.isnan().any()
-    for form in runnable():
-        assert torch.equal(bits(tma_copy(x, form)), bits(x)), form
+    for variant in runnable():
+        assert torch.equal(bits(tma_copy(x, variant)), bits(x)), variant
 
 
-def test_a_check_that_can_fail(h, monkeypatch):
-    """A store beyond 16 bytes, to another row, or by pointers to the very next element; a missing tile."""
-    x = h.randn(40, 77, dtype=torch.float16)  # 3 elements short of 16 bytes
-
-    def wider(by, below=0):
-        def store(x, y, form, plan):
-            y.as_strided((x.shape[0] + below, x.shape[1] + by), y.stride()).fill_(1.0)
-            y.copy_(x)
-
-        monkeypatch.setattr(module, "_launch", store)
-
-    wider(0)
-    assert written(x, "host") == (40 * 77, 0, 0)
-    wider(3)
-    assert written(x, "host") == (40 * 77, 40 * 3, 0)
-    assert up_to_16_bytes(x) == 40 * 3
-    with pytest.raises(CheckError, match=r"tma_copy pointers wrote outside .*up_to_16_bytes=120, elsewhere=0"):
-        written(x, "pointers")
-    wider(4)
-    with pytest.raises(CheckError, match=r"tma_copy host wrote outside .*up_to_16_bytes=120, elsewhere=40"):
-        written(x, "host")
-    wider(0, below=1)
-    with pytest.raises(CheckError, match="elsewhere=77"):
-        written(x, "ring")
-    with pytest.raises(CheckError, match="elsewhere=77"):
-        show_edges(h, x)
-
-    monkeypatch.setattr(module, "_launch", lambda x, y, form, plan: y[8:].copy_(x[8:]))
-    with pytest.raises(CheckError, match=f"tma_copy host: {8 * 77} elements are not those of x"):
-        written(x, "host")
-
-
-def test_what_is_told_of_the_edges(h, monkeypatch):
-    x = h.randn(5, 13, dtype=torch.float16)
-    show_edges(h, x)
-    table = h.record.facts["elements written by a copy of 5x13"]
-    assert set(table) == set(runnable())
-    assert table["pointers"] == {"inside": 65, "up_to_16_bytes": 0, "elsewhere": 0}
-    assert table["host"]["up_to_16_bytes"] in ((0,) if h.interpreted else (0, 15))
-
-
-@pytest.mark.parametrize("form", TMA_FORMS)
-def test_an_out_that_tma_would_leave(h, form):
+@pytest.mark.parametrize("variant", TMA_VARIANTS)
+def test_an_out_that_tma_would_leave(h, variant):
     """Refused everywhere, though the interpreter stops at the element; pointers take it."""
     x, memory = padded(h, 4, 13, torch.float16), torch.zeros(4, 24, dtype=torch.float16, device=h.device)
-    with pytest.raises(ValueError, match=r"tma_copy: rows of out are 26 bytes long, .*form='pointers'"):
-        tma_copy(x, form, out=memory[:, :13])
+    with pytest.raises(ValueError, match=r"tma_copy: rows of out are 26 bytes long, .*variant='pointers'"):
+        tma_copy(x, variant, out=memory[:, :13])
     assert not memory.any()
     tma_copy(x, "pointers", out=memory[:, :13])
     assert torch.equal(memory[:, :13], x)
@@ -149,10 +89,10 @@ def test_an_out_that_tma_would_leave(h, form):
 
 def test_out_is_written_and_returned(h):
     x = h.randn(70, 136, dtype=torch.float16)[:, :120]
-    for form in runnable():
+    for variant in runnable():
         out = torch.full((70, 128), math.nan, dtype=x.dtype, device=x.device)[:, :120]
-        assert tma_copy(x, form, out=out) is out
-        assert torch.equal(out, x), form
+        assert tma_copy(x, variant, out=out) is out
+        assert torch.equal(out, x), variant
 
 
 def test_rows_of_any_stride(h):
@@ -160,28 +100,20 @@ def test_rows_of_any_stride(h):
     x = h.randn(20, 33, dtype=torch.float16)[:, 1:24]
     assert torch.equal(tma_copy(x, "pointers"), x)
     with pytest.raises(ValueError, match="tma_copy: x has shape"):
-        tma_copy(x, "host")
+        tma_copy(x, "tile")
     row, column = h.randn(1, 13, dtype=torch.float16), h.randn(40, 8, dtype=torch.float16)[:, :1]
-    for form in runnable():
-        assert torch.equal(tma_copy(row, form), row)
-        assert torch.equal(tma_copy(column, form), column)
+    for variant in runnable():
+        assert torch.equal(tma_copy(row, variant), row)
+        assert torch.equal(tma_copy(column, variant), column)
 
 
 def test_the_allocator_is_left_as_found(h):
     from triton.runtime._allocation import _allocator
 
     before = _allocator.get()
-    tma_copy(h.randn(8, 8, dtype=torch.float16), "device")
-    tma_copy(h.randn(8, 8, dtype=torch.float16), "ahead device")
+    tma_copy(h.randn(8, 8, dtype=torch.float16), "tile device")
+    tma_copy(h.randn(8, 8, dtype=torch.float16), "pipelined device")
     assert _allocator.get() is before
-
-
-def test_padding_belongs_to_the_copy(h):
-    x = padded(h, 5, 13, torch.float16)
-    assert (x.shape, x.stride(), with_padding(x).shape) == ((5, 13), (16, 1), (5, 16))
-    assert with_padding(x)[:, 13:].isnan().all()
-    assert not x.isnan().any()
-    assert rows_apart(x).stride() == (16, 1)
 
 
 @pytest.mark.gpu
@@ -190,17 +122,17 @@ def test_more_than_2_31_elements(h):
     if n < 2**16:
         pytest.skip("needs 16 GiB of GPU memory")
     x = torch.randint(-(2**15), 2**15, (2**16 + 1, 2**15), dtype=torch.int16, device=h.device).view(torch.float16)
-    for form in FORMS:
-        assert torch.equal(tma_copy(x, form).view(torch.int16), x.view(torch.int16)), form
+    for variant in VARIANTS:
+        assert torch.equal(tma_copy(x, variant).view(torch.int16), x.view(torch.int16)), variant
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("form", FORMS)
-def test_repeated_calls_are_equal(h, form):
+@pytest.mark.parametrize("variant", VARIANTS)
+def test_repeated_calls_are_equal(h, variant):
     """Also where buffers are used again thousands of times: a load that overtakes a store would show."""
     x = h.randint(2**15, 4096, 4096).to(torch.int16).view(torch.float16)
     for _ in range(20):
-        assert torch.equal(bits(tma_copy(x, form)), bits(x))
+        assert torch.equal(bits(tma_copy(x, variant)), bits(x))
 
 
 @pytest.mark.gpu
@@ -211,39 +143,36 @@ def test_every_depth_of_the_ring(h, stages):
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("form", TMA_FORMS)
+@pytest.mark.parametrize("variant", TMA_VARIANTS)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
-def test_where_a_store_ends(h, form, dtype):
-    """All of each last 16 bytes of a row or none of what is left of it, in each form and width."""
+def test_where_a_store_ends(h, variant, dtype):
+    """All of each last 16 bytes of a row or none of what is left of it, in each variant and width."""
     for N in range(197, 212):
-        edges_hold(h, h.randn(67, N, dtype=dtype), form)
+        edges_hold(h, h.randn(67, N, dtype=dtype), variant)
 
 
 META = torch.empty(8192, 8192, dtype=torch.float16, device="meta")
 
 
 @pytest.mark.parametrize("sm", [90, 100, 120])
-def test_every_tma_form_compiles_to_tma(sm):
+def test_every_variant_compiles_to_tma(sm):
     kernels = compile_for(copy_each, (META,), sms=(sm,))
-    assert [kernel.error for kernel in kernels] == [None] * len(FORMS)
-    for form, kernel in zip(FORMS, kernels, strict=True):
-        assert bool(kernel.found.get("cp.async.bulk.tensor")) == (form in TMA_FORMS), form
-        assert bool(kernel.found.get("ld.global.v4")) == (form == "pointers"), form
-        assert (kernel.spills, kernel.fits) == (0, True), form
-        assert kernel.warps == PLANS[form].warps
+    assert [kernel.error for kernel in kernels] == [None] * len(VARIANTS)
+    for variant, kernel in zip(VARIANTS, kernels, strict=True):
+        assert bool(kernel.found.get("cp.async.bulk.tensor")) == (variant in TMA_VARIANTS), variant
+        assert bool(kernel.found.get("ld.global.v4")) == (variant == "pointers"), variant
+        assert (kernel.spills, kernel.fits) == (0, True), variant
+        assert kernel.warps == PLANS[variant].warps
 
 
 @pytest.mark.parametrize("sm", [80, 89])
 def test_without_tma(sm):
     """Triton turns descriptors back into pointers; Gluon says what it is told, so the wrapper refuses."""
     (ring,) = compile_for(tma_copy, (META,), sms=(sm,))
-    assert (
-        ring.error
-        == f"RuntimeError: tma_copy: form 'ring' issues TMA itself, which comes with sm_90, and this is sm_{sm}"
-    )
-    (host,) = compile_for(tma_copy, (META, "host"), sms=(sm,))
-    assert host.error is None
-    assert not host.found.get("cp.async.bulk.tensor")
+    assert f"'ring' needs sm_90, for its TMA (this is sm_{sm})" in ring.error
+    (tile,) = compile_for(tma_copy, (META, "tile"), sms=(sm,))
+    assert tile.error is None
+    assert not tile.found.get("cp.async.bulk.tensor")
 
 
 def test_a_row_of_the_ring_is_one_box():
@@ -251,14 +180,8 @@ def test_a_row_of_the_ring_is_one_box():
     ptx = dump(tma_copy, (META, "ring"), sm=90)["ptx"]
     plan = PLANS["ring"]
     # STAGES - LAG loads before the loop, one in it, and one store.
-    assert ptx.count("cp.async.bulk.tensor") == loads_under_way("ring", plan) + 2
+    assert ptx.count("cp.async.bulk.tensor") == loads_in_flight("ring", plan) + 2
     assert plan.row_bytes // META.element_size() == 256
-
-
-@pytest.mark.parametrize("form", ["host", "ahead", "ring"])
-def test_who_takes_the_way_through_registers(form):
-    ptx = dump(tma_copy, (META, form), sm=90)["ptx"]
-    assert bool(THROUGH_REGISTERS.findall(ptx)) == (form == "ahead")
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
@@ -273,9 +196,9 @@ def test_tiles_of_the_ring(dtype, rows, row_bytes):
 def test_plans():
     assert [lag(stages) for stages in (1, 2, 3, 6, 12)] == [0, 0, 1, 1, 1]
     assert make_plan("ring", None, None, 3, 4) == PLANS["ring"]._replace(stages=3, programs=4)
-    assert loads_under_way("ring", PLANS["ring"]._replace(stages=6)) == 5
-    assert loads_under_way("ahead", PLANS["ahead"]._replace(stages=4)) == 3
-    assert loads_under_way("host", PLANS["host"]) == loads_under_way("walk", PLANS["walk"]) == 1
+    assert loads_in_flight("ring", PLANS["ring"]._replace(stages=6)) == 5
+    assert loads_in_flight("pipelined", PLANS["pipelined"]._replace(stages=4)) == 3
+    assert loads_in_flight("tile", PLANS["tile"]) == loads_in_flight("persistent", PLANS["persistent"]) == 1
 
 
 def test_programs_that_an_sm_cannot_hold_are_not_launched(h, monkeypatch):
@@ -283,83 +206,11 @@ def test_programs_that_an_sm_cannot_hold_are_not_launched(h, monkeypatch):
     grids = []
     x = torch.zeros(2048, 2048, dtype=torch.float16, device=h.device)
     for limit in (SHARED_LIMIT[120], SHARED_LIMIT[90]):
-        monkeypatch.setattr(module, "device_limits", lambda device, limit=limit: Limits(10, limit))
+        monkeypatch.setattr(triton_copies, "device_limits", lambda device, limit=limit: Limits(10, limit))
         kernel = type("K", (), {"__getitem__": lambda self, grid: lambda *a, **k: grids.append(grid)})()
-        monkeypatch.setattr(module, "copy_walk_kernel", kernel)
-        tma_copy(x, "ahead", stages=6, programs=2)
+        monkeypatch.setattr(triton_copies, "copy_persistent_kernel", kernel)
+        tma_copy(x, "pipelined", stages=6, programs=2)
     assert grids == [(10,), (20,)]
-
-
-def table_of(ms, x, case="a case"):
-    rows = [
-        SimpleNamespace(variant=name, ms=t, tbps=2 * x.nbytes / t / 1e9, of_ceiling=t / 2) for name, t in ms.items()
-    ]
-    return SimpleNamespace(rows=rows, case=case)
-
-
-@pytest.fixture
-def told(monkeypatch):
-    """A harness of an imagined GPU of 100 SMs that holds eight programs of each form, and what it was told."""
-    said, tables = [], {}
-    h = SimpleNamespace(
-        device="cuda", machine=SimpleNamespace(sms=100, sm=90), say=said.append, table=tables.__setitem__
-    )  # fmt: skip
-    have = SimpleNamespace(max_threads_per_multi_processor=2048, shared_memory_per_multiprocessor=8 * 17 * 1024)
-    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: have)
-    monkeypatch.setattr(module, "resources", lambda form, sm, **options: (32, 16 * 1024))
-    monkeypatch.setattr(module, "runnable", lambda: FORMS)
-    return h, said, tables
-
-
-def test_where_the_time_goes_follows_from_the_times(told):
-    h, said, tables = told
-    x = torch.empty(6400, 12800, dtype=torch.float16, device="meta")  # 200 x 50 tiles: 100 for each SM
-    ms = {"torch copy": 0.1} | {f"triton {form}": 0.1 * (i + 1) for i, form in enumerate(FORMS)}
-    explain(h, x, table_of(ms, x))
-    (table,) = tables.values()
-    assert table["host"]["programs on an SM"] == 8
-    assert table["host"]["KiB of loads under way"] == 8 * 16
-    assert table["host"]["ns of a program for a tile"] == round(0.2e6 * 8 / 100)
-    assert table["ring"]["KiB of loads under way"] == PLANS["ring"].programs * 5 * 16
-    assert "TMA at 0.500x the speed of pointers" in said[0]
-    assert "cost +8000 ns on 16000; made once" in said[0]
-    assert said[2] == "best by TMA: host, 0.100 of the copy ceiling; pointers 0.050, torch 0.050"
-
-
-def test_what_the_depths_say_follows_from_the_times(told, monkeypatch):
-    h, said, tables = told
-    x = torch.empty(1000, 1000, dtype=torch.float16, device="meta")
-    # 16, 32 and 64 KiB under way at 1, 2 and 2.02 TB/s.
-    ms = {"torch copy": 1.0, "triton ring 1 x 1": 4e-3, "triton ring 1 x 2": 2e-3, "triton ring 5 x 1": 4e-3 / 2.02}
-    monkeypatch.setattr(module, "compare", lambda *args: table_of(ms, x))
-    show_depth(h, x, [(1, 1), (1, 2), (5, 1)])
-    (table,) = tables.values()
-    assert [row["KiB of loads under way"] for row in table.values()] == [16, 32, 64]
-    assert [row["ns a load takes"] for row in table.values()] == [3277, 3277, 6489]
-    assert said == [
-        "16 KiB under way give 1.00 TB/s, 32 KiB are within 3 % of the most, 2.02; with the shortest wait here, "
-        "3277 ns, Little's law asks for 32 KiB"
-    ]
-
-
-def test_what_the_tiles_say_follows_from_the_times(told, monkeypatch):
-    h, said, tables = told
-    x = torch.empty(1000, 1000, dtype=torch.float16, device="meta")
-
-    def compare(h, x, variants, case):
-        return table_of({name: 1e-3 * (1 + i) for i, name in enumerate(variants)}, x)
-
-    monkeypatch.setattr(module, "compare", compare)
-    show_tiles(h, x, [(128, 128), (64, 256)])
-    (table,) = tables.values()
-    assert list(table) == ["pointers", "host", "ring"]
-    assert said[0] == "pointers: best with 128 x 128 B, worst with 64 x 256 B: 1.50x"
-
-
-def test_resources_are_those_compiled():
-    registers, shared = resources("ring", 90, stages=2, programs=1)
-    assert 0 < registers < 64
-    assert 2 * 16384 <= shared <= 2 * 16384 + 64
 
 
 def _bad(device):
@@ -371,13 +222,13 @@ def _bad(device):
         "integers": ((x.int(),), {}, TypeError, r"dtype torch\.int32 is not one of"),
         "a vector": ((x[0],), {}, ValueError, r"need a matrix \[M, N\], got shape \(32,\)"),
         "transposed": ((x.t(),), {}, ValueError, r"strides \(1, 32\); the columns must be adjacent"),
-        "no form": ((x, "fast"), {}, ValueError, r"form 'fast' is not one of \('pointers', "),
-        "a form in numbers": ((x, 3), {}, ValueError, "form 3 is not one of"),
-        "unaligned start": ((flat[1:513].view(16, 32), "host"), {}, ValueError, "x has .* starts 2 bytes past"),
-        "unaligned rows": ((flat[:480].view(16, 30), "host"), {}, ValueError, r"x has .* strides \(30, 1\)"),
-        "one row for all": ((x[:1].expand(4, 32), "host"), {}, ValueError, r"x has .* strides \(0, 1\)"),
+        "no variant": ((x, "fast"), {}, ValueError, r"variant 'fast' is not one of \(None, 'pointers', "),
+        "a variant in numbers": ((x, 3), {}, ValueError, "variant 3 is not one of"),
+        "unaligned start": ((flat[1:513].view(16, 32), "tile"), {}, ValueError, "x has .* starts 2 bytes past"),
+        "unaligned rows": ((flat[:480].view(16, 30), "tile"), {}, ValueError, r"x has .* strides \(30, 1\)"),
+        "one row for all": ((x[:1].expand(4, 32), "tile"), {}, ValueError, r"x has .* strides \(0, 1\)"),
         "unaligned out": (
-            (x, "host"), {"out": flat[1:513].view(16, 32)}, ValueError, "out has .* starts 2 bytes past"
+            (x, "tile"), {"out": flat[1:513].view(16, 32)}, ValueError, "out has .* starts 2 bytes past"
         ),
         "out of another shape": ((x,), {"out": flat[:256].view(8, 32)}, ValueError, r"out is .*\(8, 32\); x is"),
         "out of another dtype": ((x,), {"out": x.float()}, ValueError, r"out is torch\.float32"),
@@ -387,15 +238,15 @@ def _bad(device):
         "out of one row": ((x,), {"out": flat[:32].expand(16, 32)}, ValueError, r"out has strides \(0, 1\)"),
         "out in x": ((shared[:16],), {"out": shared[16:]}, ValueError, "out lies in the storage of x"),
         "out is no tensor": ((x,), {"out": 3}, TypeError, "got int"),
-        "rows of 48": ((x, "host"), {"rows": 48}, ValueError, "rows is 48; pass a power of two"),
-        "rows of 512": ((x, "host"), {"rows": 512}, ValueError, "rows is 512; pass an int from 8 to 256"),
-        "row bytes in floats": ((x, "host"), {"row_bytes": 64.0}, ValueError, r"row_bytes is 64\.0; pass an int"),
-        "no stages": ((x, "ahead"), {"stages": 0}, ValueError, "stages is 0; pass an int from 1 to 64"),
-        "true stages": ((x, "ahead"), {"stages": True}, ValueError, "stages is True"),
-        "stages that wait": ((x, "walk"), {"stages": 3}, ValueError, "form 'walk' has no loads ahead"),
-        "programs for tiles": ((x, "host"), {"programs": 3}, ValueError, "form 'host' has one for each tile"),
+        "rows of 48": ((x, "tile"), {"rows": 48}, ValueError, "rows is 48; pass a power of two"),
+        "rows of 512": ((x, "tile"), {"rows": 512}, ValueError, "rows is 512; pass an int from 8 to 256"),
+        "row bytes in floats": ((x, "tile"), {"row_bytes": 64.0}, ValueError, r"row_bytes is 64\.0; pass an int"),
+        "no stages": ((x, "pipelined"), {"stages": 0}, ValueError, "stages is 0; pass an int from 1 to 64"),
+        "true stages": ((x, "pipelined"), {"stages": True}, ValueError, "stages is True"),
+        "stages that wait": ((x, "persistent"), {"stages": 3}, ValueError, "'persistent' has no loads ahead"),
+        "programs for tiles": ((x, "tile"), {"programs": 3}, ValueError, "'tile' has one for each tile"),
         "too much shared memory": (
-            (x, "ahead"), {"stages": 20}, ValueError, "20 tiles of 32 rows x 512 bytes take 328000 bytes"
+            (x, "pipelined"), {"stages": 20}, ValueError, "20 tiles of 32 rows x 512 bytes take 328000 bytes"
         ),
         "requires grad": ((x.clone().requires_grad_(),), {}, RuntimeError, "no backward"),
         "two devices": ((x,), {"out": x.to("meta")}, ValueError, "move them to one device"),
@@ -422,11 +273,25 @@ def test_a_matrix_beyond_the_coordinates(h):
 def test_gluon_is_not_interpreted(h):
     if not h.interpreted:
         pytest.skip("only where kernels are interpreted")
-    with pytest.raises(RuntimeError, match="form 'ring' is Gluon, which has no interpreter; take 'ahead' here"):
+    with pytest.raises(RuntimeError, match=r"'ring' needs sm_90, .*not interpreted.*: use variant='pipelined'"):
         tma_copy(h.randn(8, 8, dtype=torch.float16), "ring")
 
 
 def test_the_reference_is_exact(h):
     x = h.randn(4, 8, dtype=torch.float16)
     assert torch.equal(reference(x).half(), x)
-    h.check(functools.partial(tma_copy, form="pointers"), reference, x, terms=0)
+    h.check(functools.partial(tma_copy, variant="pointers"), reference, x, terms=0)
+
+
+def test_the_answer_follows_from_the_times():
+    def table(**ms):
+        rows = [Row(name, name != "torch copy", None, 0, t, speedup=1 / t) for name, t in ms.items()]
+        return Table("tma_copy", "a case", "torch copy", rows)
+
+    times = {"torch copy": 1.0, "pointers": 1.0, "tile": 1.01, "persistent": 2.0, "ring": 1.0}
+    text = answer([table(**times)], "ring", SHARED_LIMIT[90])
+    assert "TMA is as fast as ordinary loads: 0.99x" in text
+    assert text.endswith("with 48 KiB an SM it reaches 0.50x torch's copy, with 160 KiB (ring) 1.00x: as fast.")
+    text = answer([table(**times | {"tile": 1.1, "ring": 1.1})], "ring", SHARED_LIMIT[120])
+    assert "TMA is slower than ordinary loads: 0.91x" in text
+    assert text.endswith("with 80 KiB (ring) 0.91x: still slower.")

@@ -1,40 +1,38 @@
 """tma_epilogues: every layer and variant at every edge, quantized bits, layouts, extremes, bad input, the code."""
 
 import functools
-import json
 
-from harness import Harness, quantize_reference
+from harness import Harness
+from harness.bench import Row, Table
 from harness.catalog import Needs
 from harness.codegen import compile_for, dump
-from harness.hardware import SHARED_LIMIT, Limits
 
 import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from examples.tma import tma_epilogues as module
-from examples.tma.tma_epilogues import (
-    ACTIVATIONS,
-    E4M3,
-    FP8_BUDGET,
-    GROUP_M,
-    TILES,
-    VARIANTS,
-    budget,
-    fitting_tile,
-    layer,
-    linear,
-    linear_fp8,
-    read_back,
-    reference,
-    reference_swiglu,
-    swiglu,
+from examples.common.activations import ACTIVATIONS
+from examples.common.device import SHARED_LIMIT, Limits
+from examples.common.fp8 import E4M3, quantize_reference
+from examples.tma import (
+    tma_epilogues,
+    tma_epilogues_fp8,
+    tma_epilogues_hopper,
+    tma_epilogues_shared,
+    tma_epilogues_swiglu,
 )
+from examples.tma.tma_epilogues import answer, budget, layer, linear, reference
+from examples.tma.tma_epilogues_fp8 import linear_fp8
+from examples.tma.tma_epilogues_shared import GROUP_M, TILES, VARIANTS, fitting_tile, runnable
+from examples.tma.tma_epilogues_swiglu import swiglu
+from studies.tma.tma_epilogues import FP8_BUDGET, read_back, reference_swiglu
+
+LAUNCH = (tma_epilogues, tma_epilogues_fp8, tma_epilogues_hopper, tma_epilogues_shared, tma_epilogues_swiglu)
 
 
 def runs(h, variant):
-    if variant not in module.runnable(h):
+    if variant not in runnable(h.device):
         pytest.skip(f"{variant} needs another GPU")
 
 
@@ -72,7 +70,8 @@ def gpu_of(monkeypatch):
     """Let the wrapper believe in another GPU: so many SMs, so much shared memory (the interpreter has no limit)."""
 
     def pretend(sms, sm=90):
-        monkeypatch.setattr(module, "device_limits", lambda device: Limits(sms, SHARED_LIMIT[sm]))
+        for module in LAUNCH:
+            monkeypatch.setattr(module, "device_limits", lambda device: Limits(sms, SHARED_LIMIT[sm]))
 
     return pretend
 
@@ -167,8 +166,8 @@ def test_every_tile_is_taken_once(h, variant, sms, gpu_of):
 
 
 @pytest.mark.parametrize("variant", VARIANTS)
-def test_bands_of_tiles(h, variant):
-    """More rows of tiles than a band has, a last band that is not full, two columns of tiles."""
+def test_groups_of_tiles(h, variant):
+    """More rows of tiles than a group has, a last group that is not full, two columns of tiles."""
     runs(h, variant)
     x, w, bias = layer(h, (GROUP_M + 1) * TILES[0][0] + 1, 264, 8)
     check_linear(h, x, w, bias, "silu", variant)
@@ -181,7 +180,7 @@ def test_bands_of_tiles(h, variant):
 )  # fmt: skip
 def test_any_shape(M, N, K, activation, form, biased, variant):
     h = Harness("test", Needs.parse("triton"))
-    if variant not in module.runnable(h):
+    if variant not in runnable(h.device):
         return
     x, w, up, bias = layer(h, M, 16 * N, 8 * K, weights=2)
     bias = bias if biased else None
@@ -257,28 +256,26 @@ def test_fitting_tile(gpu_of, sm, out, tile):
 
 
 def test_a_gpu_without_room_for_any_tile(h, monkeypatch):
-    monkeypatch.setattr(module, "device_limits", lambda device: Limits(40, 16 * 1024))
+    monkeypatch.setattr(tma_epilogues_shared, "device_limits", lambda device: Limits(40, 16 * 1024))
     x, w, _ = layer(h, 16, 16, 16)
     with pytest.raises(RuntimeError, match="tma_epilogues: no tile fits the 16384 bytes of shared memory of"):
         linear(x, w)
 
 
 @pytest.mark.parametrize(
-    ("have", "variant", "message"),
-    [((8, 0), "persistent", r"TMA comes with sm_90 \(this is sm_80\)"),
-     ((8, 9), "warp specialized", r"TMA comes with sm_90 \(this is sm_89\)"),
-     ((10, 0), "warp specialized", r"'warp specialized' needs sm_90's wgmma \(this is sm_100\): use .*'persistent'"),
-     (None, "warp specialized", r"'warp specialized' needs .* \(and Gluon kernels are not interpreted\): use ")],
+    ("sm", "variant", "message"),
+    [(80, "persistent", r"TMA comes with sm_90 \(this is sm_80\)"),
+     (89, "warp specialized", r"TMA comes with sm_90 \(this is sm_89\)"),
+     (90, "warp specialized", r"needs sm_90, for its wgmma \(Gluon kernels are not interpreted\): use .*'persistent'")],
 )  # fmt: skip
-def test_other_gpus(h, monkeypatch, have, variant, message):
+def test_other_gpus(h, monkeypatch, sm, variant, message):
     if not h.interpreted:
         pytest.skip("the architecture is real here")
-    monkeypatch.setattr(module, "capability", lambda device: have)
+    monkeypatch.setattr(tma_epilogues_shared, "architecture", lambda device: sm)
     x, w, _ = layer(h, 16, 16, 16)
-    calls = {"linear": (x, w), "swiglu": (x, w, w), "linear_fp8": (x, w)}
-    for name, inputs in calls.items():
-        with pytest.raises(RuntimeError, match=f"{name}: {message}"):
-            getattr(module, name)(*inputs, variant=variant)
+    for fn, inputs in {linear: (x, w), swiglu: (x, w, w), linear_fp8: (x, w)}.items():
+        with pytest.raises(RuntimeError, match=f"{fn.__name__}: {message}"):
+            fn(*inputs, variant=variant)
 
 
 def meta(*shape, dtype=torch.bfloat16):
@@ -298,11 +295,12 @@ CALLS = {
 CORES = {90: "wgmma", 100: "tcgen05.mma", 120: "mma.sync"}
 
 
-def test_the_default_of_swiglu():
-    """Roles for warps on Hopper, and what runs there elsewhere."""
-    for kernel in compile_for(swiglu, (X, WEIGHT, WEIGHT), sms=tuple(CORES)):
+@pytest.mark.parametrize("call", ["silu", "swiglu", "group"])
+def test_the_default(call):
+    """Warp specialized on Hopper, and persistent elsewhere, for every layer alike."""
+    for kernel in compile_for(*CALLS[call], sms=tuple(CORES)):
         assert (kernel.error, kernel.spills) == (None, 0)
-        name = "linear_warp_specialized_kernel" if kernel.sm == 90 else "linear_persistent_kernel"
+        name = "linear_warp_specialized_kernel" if kernel.sm == 90 else f"{CALLS[call][0].__name__}_persistent_kernel"
         assert (kernel.kernel, "setmaxnreg" in kernel.found) == (name, kernel.sm == 90)
 
 
@@ -333,10 +331,10 @@ def test_warp_specialized_code():
 def test_warp_specialized_is_not_compiled_for_others():
     """The compiler would end this process instead of saying no."""
     for kernel in compile_for(linear, (X, WEIGHT, None, "none", "warp specialized"), sms=(100, 120)):
-        assert kernel.error.startswith("RuntimeError: linear: 'warp specialized' needs sm_90's wgmma")
+        assert kernel.error.startswith("RuntimeError: linear: needs sm_90, for its wgmma (this is sm_")
 
 
-def test_warps_with_roles():
+def test_partitions():
     """The assembler leaves products asynchronous, threads store nothing to memory, and sums wait for all of theirs."""
     text = dump(linear, (*CALLS["silu"][1], "warp specialized"), sm=90)
     assert "serialized" not in text["log"]
@@ -353,7 +351,7 @@ def test_warps_with_roles():
 
 def test_persistent_epilogue_is_compiled_once():
     """One special operation for each of a thread's 128 elements, and no shared memory on the way to the parts."""
-    text = dump(linear, CALLS["silu"][1], sm=90)
+    text = dump(linear, (*CALLS["silu"][1], "persistent"), sm=90)
     assert text["ptx"].count("tanh.approx.f32") == 128
     assert text["ptx"].count("stmatrix") == 128 // 8  # four registers of two each
 
@@ -368,7 +366,7 @@ def test_only_a_tile_as_long_as_the_ring_is_started_in_turn(K, loops):
 @pytest.mark.gpu
 @pytest.mark.parametrize("shape", [(4096, 4096, 4096), (1000, 5216, 776), (16, 8192, 4096), (8191, 272, 520)])
 def test_shapes_on_the_gpu(h, shape):
-    for variant in module.runnable(h):
+    for variant in runnable(h.device):
         check_all(h, *shape, variant)
 
 
@@ -378,7 +376,7 @@ def test_shapes_on_the_gpu(h, shape):
 def test_barriers_across_tiles(h, gpu_of, sms, steps):
     """The ring is shorter, as long and longer than a tile; a program has one tile, a few and all of them."""
     gpu_of(sms)
-    for variant in module.runnable(h):
+    for variant in runnable(h.device):
         check_all(h, 700, 1296, 64 * steps - 32 * (steps % 2), variant)
 
 
@@ -387,7 +385,7 @@ def test_every_launch_gives_the_same_bits(h):
     """A buffer that is read too early or written too early does not do so the same way every time."""
     for shape in [(4096, 4096, 256), (1000, 8208, 1040), (16384, 512, 128), (300, 272, 8192)]:
         x, w, up, bias = layer(h, *shape, weights=2)
-        for variant in module.runnable(h):
+        for variant in runnable(h.device):
             calls = [
                 lambda x=x, w=w, b=bias, v=variant: linear(x, w, b, "silu", v),
                 lambda x=x, w=w, u=up, v=variant: swiglu(x, w, u, v),
@@ -403,7 +401,7 @@ def test_more_elements_than_an_int32_counts(h, gpu_gib):
     gpu_gib(40)
     M, N, K = 2**31 // 4096 + 128, 4096, 64
     x, w, bias = layer(h, M, N, K)
-    for variant in module.runnable(h):
+    for variant in runnable(h.device):
         y = linear(x, w, bias, "silu", variant)
         q, scale = linear_fp8(x, w, variant=variant)
         for rows in (slice(0, 300), slice(-300, None)):
@@ -415,56 +413,24 @@ def test_more_elements_than_an_int32_counts(h, gpu_gib):
         del y, q, scale
 
 
-def test_demo(h):
-    if not h.interpreted:
-        pytest.skip("the demo is timed here: the topic runs it")
-    module.demo(h)
-    assert all(check["passed"] for check in h.record.checks)
-    titles = [table["title"] for table in h.record.comparisons]
-    assert titles == ["no epilogue", "bias + SiLU", "bias + GELU", "FP8, scale given", "FP8, per group", "SwiGLU"]
-    assert h.record.facts["a row of 272 columns"]["tiles across"] == 2
-    assert all((kernel["spills"], kernel["error"]) == (0, None) for kernel in h.record.codegen if kernel["sm"] >= 90)
-    refused = {kernel["sm"]: kernel["error"] for kernel in h.record.codegen if kernel["error"]}
-    assert set(refused) == {80, 89}
-    assert all("TMA comes with sm_90" in error for error in refused.values())
+def test_the_answer_follows_from_the_times():
+    def table(linear, persistent=None):
+        ms = {
+            "cuBLAS, then torch.compile": 1.1,
+            "cuBLAS, no epilogue": 1.0,
+            "linear, no epilogue": 1.0,
+            "linear": linear,
+        }
+        ms |= {"persistent": persistent} if persistent else {}
+        rows = [Row(name, "linear" in name, None, 0, t, speedup=1.1 / t) for name, t in ms.items()]
+        return Table("bias + SiLU", "a case", next(iter(ms)), rows)
 
-
-def test_ratios_are_facts(h, monkeypatch):
-    """Ratios come from the tables: the best of each form, and what it took beyond its own GEMM."""
-    from types import SimpleNamespace as Row
-
-    def timed(variants, want, *inputs, title, baseline, **more):
-        rows = [
-            Row(variant=name, ours=name.startswith("triton"), ms=2.0 - 0.5 * i, speedup=1.0 + 0.5 * i)
-            for i, name in enumerate(variants)
-        ]
-        return Row(rows=rows, title=title)
-
-    monkeypatch.setattr(h, "compare", timed)
-    monkeypatch.setattr(h, "interpreted", False)
-    monkeypatch.setattr(h, "compiled", lambda fn: fn)
-    monkeypatch.setattr(module, "runnable", lambda h: VARIANTS)
-
-    def rounds(calls, enqueue):
-        """Each round slower than the one before, each call slower than the one before; then one odd round."""
-        assert enqueue == dict.fromkeys(calls, 0.01)
-        return {name: [[t + 0.1 * i] for t in (1.0, 2.0, 3.0)] + [[9.0]] for i, name in enumerate(calls)}
-
-    monkeypatch.setattr(module, "time_rounds", rounds)
-    monkeypatch.setattr(module, "enqueue_ms", lambda call: 0.01)
-    module.compare_layers(h, 64, 128, 16)
-    case = module.case_of(h, 64, 128, 16)
-    ratios = h.record.facts[f"over cuBLAS, then torch.compile, {case}"]
-    assert ratios["bias + SiLU"] == {"persistent": 1.5, "warp specialized": 2.0, "best": 2.0}
-    assert ratios["bias + GELU"] == {"persistent": 2.0, "warp specialized": 2.5, "best": 2.5}  # a library row between
-    assert set(ratios) == {"bias + SiLU", "bias + GELU", "FP8, scale given", "FP8, per group", "SwiGLU"}
-    costs = h.record.facts[f"time of the epilogue beyond that of its own GEMM, {case}"]
-    # Of six calls the GEMMs are the last three: 0.3 ms behind, in the median of rounds.
-    assert costs["bias + GELU"] == {
-        "kernel of its own, us": -300.0, "triton persistent, us": -300.0, "triton warp specialized, us": -300.0,
-    }  # fmt: skip
-    assert "SwiGLU" not in costs  # whose GEMM is twice as large
-    assert json.dumps(h.record.facts)
+    text = answer(table(1.02, 1.05), 56)
+    assert "take 10% of the GEMM's time as a kernel of their own, 2% in its store: in all 1.08x, faster; " in text
+    assert "exposed, 1.05x. " in text
+    assert text.endswith("56 tiles have parts of it.")
+    assert ": in all 1.00x, no faster. What" in answer(table(1.1), 2)
+    assert ": in all 0.50x, slower. What" in answer(table(2.2), 2)
 
 
 def _bad(device):
@@ -486,8 +452,7 @@ def _bad(device):
         "no activation": (linear, (x, w, None, "relu"), {}, ValueError, r"activation 'relu' is not one of \('none', "),
         "a list for one": (linear, (x, w, None, ["silu"]), {}, ValueError, "activation .* is not one of"),
         "swiglu as one": (linear, (x, w, None, "swiglu"), {}, ValueError, "activation 'swiglu' is not one of"),
-        "no variant": (linear, (x, w), {"variant": "fast"}, ValueError, r"variant 'fast' is not one of \('persistent"),
-        "None for a variant": (linear, (x, w, None, "none", None), {}, ValueError, "variant None is not one of"),
+        "no variant": (linear, (x, w), {"variant": "fast"}, ValueError, "variant 'fast' is not one of .None, 'persis"),
         "no variant of swiglu": (swiglu, (x, w, w, ""), {}, ValueError, "variant '' is not one of"),
         "K of 12": (linear, (x[:, :12], w[:, :12]), {}, ValueError, "K is 12 and N 16; TMA .*8 and N to one of 8"),
         "K of 0": (linear, (x[:, :0], w[:, :0]), {}, ValueError, "K is 0"),

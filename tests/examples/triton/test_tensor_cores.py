@@ -1,14 +1,16 @@
-"""tensor_cores: every precision at every edge of its tile, int8 exactly, what rounding predicts, the instructions."""
+"""tensor_cores: every precision at every edge of its tile, int8 exactly, bad input, the instructions."""
 
+from harness.catalog import Needs
 from harness.check import CheckError
 from harness.codegen import compile_for
-from harness.hardware import interpreted
+from harness.session import Harness
 
 import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+from examples.common.device import interpreted
 from examples.triton.tensor_cores import (
     DTYPES,
     INPUT_PRECISIONS,
@@ -18,14 +20,10 @@ from examples.triton.tensor_cores import (
     TF32_EPS,
     budget,
     dot,
-    evidence,
-    mantissa,
     operands,
-    predicted,
     product,
     reference,
-    relative_error,
-    torch_tf32,
+    rms_error,
 )
 
 NAMES = [pytest.param(name, marks=pytest.mark.gpu if name == "bfloat16" else ()) for name in PRECISIONS]
@@ -36,14 +34,12 @@ def run(h, name, a, b, **more):
     h.check(lambda a, b: dot(a, b, precision), reference, a, b, what=name, **(budget(name, a.shape[1]) | more))
 
 
-# One element, primes, one tile plus one in each dimension in turn, long and thin, nothing to sum.
-@pytest.mark.parametrize(
-    "shape",
-    [(1, 1, 1), (37, 53, 61), (129, 64, 64), (64, 257, 32), (16, 16, 129), (1, 300, 40), (300, 2, 40), (5, 7, 0)],
-)
 @pytest.mark.parametrize("name", NAMES)
-def test_shapes(h, name, shape):
-    run(h, name, *operands(h, name, *shape))
+def test_shapes(h, name):
+    """One element, primes, one tile plus one in each dimension in turn, long and thin, nothing to sum."""
+    for M, N, K in [(1, 1, 1), (37, 53, 61), (129, 64, 64), (64, 257, 32), (16, 16, 129), (1, 300, 40), (300, 2, 40),
+                    (5, 7, 0)]:  # fmt: skip
+        run(h, name, *operands(h, name, M, N, K))
 
 
 @given(
@@ -51,9 +47,6 @@ def test_shapes(h, name, shape):
     name=st.sampled_from([name for name in PRECISIONS if not (interpreted() and name == "bfloat16")]),
 )  # fmt: skip
 def test_any_shape(M, N, K, name):
-    from harness.catalog import Needs
-    from harness.session import Harness
-
     h = Harness("test", Needs.parse("triton"))
     run(h, name, *operands(h, name, M, N, K))
 
@@ -97,9 +90,7 @@ def test_infinities_nan_and_the_ends_of_the_range(h, name):
     a, b = operands(h, name, 70, 90, 65)
     info = torch.finfo(a.dtype)
     run(h, name, a * (info.max**0.5 / 16), b * (info.max**0.5 / 16))
-    if (
-        name == "float16"
-    ):  # a third of the results is beyond its range; float32, which sums the others, has no such room
+    if name == "float16":  # a third of the results is beyond its range; the accumulator, float32, holds them
         factor = (info.max / 65**0.5) ** 0.5
         run(h, name, a * factor, b * factor)
     special = a.clone()
@@ -108,47 +99,13 @@ def test_infinities_nan_and_the_ends_of_the_range(h, name):
     run(h, name, a * 1e-3, b * 1e-3)
 
 
-@pytest.mark.parametrize(("name", "expected"), [("float16", 2**-10), ("bfloat16", 2**-7), ("tf32", 2**-10)])
-def test_what_rounding_predicts_follows_from_the_bits(h, name, expected):
-    """Rounding to the nearest leaves a uniform error of 0.2 units of the last bit in each operand and in the result.
-
-    Mantissas m of normal numbers are about log-uniform, E[m^2] = 3 / (2 ln 2), and eps / sqrt(12 E[m^2]) = 0.196 eps.
-    """
-    a, b = h.randn(256, 512), h.randn(512, 256)
-    rms, _ = relative_error(predicted(a, b, name), reference(a, b))
-    roundings = 2 if name == "tf32" else 3  # a float32 result is not rounded any further
-    assert rms == pytest.approx(0.196 * expected * roundings**0.5, rel=0.1)
-    if name == "tf32":  # cutting leaves twice the error, and it is one-sided
-        cut, _ = relative_error(predicted(a, b, name, cut=True), reference(a, b))
-        assert 2.3 * rms < cut < 2.9 * rms
-
-
-def test_mantissas():
-    x = torch.tensor([1 + 2**-10, 1 + 2**-11, 1 + 2**-11 + 2**-20, 1 + 2**-12, -1 - 2**-11, -1 - 2**-12, 0.0, 3.0])
-    up = 1 + 2**-10
-    assert mantissa(x, 10).tolist() == [up, up, up, 1.0, -up, -1.0, 0.0, 3.0]
-    assert mantissa(x, 10, cut=True).tolist() == [up, 1.0, 1.0, 1.0, -1.0, -1.0, 0.0, 3.0]
-
-
-@pytest.mark.parametrize("name", ["float16", "int8", pytest.param("bfloat16", marks=pytest.mark.gpu)])
-def test_the_error_is_what_rounding_predicts(h, name):
-    a, b = h.randn(128, 512), h.randn(512, 128)
-    measured, _ = relative_error(product(a, b, name), reference(a, b))
-    rounding, _ = relative_error(predicted(a, b, name), reference(a, b))
-    assert measured == pytest.approx(rounding, rel=0.02)
-
-
 @pytest.mark.gpu
 def test_the_error_of_float32_by_precision(h):
     a, b = h.randn(512, 1024), h.randn(1024, 512)
     want = reference(a, b)
-    error = {name: relative_error(product(a, b, name), want)[0] for name in INPUT_PRECISIONS}
-    assert error["ieee"] < error["tf32"] / 50
-    assert error["tf32x3"] < error["tf32"] / 50
-    explained = [relative_error(predicted(a, b, "tf32", cut), want)[0] for cut in (False, True)]
-    assert any(error["tf32"] == pytest.approx(x, rel=0.1) for x in explained)
-    default = relative_error(dot(a, b).double(), want)[0]
-    assert default == pytest.approx(error["tf32"], rel=0.01)
+    error = {name: rms_error(product(a, b, name), want) for name in INPUT_PRECISIONS}
+    assert max(error["ieee"], error["tf32x3"]) < error["tf32"] / 50
+    assert rms_error(dot(a, b).double(), want) == pytest.approx(error["tf32"], rel=0.01)
     with pytest.raises(CheckError):  # the budget of float32 is not one that tf32 meets
         run(h, "tf32", a, b, operand_eps=0.0)
     run(h, "tf32", a, b, operand_eps=TF32_EPS)
@@ -156,16 +113,15 @@ def test_the_error_of_float32_by_precision(h):
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("name", PRECISIONS)
-@pytest.mark.parametrize("shape", [(512, 768, 1024), (1000, 520, 777), (16, 4096, 4096), (4096, 16, 512)])
-def test_shapes_on_the_gpu(h, name, shape):
-    run(h, name, *operands(h, name, *shape))
+def test_shapes_on_the_gpu(h, name):
+    for shape in [(512, 768, 1024), (1000, 520, 777), (16, 4096, 4096), (4096, 16, 512)]:
+        run(h, name, *operands(h, name, *shape))
 
 
 @pytest.mark.gpu
 def test_more_elements_than_an_int32_counts(h, gpu_gib):
     gpu_gib(12)
-    tall = 2**31 // 64 + 64
-    a = torch.randint(-128, 128, (tall, 64), dtype=torch.int8, device=h.device)
+    a = torch.randint(-128, 128, (2**31 // 64 + 64, 64), dtype=torch.int8, device=h.device)
     b = operands(h, "int8", 1, 8, 64)[1]
     c = dot(a, b)
     for part in (slice(0, 100), slice(-100, None)):
@@ -187,76 +143,46 @@ def test_lower_precision_is_faster(h):
     assert ms["tf32"] < ms["ieee"] / 2
 
 
-def test_the_library_is_back_in_float32_afterwards():
-    before = torch.get_float32_matmul_precision()
-    with torch_tf32():
-        assert torch.backends.cuda.matmul.allow_tf32
-    assert torch.get_float32_matmul_precision() == before
-    with pytest.raises(KeyError), torch_tf32():
-        raise KeyError
-    assert torch.get_float32_matmul_precision() == before
+def test_bad_input(h):
+    a, b = h.randn(4, 8), h.randn(8, 5)
+    long = torch.zeros(1, MAX_K_INT8 + 1, dtype=torch.int8, device=h.device)
+    half = torch.zeros(4, 4, dtype=torch.bfloat16, device=h.device)
+    for args, error, message in [
+        (([1.0], b), TypeError, r"expected a torch\.Tensor, got list"),
+        ((a.int(), b.int()), TypeError, r"torch\.int32"),
+        ((a.byte(), b.byte()), TypeError, r"torch\.uint8"),
+        ((a.double(), b.double()), TypeError, r"torch\.float64"),
+        ((a, b.half()), TypeError, r"torch\.float32 and torch\.float16"),
+        ((a, b[:, 0]), ValueError, r"shapes \(4, 8\) and \(8,\); need \[M, K\] and \[K, N\]"),
+        ((a, b.t()), ValueError, r"shapes \(4, 8\) and \(5, 8\)"),
+        ((a, b, "tf19"), ValueError, "input_precision 'tf19' is not one of"),
+        ((a.half(), b.half(), "tf32"), ValueError, r"for float32, not torch\.float16; leave it"),
+        ((a.char(), b.char(), "ieee"), ValueError, r"for float32, not torch\.int8"),
+        ((long, long.t()), ValueError, rf"K is {MAX_K_INT8 + 1}, .* may overflow; split K"),
+        ((a.clone().requires_grad_(), b), RuntimeError, "no backward"),
+        ((a, b.to("meta")), ValueError, "move them to one device"),
+        *([((half, half), TypeError, "interpreter computes bfloat16 wrongly")] * interpreted()),
+    ]:
+        with pytest.raises(error, match=f"dot: .*{message}"):
+            dot(*args)
 
 
-def _bad(device):
-    a, b = torch.randn(4, 8, device=device), torch.randn(8, 5, device=device)
-    long = torch.zeros(1, MAX_K_INT8 + 1, dtype=torch.int8, device=device)
-    return {
-        "no tensor": (([1.0], b), TypeError, r"expected a torch\.Tensor, got list"),
-        "int32": ((a.int(), b.int()), TypeError, r"torch\.int32"),
-        "uint8": ((a.byte(), b.byte()), TypeError, r"torch\.uint8"),
-        "float64": ((a.double(), b.double()), TypeError, r"torch\.float64"),
-        "two dtypes": ((a, b.half()), TypeError, r"torch\.float32 and torch\.float16"),
-        "a vector": ((a, b[:, 0]), ValueError, r"shapes \(4, 8\) and \(8,\); need \[M, K\] and \[K, N\]"),
-        "a batch": ((a.reshape(1, 4, 8), b.reshape(1, 8, 5)), ValueError, "need"),
-        "inner sizes": ((a, b.t()), ValueError, r"shapes \(4, 8\) and \(5, 8\)"),
-        "a precision": ((a, b, "tf19"), ValueError, r"input_precision 'tf19' is not one of .*, nor None"),
-        "a precision for float16": (
-            (a.half(), b.half(), "tf32"),
-            ValueError,
-            "for float32, not torch.float16; leave it",
-        ),
-        "a precision for int8": ((a.char(), b.char(), "ieee"), ValueError, r"for float32, not torch\.int8"),
-        "an int8 sum too long": ((long, long.t()), ValueError, rf"K is {MAX_K_INT8 + 1}, .* may overflow; split K"),
-        "requires grad": ((a.clone().requires_grad_(), b), RuntimeError, "no backward"),
-        "two devices": ((a, b.to("meta")), ValueError, "move them to one device"),
-        "a device without kernels": ((a.to("meta"), b.to("meta")), RuntimeError, "on meta"),
-    }
-
-
-@pytest.mark.parametrize("name", _bad("cpu"))
-def test_bad_input(h, name):
-    args, error, message = _bad(h.device)[name]
-    with pytest.raises(error, match=f"dot: .*{message}"):
-        dot(*args)
-
-
-def test_bfloat16_is_refused_where_it_would_be_wrong(h):
-    if not interpreted():
-        pytest.skip("kernels are compiled here")
-    a = torch.zeros(4, 4, dtype=torch.bfloat16)
-    with pytest.raises(TypeError, match="dot: Triton's interpreter computes bfloat16 wrongly"):
-        dot(a, a)
-
-
-def compiled(name, sm):
-    precision = PRECISIONS[name]
-    a = torch.empty(4096, 4096, dtype=precision.dtype, device="meta")
-    b = a.t() if precision.k_major else a
-    (kernel,) = compile_for(dot, (a, b, precision.input_precision), sms=(sm,))
-    assert kernel.error is None
-    assert kernel.fits
-    return kernel
-
-
-@pytest.mark.parametrize("sm", [80, 89, 90, 100, 120])
+@pytest.mark.parametrize("sm", [80, 90, 100, 120])
 @pytest.mark.parametrize("name", PRECISIONS)
 def test_the_instruction_of_each_precision(name, sm):
-    kernel = compiled(name, sm)
-    # 89 and 120 have the instructions of 80.
-    wanted = evidence(name)[{89: 80, 120: 80}.get(sm, sm)]
-    assert all(kernel.found.get(instruction) for instruction in wanted), kernel.found
-    on_tensor_cores = [instruction for instruction in TENSOR_CORES if instruction in kernel.found]
-    assert len(on_tensor_cores) == (name != "ieee")
+    precision = PRECISIONS[name]
+    a = torch.empty(4096, 4096, dtype=precision.dtype, device="meta")
+    (kernel,) = compile_for(dot, (a, a.t() if precision.k_major else a, precision.input_precision), sms=(sm,))
+    assert kernel.error is None
+    assert kernel.fits
+    used = [unit for unit in TENSOR_CORES.values() if unit in kernel.found]
+    if name == "ieee":
+        assert not used
+        assert kernel.found["fma.f32"]
+    elif (name, sm) == ("int8", 100):  # mma.sync in Triton 3.6 and 3.7; a later one may do better
+        assert len(used) == 1
+    else:
+        assert used == [TENSOR_CORES[80 if sm == 120 else sm]]
     assert ("mma tf32" in kernel.found) == name.startswith("tf32")
     assert ("cvt tf32" in kernel.found) == (name == "tf32x3")
     assert ("mma s8" in kernel.found) == (name == "int8")
@@ -266,10 +192,8 @@ def test_the_instruction_of_each_precision(name, sm):
 
 def test_float32_left_to_triton_is_tf32():
     a = torch.empty(4096, 4096, device="meta")
-    for sm in (80, 90):
-        (default,) = compile_for(dot, (a, a.t()), sms=(sm,))
-        (tf32,) = compile_for(dot, (a, a.t(), "tf32"), sms=(sm,))
-        assert default.found == tf32.found
+    default, tf32 = (compile_for(dot, (a, a.t(), *given), sms=(90,))[0] for given in ((), ("tf32",)))
+    assert default.found == tf32.found
 
 
 def test_every_dtype_has_a_precision():

@@ -4,7 +4,6 @@ import os
 import re
 from pathlib import Path
 
-from harness import xla
 from harness.catalog import Needs
 from harness.process import Child
 from harness.session import Harness
@@ -17,8 +16,12 @@ from hypothesis import given
 from hypothesis import strategies as st
 from rich.console import Console
 
+from examples.common import xla
 from examples.xla import graph_boundaries as example
-from examples.xla.graph_boundaries import MOST, STEPS, TOLERANCE, Step, advance, branch, keep, loop, until, where
+from examples.xla.graph_boundaries import STEPS, Step, advance, branch, keep, loop, where
+from studies.xla import graph_boundaries as study
+from studies.xla import graph_boundaries_guards as guards
+from studies.xla.graph_boundaries import MOST, TOLERANCE, until
 
 
 def quiet(**options) -> Harness:
@@ -26,12 +29,15 @@ def quiet(**options) -> Harness:
 
 
 def demonstrate() -> dict:
-    h = quiet()
+    h, studied = quiet(), quiet(lesson=[])
     with settings_kept("graph_boundaries", seed=0):
         example.demo(h)
-    assert [len(table["rows"]) for table in h.record.comparisons] == [3, 2, 2, 2, 2, 2, 2, 3]
-    assert all(row["ms"] is None and row["error"] <= 1 for table in h.record.comparisons for row in table["rows"])
-    return h.record.facts
+        study.study(studied)
+        guards.study(studied)
+    tables = h.record.tables + studied.record.tables
+    assert [len(table["rows"]) for table in tables] == [2] * 8 + [3]
+    assert all(row["ms"] is None and row["error"] <= 1 for table in tables for row in table["rows"])
+    return h.record.facts | studied.record.facts
 
 
 @pytest.fixture(scope="module")
@@ -39,38 +45,29 @@ def facts():
     return demonstrate()
 
 
-def counted(facts, what: str) -> dict[str, tuple[int, int, int]]:
-    return {
-        name: (row["compiles"], row["executions"], row["from device"])
-        for name, row in facts[f"{what}: {STEPS} steps"].items()
-    }
-
-
 def test_what_each_boundary_costs(facts):
     n = STEPS
-    assert counted(facts, "a loss is read") == {
-        ".item() before the sync": (2, 2 * n, n),
-        ".item() after the sync": (1, n, n),
-        "read once, at the end": (2, n + 1, 1),  # the second program stacks the values
+    rows = facts[f"{n} steps with the boundary / without"]
+    counted = {
+        what: [(row["compiled"][i], row["run"][i], row["fetched"][i]) for i in (0, 1)] for what, row in rows.items()
     }
-    # From here on the values are read once at the end of every loop: a run and a copy; the program is that of above.
-    assert counted(facts, "values are printed") == {
-        "print": (2, 2 * n + 1, n + 1), "step closure": (1, n + 1, n + 1)
-    }  # fmt: skip
-    assert counted(facts, "a branch on a value") == {"if": (3, 2 * n + 1, n + 1), "torch.where": (1, n + 1, 1)}
-    selection = counted(facts, "a selection by a condition")
-    assert selection["torch.where"] == (1, n + 1, 1)
-    assert selection["boolean index"][1:] == (2 * n + 1, n + 1)
-    assert n <= selection["boolean index"][0] <= n + 1  # a program for every number of hits
-    assert counted(facts, "a detour over the host") == {".cpu()": (2, 2 * n + 1, n + 1), "on the device": (1, n + 1, 1)}
-    assert counted(facts, "an operation that XLA has not") == {
-        "median": (2, 2 * n + 1, n + 1), "kthvalue": (1, n + 1, 1)
-    }  # fmt: skip
-    assert counted(facts, "a tensor left on the CPU") == {"on the CPU": (1, n + 1, 1), "moved before": (1, n + 1, 1)}
-    left = facts[f"a tensor left on the CPU: {n} steps"]
-    assert (left["on the CPU"]["to device"], left["moved before"]["to device"]) == (n, 0)
-    assert facts[f"a selection by a condition: {n} steps"]["boolean index"]["on the host"] == "aten::nonzero"
-    assert facts[f"an operation that XLA has not: {n} steps"]["median"]["on the host"] == "aten::median"
+    selection = counted.pop("boolean index: a mask")
+    # From the third on the values are read once at the end of both loops: a run and a copy.
+    assert counted == {
+        ".item() before the sync: after it": [(2, 2 * n, n), (1, n, n)],
+        ".item() after the sync: at the end": [(1, n, n), (2, n + 1, 1)],  # the second program stacks the values
+        "print: step closure": [(2, 2 * n + 1, n + 1), (1, n + 1, n + 1)],
+        "if: torch.where": [(3, 2 * n + 1, n + 1), (1, n + 1, 1)],
+        ".cpu(): on the device": [(2, 2 * n + 1, n + 1), (1, n + 1, 1)],
+        "median: kthvalue": [(2, 2 * n + 1, n + 1), (1, n + 1, 1)],
+        "bias on the CPU: moved before": [(1, n + 1, 1), (1, n + 1, 1)],
+    }
+    assert selection[1] == (1, n + 1, 1)
+    assert selection[0][1:] == (2 * n + 1, n + 1)
+    assert n <= selection[0][0] <= n + 1  # a program for every number of hits
+    assert rows["bias on the CPU: moved before"]["sent"] == [n, 0]
+    assert rows["boolean index: a mask"]["on the host"] == "aten::nonzero"
+    assert rows["median: kthvalue"]["on the host"] == "aten::median"
 
 
 def test_a_loop_that_ends_by_a_value(facts):
@@ -85,10 +82,10 @@ def test_a_loop_that_ends_by_a_value(facts):
 
 def test_lines(facts):
     found = {
-        name: what for what, names in facts["lines of Python on a tensor that is pending"].items()
-        for name in names.split("; ")
+        name: what for what, row in facts["lines of Python on a tensor that is pending"].items()
+        for name in row["lines"].split("; ")
     }  # fmt: skip
-    assert set(found) == set(example.lines(torch.ones(2, 2), torch.ones(2, dtype=torch.int64)))
+    assert set(found) == set(study.lines(torch.ones(2, 2), torch.ones(2, dtype=torch.int64)))
     for name in ("y.shape, len(y), y.dtype", "y.isnan().any()", "F.one_hot(index, 5)", "y[index]"):
         assert found[name] == "only recorded"
     for name in ("print(y)", "if y.isnan().any()", "F.one_hot(index)", "y[: index[0]]", "torch.full((3,), y[0, 0])"):
@@ -102,21 +99,23 @@ def test_guards(facts):
     found = facts["torch_xla.compile"]
     full = {name: row["full_graph"] for name, row in found.items() if row["full_graph"] != "passes"}
     assert full == {
-        "a loss is read: .item() before the sync": "raises at `return x, size(x).item()`",
-        "values are printed: print": "raises at `print(x[0, :4], file=io.StringIO())`",
-        "a branch on a value: if": "raises at `if x.abs().max() > LIMIT:`",
-        "a selection by a condition: boolean index": "raises at `return x, x[x > 0].sum() / x.numel()`",
-        "a detour over the host: .cpu()": "raises at `peak = x.cpu().abs().max().to(x.device)`",
-        "an operation that XLA has not: median": "raises at `return x - x.median(), size(x)`",
+        ".item() before the sync": "raises at `return x, size(x).item()`",
+        "print": "raises at `print(x[0, :4], file=io.StringIO())`",
+        "if": "raises at `if x.abs().max() > LIMIT:`",
+        "boolean index": "raises at `return x, x[x > 0].sum() / x.numel()`",
+        ".cpu()": "raises at `peak = x.cpu().abs().max().to(x.device)`",
+        "median": "raises at `return x - x.median(), size(x)`",
     }
+    assert len(found) == 16
     few = {name: row["max_different_graphs=1"] for name, row in found.items()}
     raised = {name for name, told in few.items() if told != "passes"}
-    assert raised == {"a branch on a value: if", "a selection by a condition: boolean index"}
+    assert raised == {"if", "boolean index"}
     assert all(re.fullmatch(r"raises in step [2-9]", few[name]) for name in raised)
 
 
 def test_what_torch_xla_says_of_cpu_tensors(facts):
-    told = facts["x is on the XLA device, index and other are on the CPU"]
+    rows = facts["x is on the XLA device, index and other are on the CPU"]
+    told = {what: row["what torch_xla does"] for what, row in rows.items()}
     accepted = {what for what, text in told.items() if text.startswith("accepted: 1 to device")}
     assert accepted == {"x + other", "x[index]", "other + x (in place)"}
     assert told["x @ other"] == "RuntimeError: Expected XLA tensor. Got: torch.FloatTensor"
@@ -125,25 +124,25 @@ def test_what_torch_xla_says_of_cpu_tensors(facts):
 
 def test_a_second_run_compiles_nothing(facts):
     again = demonstrate()
-    for name, steps in facts.items():
-        if name.endswith(f": {STEPS} steps"):
-            for variant, row in steps.items():
-                assert again[name][variant]["compiles"] == 0
-                assert again[name][variant]["executions"] == row["executions"]
+    name = f"{STEPS} steps with the boundary / without"
+    for what, row in again[name].items():
+        assert row["compiled"] == [0, 0]
+        assert row["run"] == facts[name][what]["run"]
     for name in ("torch_xla.compile", "lines of Python on a tensor that is pending"):
         assert again[name] == facts[name]
 
 
 def test_profile_runs_the_tables_only():
     h = quiet(profile=True)
-    example.demo(h)
-    assert not h.record.facts
+    for part in (example.demo, study.study, guards.study):
+        part(h)
+    assert not any(h.record.facts.values())
     assert not h.record.checks
 
 
 def test_debug_level_names_the_line():
     """What the docstring says of PT_XLA_DEBUG_LEVEL."""
-    with Child(example.child_looks, env={"PT_XLA_DEBUG_LEVEL": "2"}) as child:
+    with Child(guards.child_looks, env={"PT_XLA_DEBUG_LEVEL": "2"}) as child:
         text = child.output()
     lines = Path(example.__file__).read_text().splitlines()
     function, file, line = xla.frames(text)[0]
@@ -208,9 +207,9 @@ def test_the_device_works_after_the_guards_raised():
     x, w = torch.randn(3, 11), torch.randn(11, 11)
     there = x.to(xla.device()), w.to(xla.device())
     with xla.printed() as text, pytest.raises(RuntimeError, match="Unexpected execution happens"):
-        torch_xla.compile(example.read_early, full_graph=True)(*there)
+        torch_xla.compile(Step(example.read_early), full_graph=True)(*there)
     assert "Unexpected Execution Analysis" in text[0]
-    got, value = example.read_early(*there)
+    got, value = Step(example.read_early)(*there)
     torch.testing.assert_close(got.cpu(), torch.tanh(x @ w))
     assert value == pytest.approx(torch.tanh(x @ w).square().mean().item(), rel=1e-5)
 

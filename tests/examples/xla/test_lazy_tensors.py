@@ -1,6 +1,5 @@
 """Lazy tensors: each stage counted exactly, what is found again, numbers that compile, and the sync that is missing."""
 
-from harness import xla
 from harness.catalog import Needs
 from harness.session import Harness
 from harness.settings import settings_kept
@@ -12,8 +11,12 @@ from hypothesis import strategies as st
 from rich.console import Console
 from torch_xla.experimental.eager import is_eager_mode
 
+from examples.common import xla
 from examples.xla import lazy_tensors as example
-from examples.xla.lazy_tensors import LAYERS, OPS, STEPS, chain, counts, layer, programs, train_like
+from examples.xla.lazy_tensors import LAYERS, OPS, STEPS, chain, layer, train_like
+from studies.xla import lazy_tensors as study
+from studies.xla import lazy_tensors_copies as copies
+from studies.xla.lazy_tensors import programs
 
 
 def quiet(**options) -> Harness:
@@ -21,15 +24,22 @@ def quiet(**options) -> Harness:
 
 
 def demonstrate() -> dict:
-    h = quiet()
+    h, studied = quiet(), quiet(lesson=[])
     with settings_kept("lazy_tensors", seed=0):
         example.demo(h)
-    assert len(h.record.checks) == 1 + 12 + 2
-    assert all(check["passed"] for check in h.record.checks)
-    assert [len(table["rows"]) for table in h.record.comparisons] == [3, 3]
-    assert all(row["ms"] is None for table in h.record.comparisons for row in table["rows"])
+        study.study(studied)
+        copies.study(studied)
+    assert (len(h.record.checks), len(studied.record.checks)) == (1 + 2, 12)
+    assert all(check["passed"] for check in h.record.checks + studied.record.checks)
+    assert [len(table["rows"]) for table in h.record.tables] == [3, 3]
+    assert all(row["ms"] is None for table in h.record.tables for row in table["rows"])
     assert not is_eager_mode()
-    return h.record.facts
+    return h.record.facts | studied.record.facts
+
+
+def done(row: dict) -> dict:
+    """Of a row, what happened."""
+    return {what: n for what, n in row.items() if n and what != "s"}
 
 
 @pytest.fixture(scope="module")
@@ -40,16 +50,16 @@ def facts():
 def test_stages(facts):
     rows, inner, width = example.ROWS, example.INNER, example.WIDTH
     given = 4 * (rows * inner + inner * width + width)
-    assert facts["what XLA did"] == {
-        "three tensors to the device": {"to device": 3, "to bytes": given},
-        "recording": {"nothing": 0},
-        "recording and sync": {"compiles": 1, "executions": 1, "syncs": 1},
-        "reading the result": {"from device": 1, "from bytes": 4 * rows},
-        "the same again": {"executions": 1, "reused": 1, "syncs": 1},
-        "recording and reading, no sync": {"executions": 1, "reused": 1, "from device": 1, "from bytes": 4 * rows},
+    assert {stage: done(row) for stage, row in facts["what XLA did"].items()} == {
+        "three tensors to the device": {"sent": 3, "bytes": given},
+        "recording": {},
+        "recording and sync": {"compiled": 1, "run": 1, "syncs": 1},
+        "reading the result": {"fetched": 1, "bytes": 4 * rows},
+        "the same again": {"run": 1, "found again": 1, "syncs": 1},
+        "recording and reading, no sync": {"run": 1, "found again": 1, "fetched": 1, "bytes": 4 * rows},
     }
-    assert facts["compile seconds"] > 0
-    assert not any(name.startswith(("ms of", "host time")) for name in facts)  # nothing is timed here
+    assert facts["what XLA did"]["recording and sync"]["s"] > 0
+    assert not any(name.startswith(("ms of", "us of")) for name in facts)  # nothing is timed here
 
 
 def test_texts(facts):
@@ -93,18 +103,14 @@ def test_numbers(facts):
     assert [what for what, told in found.items() if "read by the host" in told] == ["x[:, torch.tensor(n, device=xla)]"]
 
 
-def test_copies(facts):
-    copies = facts["copies"]
+def test_copied(facts):
+    made = {what: done(row) for what, row in facts["copies"].items()}
     size = 4 * example.ROWS * (example.WIDTH + 4)
-    assert copies["a tensor to the device"] == {"to device": 1, "to bytes": size}
-    assert {**copies["a Python number"], "compiles": 1} == {
-        "compiles": 1, "executions": 1, "syncs": 1, "to device": 1, "to bytes": 4
-    }  # fmt: skip
-    assert copies["the same number again"] == {"executions": 1, "reused": 1, "syncs": 1}
-    assert copies["a result that is ready, read"] == {"from device": 1, "from bytes": size}
-    assert copies["a result that is pending, read"] == {
-        "executions": 1, "reused": 1, "from device": 1, "from bytes": size
-    }  # fmt: skip
+    assert made["a tensor to the device"] == {"sent": 1, "bytes": size}
+    assert made["a Python number"] | {"compiled": 1} == {"compiled": 1, "run": 1, "syncs": 1, "sent": 1, "bytes": 4}
+    assert made["the same number again"] == {"run": 1, "found again": 1, "syncs": 1}
+    assert made["a result that is ready, read"] == {"fetched": 1, "bytes": size}
+    assert made["a result that is pending, read"] == {"run": 1, "found again": 1, "fetched": 1, "bytes": size}
 
 
 def test_a_forgotten_sync(facts):
@@ -114,16 +120,14 @@ def test_a_forgotten_sync(facts):
     # A step's own graph was compiled with one output more: its x.
     assert (forgot["compiles"], forgot["executions"]) == (STEPS, STEPS)
     assert forgot["matrix products run"] == STEPS * (STEPS + 1) // 2
-    sizes = {
-        what: [int(n) for n in row.split(", ")] for what, row in facts["operations in the graph of each step"].items()
-    }
+    sizes = {what: [int(n) for n in row["operations of each"].split(", ")] for what, row in told.items()}
     assert len(set(sizes["with sync"])) == 1
     assert sizes["forgotten"] == sorted(set(sizes["forgotten"]))
 
 
 def test_a_second_run_finds_all_compiled(facts):
     again = demonstrate()
-    assert again["what XLA did"]["recording and sync"] == {"executions": 1, "reused": 1, "syncs": 1}
+    assert done(again["what XLA did"]["recording and sync"]) == {"run": 1, "found again": 1, "syncs": 1}
     assert set(again["recorded"].values()) == {"found again"}
     assert all(told["compiles"] == 0 for told in again["programs for 4 values"].values())
     assert [told["compiles"] for told in again[f"{STEPS} steps that read their loss"].values()] == [0, 0]
@@ -132,7 +136,8 @@ def test_a_second_run_finds_all_compiled(facts):
 
 def test_profile_runs_the_tables_only():
     h = quiet(profile=True)
-    example.demo(h)
+    for part in (example.demo, study.study, copies.study):
+        part(h)
     assert not h.record.facts
     assert not h.record.checks
 
@@ -184,8 +189,3 @@ def test_without_sync_each_step_holds_all_before_it(steps):
     z, told = train_like(x.to(xla.device()), w.to(xla.device()), steps, synced=True)
     assert [step["products"] for step in told] == [1] * steps
     torch.testing.assert_close(y.cpu(), z.cpu())
-
-
-def test_counts_names_what_happened():
-    assert counts(xla.Ran()) == {"nothing": 0}
-    assert counts(xla.Ran(compiles=2, to_device=1, seconds=3.0)) == {"compiles": 2, "to device": 1}

@@ -2,7 +2,6 @@
 
 import copy
 
-from harness import xla
 from harness.catalog import Needs
 from harness.session import Harness
 from harness.settings import settings_kept
@@ -14,8 +13,11 @@ from hypothesis import strategies as st
 from rich.console import Console
 from torch import nn
 
+from examples.common import xla
 from examples.xla import openxla_backend
 from examples.xla.openxla_backend import LAZY, OPENXLA, STEPS, WAYS, Trainer, count_phases, through_openxla
+from studies.xla import openxla_backend as study
+from studies.xla import openxla_backend_training as training
 
 
 def quiet(**options) -> Harness:
@@ -30,31 +32,58 @@ def clean():
     xla.start_clean()
 
 
-def test_demo():
-    h = quiet()
+def ran(fn, **options):
+    h = quiet(**options)
     with settings_kept("openxla_backend", seed=0):
-        openxla_backend.demo(h)
-    facts = h.record.facts
-    assert facts["programs of a forward pass"] == {
-        LAZY: {"compiled": 1, "run per call": 1, "recorded again per call": 1},
-        OPENXLA: {"compiled": 1, "run per call": 1, "recorded again per call": 0},
+        fn(h)
+    assert all(check["passed"] for check in h.record.checks)
+    assert all(row["ms"] is None for table in h.record.tables for row in table["rows"])  # nothing is timed here
+    return h.record
+
+
+def test_demo():
+    record = ran(openxla_backend.demo)
+    programs = record.facts["programs of a forward pass"]
+    assert {name: {what: n for what, n in each.items() if what != "compile s"} for name, each in programs.items()} == {
+        LAZY: {"compiled": 1, "run per call": 1, "recorded again": 1},
+        OPENXLA: {"compiled": 1, "run per call": 1, "recorded again": 0},
     }
-    assert facts["programs of a training step"] == {
-        name: {"compiled in steps 1 to 5": compiled, "run in the last": run}
+    assert record.facts["programs of 5 training steps"] == {
+        name: {"compiled": str(compiled), "run in the last": run}
         for name, compiled, run in (
             (LAZY, [1, 0, 0, 0, 0], 1),
             ("openxla: model", [4, 2, 0, 0, 0], 4),
-            ("openxla: model, nothing pending at backward", [5, 0, 0, 0, 0], 5),
+            ("openxla: model, cut before backward", [5, 0, 0, 0, 0], 5),
             ("openxla: model, loss", [3, 0, 0, 0, 0], 4),
             ("openxla: model, loss, update", [3, 0, 0, 0, 0], 3),
             ("openxla: whole step", [1, 0, 0, 0, 0], 1),
         )
     }
+    assert len(record.checks) == len(WAYS)
+    assert [len(table["rows"]) for table in record.tables] == [4]
+
+
+def test_the_study_of_training():
+    record = ran(training.study, lesson=[])
+    facts = record.facts
     by_phase = facts["by phase, openxla: model"]
     assert by_phase["step 1, compiled"] == {"forward": 1, "loss": 0, "backward": 2, "update": 0, "sync": 1}
     assert by_phase["step 2, compiled"] == {"forward": 0, "loss": 0, "backward": 1, "update": 0, "sync": 1}
     assert by_phase["step 2, run"] == {"forward": 1, "loss": 0, "backward": 2, "update": 0, "sync": 1}
-    on_cpu = facts["tensors on the CPU, given to openxla"]
+    assert facts["a snapshot on the device, after copy_() put it back and a step"] == {
+        "lazy": "as it was",
+        "lazy, a sync after copy_()": "gone: RuntimeError",
+        "openxla": "gone: RuntimeError",
+        "openxla, copy_() of a clone": "gone: RuntimeError",
+        "openxla, copy_() from the CPU": "as it was",
+    }
+    assert len(record.checks) == 4
+    assert [len(table["rows"]) for table in record.tables] == [4]
+
+
+def test_the_study_of_tensors_on_the_cpu():
+    record = ran(study.study, lesson=[])
+    on_cpu = record.facts["tensors on the CPU, given to openxla"]
     right = {
         "warnings": 0,
         "at the second call": 0,
@@ -68,17 +97,7 @@ def test_demo():
     assert on_cpu["x on the CPU, moved in the graph"] == right | {"warnings": 1, "transfers per call": 1}
     scalar = {"warnings": 1, "programs per call": 2, "transfers per call": 1}
     assert on_cpu["a scalar tensor on the CPU"] == right | scalar
-    assert facts["a snapshot on the device, after copy_() put it back and a step"] == {
-        "lazy": "as it was",
-        "lazy, a sync after copy_()": "gone: RuntimeError",
-        "openxla": "gone: RuntimeError",
-        "openxla, copy_() of a clone": "gone: RuntimeError",
-        "openxla, copy_() from the CPU": "as it was",
-    }
-    assert all(check["passed"] for check in h.record.checks)
-    assert len(h.record.checks) == 4 + len(WAYS) + 4
-    assert [len(table["rows"]) for table in h.record.comparisons] == [4, 4]
-    assert all(row["ms"] is None for table in h.record.comparisons for row in table["rows"])  # nothing is timed here
+    assert len(record.checks) == 4
 
 
 @given(rows=st.integers(1, 4), width=st.sampled_from((3, 5)))
@@ -144,10 +163,13 @@ def test_phases_of_eager_do_nothing_in_xla():
 def test_profile_runs_the_tables_only(monkeypatch):
     """Each table by itself: compiling for them is the demo's business."""
     tables = []
-    for name in ("wake", "inference", "training"):
-        monkeypatch.setattr(openxla_backend, name, lambda h, name=name: tables.append(name))
+    for module, name in ((openxla_backend, "wake"), (openxla_backend, "inference"), (training, "training")):
+        monkeypatch.setattr(module, name, lambda *_, name=name: tables.append(name))
+    monkeypatch.setattr(training, "wake", lambda device: None)
     h = quiet(profile=True)
     openxla_backend.demo(h)
+    training.study(h)
+    study.study(h)
     assert tables == ["wake", "inference", "training"]
-    assert not h.record.facts
+    assert not any(h.record.facts.values())
     assert not h.record.checks

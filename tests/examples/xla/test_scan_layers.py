@@ -1,8 +1,8 @@
 """Scan over layers: how graphs grow, right results, what Stacked refuses, and what torch_xla's scan_layers does not."""
 
 import copy
+from types import SimpleNamespace
 
-from harness import xla
 from harness.catalog import Needs
 from harness.session import Harness
 from harness.settings import settings_kept
@@ -14,8 +14,13 @@ from hypothesis import strategies as st
 from rich.console import Console
 from torch import nn
 
+from examples.common import xla
 from examples.xla import scan_layers as example
-from examples.xla.scan_layers import SCANNED, STACKED, UNROLLED, Layer, Stacked, require_equal, unequal, unrolled
+from examples.xla.scan_layers import SCANNED, STACKED, UNROLLED, Stacked, against_unrolled
+from examples.xla.scan_layers_checks import require_equal
+from examples.xla.scan_layers_model import Layer, unrolled
+from studies.xla import scan_layers as study
+from studies.xla.scan_layers import unequal
 
 
 def quiet(**options) -> Harness:
@@ -24,14 +29,15 @@ def quiet(**options) -> Harness:
 
 @pytest.fixture(scope="module")
 def facts():
-    h = quiet()
+    h, studied = quiet(), quiet(lesson=[])
     with settings_kept("scan_layers", seed=0):
         example.demo(h)
-    assert len(h.record.checks) == 5 + 2 + 1  # depths forward, and with backward; the pure form
-    assert all(check["passed"] for check in h.record.checks)
-    assert [len(table["rows"]) for table in h.record.comparisons] == [5, 5]
-    assert all(row["ms"] is None for table in h.record.comparisons for row in table["rows"])
-    return h.record.facts
+        study.study(studied)
+    assert (len(h.record.checks), len(studied.record.checks)) == (5 + 2, 1)  # depths, and depths with backward
+    assert all(check["passed"] for check in h.record.checks + studied.record.checks)
+    assert [len(table["rows"]) for table in h.record.tables] == [5, 5]
+    assert all(row["ms"] is None for table in h.record.tables for row in table["rows"])
+    return h.record.facts | studied.record.facts
 
 
 @pytest.mark.parametrize("what", ["forward", "forward and backward"])
@@ -49,8 +55,8 @@ def test_how_graphs_grow(facts, what):
     assert 0 < each(SCANNED) < each(UNROLLED) / 5
     loops = 1 if what == "forward" else 2
     for form, expected in {UNROLLED: 0, SCANNED: loops, STACKED: loops}.items():
-        assert facts[f"{what}: While loops, each depth"][form] == [expected] * len(depths)
-        assert facts[f"{what}: compiles, each depth"][form] == [1] * len(depths)
+        assert list(facts[f"{what}: loops by layers"][form].values()) == [expected] * len(depths)
+        assert list(facts[f"{what}: compiles by layers"][form].values()) == [1] * len(depths)
         lines = list(facts[f"{what}: lines by layers"][form].values())
         assert (lines[0] == lines[-1]) == (form == STACKED)
 
@@ -182,9 +188,29 @@ def test_frozen_layers_stay_frozen_and_modes_are_followed():
 
 def test_profile_compares_only(monkeypatch):
     h, compared = quiet(profile=True), []
-    monkeypatch.setattr(h, "compare", lambda variants, *_, **options: compared.append(list(variants)))
+
+    def compare(variants, *_, **options):
+        compared.append(list(variants))
+        return SimpleNamespace(timed=False)
+
+    monkeypatch.setattr(h, "compare", compare)
     with settings_kept("scan_layers", seed=0):
         example.demo(h)
+        study.study(h)
     assert len(compared) == 2
     assert not h.record.facts
     assert not h.record.checks
+
+
+@pytest.mark.parametrize(
+    ("seconds", "ms", "when"),
+    [(1.0, 3.0, "after 500 steps"), (5.0, 3.0, "it saves nothing here"), (1.0, 1.01, "within the spread"),
+     (1.0, 0.5, "at no step")],
+)  # fmt: skip
+def test_when_unrolling_pays(seconds, ms, when):
+    rows = [
+        SimpleNamespace(variant=form, ms=t, p20=t * 0.95, p80=t * 1.05) for form, t in ((UNROLLED, 1), (STACKED, ms))
+    ]
+    told = against_unrolled(SimpleNamespace(rows=rows), STACKED, {UNROLLED: 2.0, STACKED: seconds})
+    assert told["unrolling pays"].startswith(when)
+    assert told["s less to compile"] == 2.0 - seconds

@@ -2,7 +2,6 @@
 
 import math
 
-from harness import xla
 from harness.catalog import Needs
 from harness.session import Harness
 from harness.settings import settings_kept
@@ -14,8 +13,13 @@ from hypothesis import strategies as st
 from rich.console import Console
 from torch_xla import runtime
 
-from examples.xla import spmd
-from examples.xla.spmd import DEVICES, LAYERS, LAYOUTS, PRODUCTS, Collective, collectives, local_shape, make_mesh, shard
+from examples.common import xla
+from examples.xla import spmd, spmd_collectives
+from examples.xla.spmd import DEVICES, PRODUCTS, local_shape, make_mesh, shard
+from examples.xla.spmd_collectives import Collective, collectives
+from studies.xla import spmd as study
+from studies.xla import spmd_refusals as refusals
+from studies.xla.spmd import LAYERS, LAYOUTS
 
 
 def quiet(**options) -> Harness:
@@ -23,69 +27,77 @@ def quiet(**options) -> Harness:
 
 
 @pytest.fixture(scope="module")
-def record():
-    h = quiet()
+def facts():
+    h, studied = quiet(), quiet(lesson=[])
     with settings_kept("spmd", seed=0):
         spmd.demo(h)
-    assert not runtime.is_spmd()  # it is for a whole process, and was for the child's only
-    return h.record
+        study.study(studied)
+        refusals.study(studied)
+    assert not runtime.is_spmd()  # it is for a whole process, and was for the children's only
+    assert all(check["passed"] for check in h.record.checks + studied.record.checks)
+    assert (len(h.record.checks), len(studied.record.checks)) == (len(PRODUCTS), len(LAYOUTS) + 2)
+    return h.record.facts | studied.record.facts
 
 
-def test_all_is_right(record):
-    assert all(check["passed"] for check in record.checks)
-    assert len(record.checks) == len(PRODUCTS) + len(LAYOUTS) + 2
-    assert record.facts["devices"] == DEVICES == 4
-
-
-def test_products(record):
+def test_products(facts):
     m, k, n = 72, 88, 104
-    told = record.facts["communication of a product"]
-    for name in ("rows of a", "columns of b", "rows of a, columns of b, two axes"):
-        assert told[name] == {"bytes": 0, "sent by a device": 0, "sent by theory": 0}
-    gather = told["rows of a, columns of b, one axis"]
-    assert gather == {"all-gathers": 1, "bytes": 4 * m * k, "sent by a device": 3 * m * k, "sent by theory": 3 * m * k}
-    reduce = told["the summed dimension"]
-    assert reduce == {"all-reduces": 1, "bytes": 4 * m * n, "sent by a device": 6 * m * n, "sent by theory": 6 * m * n}
+    told = facts["communication of a product, bytes"]
+
+    def row(collectives: str, theory: str, size: int, sent: int, wanted: int, cut: int = 0) -> dict:
+        return {
+            "collectives": collectives, "by theory": theory, "sums cut": cut, "bytes": 4 * size,
+            "sent / by theory": [sent, wanted],
+        }  # fmt: skip
+
     # XLA for a CPU sums the whole and cuts: twice what the reduce-scatter of theory sends.
-    scatter = told["the summed dimension, rows of the result"]
-    assert scatter == {"all-reduces": 1, "bytes": 4 * m * n, "sent by a device": 6 * m * n, "sent by theory": 3 * m * n}
-    held = record.facts["a device holds"]
+    cut = row("1 all-reduce", "1 reduce-scatter", m * n, 6 * m * n, 3 * m * n, cut=1)
+    assert told == {
+        **dict.fromkeys(list(PRODUCTS)[:3], row("none", "the same", 0, 0, 0)),
+        "rows of a, columns of b, one axis": row("1 all-gather", "the same", m * k, 3 * m * k, 3 * m * k),
+        "the summed dimension": row("1 all-reduce", "the same", m * n, 6 * m * n, 6 * m * n),
+        "the summed dimension, rows of the result": cut,
+    }
+    held = facts["what each of 4 devices holds of 72x88 @ 88x104, by what is cut"]
+    assert DEVICES == 4
     assert held["rows of a"] == {"a": "18x88", "b": "88x104", "c": "18x104"}
     assert held["the summed dimension"] == {"a": "72x22", "b": "22x104", "c": "72x104"}
     assert held["the summed dimension, rows of the result"]["c"] == "18x104"
     assert held["rows of a, columns of b, two axes"]["c"] == "36x52"
 
 
-def test_training(record):
+def test_training(facts):
     rows, width, hidden = 72, 56, 104
-    told = record.facts["communication of a training step"]
     weights = 4 * 2 * LAYERS * width * hidden
+    told = facts[f"communication of a training step, bytes; the weights are {weights}"]
     for name in ("data parallel", "tensor parallel", "data and tensor parallel"):
-        assert told[name]["sent by a device"] == told[name]["sent by theory"]
-    assert told["data parallel"]["all-reduces"] == 2 * LAYERS + 1
+        assert told[name]["by theory"] == "the same"
+        assert told[name]["sent / by theory"][0] == told[name]["sent / by theory"][1]
+    assert told["data parallel"]["collectives"] == f"{2 * LAYERS + 1} all-reduce"
     assert told["data parallel"]["bytes"] == weights + 4
-    assert told["tensor parallel"]["all-reduces"] == 2 * LAYERS - 1
+    assert told["tensor parallel"]["collectives"] == f"{2 * LAYERS - 1} all-reduce"
     assert told["tensor parallel"]["bytes"] == (2 * LAYERS - 1) * 4 * rows * width
     both = told["data and tensor parallel"]
     assert both["bytes"] == (2 * LAYERS - 1) * 4 * rows // 2 * width + weights // 2 + 4
     fsdp = told["sharded weights"]
-    assert (fsdp["all-gathers"], fsdp["all-reduces"]) == (4 * LAYERS - 1, 2 * LAYERS + 1)
+    assert set(fsdp["collectives"].split(", ")) == {f"{4 * LAYERS - 1} all-gather", f"{2 * LAYERS + 1} all-reduce"}
     assert fsdp["bytes"] == (4 * LAYERS - 1) * 4 * width * hidden + weights + 4
-    assert fsdp["sent by theory"] == pytest.approx(0.75 * ((4 * LAYERS - 1) * 4 * width * hidden + weights) + 6, abs=1)
-    loose = told["sharded weights, outputs not marked"]
-    assert loose != fsdp  # what is not marked, XLA cuts as it likes
-    assert all(steps == "[1, 1, 0]" for steps in record.facts["compiles by step"].values())
-    held = record.facts["bytes of weights and momentum on a device"]
-    assert list(held.values()) == [2 * weights, weights // 2, weights, weights // 2, weights // 2]
+    gathered = 0.75 * ((4 * LAYERS - 1) * 4 * width * hidden + weights) + 6
+    assert fsdp["sent / by theory"][1] == pytest.approx(gathered, abs=1)
+    assert told["sharded weights, outputs not marked"] != fsdp  # what is not marked, XLA cuts as it likes
+    held = facts["weights and momentum that a device holds"]
+    assert all(row["compiles by step"] == "[1, 1, 0]" for row in held.values())
+    assert [row["bytes"] for row in held.values()] == [2 * weights, weights // 2, weights, weights // 2, weights // 2]
 
 
-def test_ragged(record):
-    assert record.facts["10 rows over 4 devices"] == {"held": "[3, 3, 3, 3]", "of which real": "[3, 3, 3, 1]"}
-    assert record.facts["5 rows over 4 devices"] == {"held": "[2, 2, 2, 2]", "of which real": "[2, 2, 1, 0]"}
+def test_ragged(facts):
+    assert facts["rows over 4 devices"] == {
+        "10 rows": {"held": "[3, 3, 3, 3]", "of which real": "[3, 3, 3, 1]", "padding": 2},
+        "5 rows": {"held": "[2, 2, 2, 2]", "of which real": "[2, 2, 1, 0]", "padding": 3},
+    }
 
 
-def test_refusals(record):
-    told = record.facts["refused"]
+def test_refusals(facts):
+    told = facts["refused"]
     theirs = {what: each["torch_xla"] for what, each in told.items()}
     ours = {what: each.get("here") for what, each in told.items()}
     assert "Number of device IDs (8) must match the global number of devices (4)" in theirs["a mesh of 8"]
@@ -100,7 +112,7 @@ def test_refusals(record):
     assert "Expected XLA tensor" in theirs["a tensor on the CPU"]
     assert ours["a tensor on the CPU"].startswith("TypeError: shard: the tensor is on cpu")
     assert "Existing annotation must be cleared first" in theirs["cut again, otherwise"]
-    off = record.facts["refused in this process, where SPMD is off"]
+    off = facts["refused in this process, where SPMD is off"]
     assert "Please enable SPMD via" in off["torch_xla"]
     assert off["here"].startswith("RuntimeError: make_mesh: SPMD is off")
 
@@ -192,7 +204,8 @@ def test_bad_meshes(monkeypatch):
 
 def test_profile_runs_nothing():
     h = quiet(profile=True)
-    spmd.demo(h)
+    for part in (spmd.demo, study.study, refusals.study):
+        part(h)
     assert not h.record.facts
     assert not h.record.checks
 
@@ -217,6 +230,6 @@ ENTRY %main {
 
 
 def test_sums_that_are_cut_are_counted_once_and_others_not():
-    assert spmd.cut_sums(CUT) == 1
-    assert spmd.cut_sums(CUT.replace("calls=%added", "calls=%fused")) == 2
-    assert spmd.cut_sums("ENTRY %main {\n  %a = f32[8]{0} add(%x, %y)\n}") == 0
+    assert spmd_collectives.cut_sums(CUT) == 1
+    assert spmd_collectives.cut_sums(CUT.replace("calls=%added", "calls=%fused")) == 2
+    assert spmd_collectives.cut_sums("ENTRY %main {\n  %a = f32[8]{0} add(%x, %y)\n}") == 0

@@ -2,7 +2,6 @@
 
 import tempfile
 
-from harness import xla
 from harness.catalog import Needs
 from harness.process import Child
 from harness.session import Harness
@@ -14,8 +13,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from rich.console import Console
 
+from examples.common import xla
 from examples.xla import static_shapes
-from examples.xla.static_shapes import LARGEST, POLICIES, POWERS, Served, break_even, normalize, pad_batch
+from examples.xla.static_shapes import LARGEST, POLICIES, POWERS, Served, ahead, break_even, pad_batch
+from studies.xla import static_shapes as study
+from studies.xla import static_shapes_bounds as bounds
+from studies.xla.static_shapes import normalize
 
 
 def quiet(**options) -> Harness:
@@ -24,31 +27,29 @@ def quiet(**options) -> Harness:
 
 @pytest.fixture(scope="module")
 def facts():
-    h = quiet()
+    h, studied = quiet(), quiet(lesson=[])
     with settings_kept("static_shapes", seed=0):
         static_shapes.demo(h)
-    assert len(h.record.checks) == 3 + 4 + 1 + 3 + 1
-    assert all(check["passed"] for check in h.record.checks)
-    assert not any("mean ms" in str(fact) for fact in h.record.facts.values())  # nothing is timed here
-    return h.record.facts
+        study.study(studied)
+        bounds.study(studied)
+    assert (len(h.record.checks), len(studied.record.checks)) == (3, 4 + 1 + 3 + 1)
+    assert all(check["passed"] for check in h.record.checks + studied.record.checks)
+    assert not any("ms a call" in str(fact) for fact in h.record.facts.values())  # nothing is timed here
+    return h.record.facts | studied.record.facts
 
 
 def test_compiles_and_wasted_rows(facts):
-    sweep = facts["batches of 1 to 64"]
+    ((name, sweep),) = ((name, fact) for name, fact in facts.items() if name.startswith("batches of 1 to 64; a stream"))
     assert {name: row["compiles"] for name, row in sweep.items()} == dict(zip(POLICIES, (64, 1, 7), strict=True))
     useful = sum(range(1, 65))
     rows = {name: row["rows computed"] for name, row in sweep.items()}
     assert rows == dict(zip(POLICIES, (useful, 64 * 64, 2731), strict=True))
-    for name, row in sweep.items():
-        assert row["wasted %"] == pytest.approx(100 * (1 - useful / rows[name]), abs=0.05)
-    (stream,) = (fact for name, fact in facts.items() if name.startswith("a stream of"))
-    (name,) = (name for name in facts if name.startswith("a stream of"))
-    assert stream["no padding"]["compiles"] == int(name.split()[-2])
-    assert stream["padded to 64"]["compiles"] == 1
-    assert stream["powers of two"]["compiles"] == 7
-    assert (
-        0 == stream["no padding"]["wasted %"] < stream["powers of two"]["wasted %"] < stream["padded to 64"]["wasted %"]
-    )
+    for policy, row in sweep.items():
+        assert row["wasted %"] == pytest.approx(100 * (1 - useful / rows[policy]), abs=0.05)
+    sizes = int(name.split(" sizes")[0].split()[-1])
+    assert [row["stream: compiles"] for row in sweep.values()] == [sizes, 1, 7]
+    none, fixed, buckets = (row["stream: wasted %"] for row in sweep.values())
+    assert 0 == none < buckets < fixed
 
 
 def test_padding_and_cutting_on_the_device_compile_for_each_size(facts):
@@ -83,7 +84,8 @@ def test_sizes_with_a_bound_and_without(facts):
     assert served["compiles, first size"] == served["executions a call"] == 6
     assert served["compiles, other sizes"] == 0
     assert "f32[64,224]" in served["products in the optimized HLO"]
-    told = facts["at most 64 rows, by operation"]
+    rows = facts["at most 64 rows, by operation"]
+    told = {name: row["rows whose number has a bound"] for name, row in rows.items()}
     right = [name for name, outcome in told.items() if outcome.startswith("right for 3, 33, 64 rows")]
     assert right == [
         "linear", "mean over the batch", "batch norm (training)", "softmax over the batch", "rms_norm",
@@ -113,7 +115,7 @@ def test_a_cache_on_disk_is_written_and_cannot_be_read():
     told = []
     with tempfile.TemporaryDirectory() as path:
         for _ in range(2):
-            with Child(static_shapes.persistent, path, 26) as child:
+            with Child(bounds.persistent, path, 26) as child:
                 told.append(child.result())
     cold, warm = told
     assert cold["compiles"] == cold["files"] == 1
@@ -126,7 +128,8 @@ def test_a_cache_on_disk_is_written_and_cannot_be_read():
 def test_profile_compares_only():
     h = quiet(profile=True)
     with settings_kept("static_shapes", seed=0):
-        static_shapes.demo(h)
+        for part in (static_shapes.demo, study.study, bounds.study):
+            part(h)
     assert not h.record.facts
     assert not h.record.checks
 
@@ -205,3 +208,10 @@ def test_pad_batch_is_for_the_host():
 def test_break_even_needs_the_same_calls():
     with pytest.raises(ValueError, match="2 and 1 calls; time both over the same calls"):
         break_even([1, 2], [1])
+
+
+def test_ahead_says_what_is_missing():
+    assert ahead([3.0, 1, 1, 1], [1.0, 2, 2, 2])["ahead from call"] == 4
+    late = ahead([9.0, 1, 1, 1], [1.0, 2, 2, 2])
+    assert late == {"ahead from call": "not yet", "s behind": 5, "us gained a call": 10**6, "calls still needed": 5}
+    assert ahead([2.0, 2], [1.0, 1])["calls still needed"] == "never"

@@ -3,7 +3,6 @@
 import math
 from dataclasses import replace
 
-from harness import xla
 from harness.catalog import Needs
 from harness.session import Harness
 from harness.settings import settings_kept
@@ -15,26 +14,14 @@ from hypothesis import strategies as st
 from rich.console import Console
 from torch import nn
 
+from examples.common import xla
 from examples.xla import training_loop
-from examples.xla.training_loop import (
-    CONFIG,
-    EAGER,
-    EARLY,
-    LAZY,
-    LOOP,
-    OPENXLA,
-    PARTS,
-    LanguageModel,
-    Trainer,
-    batches,
-    eager,
-    lazy,
-    load,
-    micro_batches,
-    save,
-    sequences,
-    watched,
-)
+from examples.xla.training_loop import EAGER, FIRST, LAZY, OPENXLA, Trainer, eager, lazy, watched
+from examples.xla.training_loop_model import CONFIG, LanguageModel, batches, sequences
+from studies.xla import training_loop as study
+from studies.xla import training_loop_checkpoint as checkpoint
+from studies.xla.training_loop import EARLY, LOOP, PARTS, micro_batches
+from studies.xla.training_loop_checkpoint import load, resume, save
 
 # Of no size that the demo counts.
 SMALL = replace(CONFIG, width=12, hidden=20, vocab=7, max_tokens=5)
@@ -45,12 +32,27 @@ def quiet(**options) -> Harness:
     return Harness("training_loop", Needs.parse("torch_xla>=2.9"), console=Console(quiet=True), **options)
 
 
+def ran(fn, **options):
+    h = quiet(**options)
+    with settings_kept("training_loop", seed=0):
+        fn(h)
+    assert all(check["passed"] for check in h.record.checks)
+    return h.record
+
+
 @pytest.fixture(scope="module")
 def record():
-    h = quiet()
-    with settings_kept("training_loop", seed=0):
-        training_loop.demo(h)
-    return h.record
+    return ran(training_loop.demo)
+
+
+@pytest.fixture(scope="module")
+def studied(record):  # after the lesson, which compiles what it reads
+    return ran(study.study, lesson=[])
+
+
+@pytest.fixture(scope="module")
+def continued():
+    return ran(checkpoint.study, lesson=[])
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -62,18 +64,19 @@ def data(rows: int = 8, tokens: int = 5) -> torch.Tensor:
     return sequences(rows, tokens, SMALL.vocab, torch.Generator().manual_seed(1))
 
 
-def test_all_is_right(record):
-    assert all(check["passed"] for check in record.checks)
+def test_all_is_right(record, studied, continued):
     what = [check["what"] for check in record.checks]
-    assert len(what) == 5 + 3 + 1 + 3
+    assert len(what) == 5
     for way in (EAGER, LAZY, OPENXLA):
         assert any(each.startswith(f"{way}: losses") for each in what)
-    for way in ("not interrupted", "loaded here", "loaded without torch_xla"):
-        assert f"losses, {way}" in what
+    assert len(studied.checks) == 3
+    what = [check["what"] for check in continued.checks]
+    assert what[0] == "logits without torch_xla"
+    assert what[1:] == [f"losses, {way}" for way in ("not interrupted", "loaded here", "loaded without torch_xla")]
 
 
 def test_one_program_for_each_shape(record):
-    told = record.facts["programs by step"]
+    told = record.facts[f"an epoch of {FIRST} batches and a smaller one"]
     assert told[LAZY]["compiled"] == "[1, 0, 0, 0, 0, 0, 1]"
     assert told[f"{LAZY}, drop_last"]["compiled"] == "[0, 0, 0, 0, 0, 0]"
     assert told[f"{LAZY}, AdamW makes its state"]["compiled"] == "[1, 0, 0, 0, 0, 0]"
@@ -83,8 +86,8 @@ def test_one_program_for_each_shape(record):
     assert openxla["compiled"].endswith("0, 0, 0, 0]")
 
 
-def test_what_reading_costs(record):
-    told = record.facts[f"{LOOP} steps, reading"]
+def test_what_reading_costs(studied):
+    told = studied.facts[f"{LOOP} steps, reading"]
     counts = {what: (each["run"], each["fetched"]) for what, each in told.items()}
     assert counts == {
         "nothing": (LOOP, 0), "the losses": (LOOP, LOOP), "the losses, every 4 steps": (LOOP, LOOP // 4),
@@ -93,18 +96,18 @@ def test_what_reading_costs(record):
     assert [each["compiled"] for each in told.values()] == [0, 0, 0, 1, 1]
     assert told["their mean"]["bytes"] == 4 * LOOP
     assert told["the losses"]["bytes"] == 4 * LOOP * 30 * 16
-    assert record.facts["matrix products"]["of its forward pass"] == 4 * CONFIG.layers + 2 * CONFIG.layers + 1
+    assert studied.facts["matrix products"]["of its forward pass"] == 4 * CONFIG.layers + 2 * CONFIG.layers + 1
 
 
-def test_without_a_sync(record):
-    told = record.facts["without a sync"]
+def test_without_a_sync(studied):
+    told = studied.facts["without a sync"]
     first, second, third = map(int, told["nodes recorded after steps 1, 2, 3"].strip("[]").split(","))
     assert second - first == third - second > 0.8 * first
     assert told["run"] == 0
 
 
-def test_accumulation(record):
-    whole, each, loop = record.facts[f"gradients of 30 rows in {PARTS} parts"].values()
+def test_accumulation(studied):
+    whole, each, loop = studied.facts[f"gradients of 30 rows in {PARTS} parts"].values()
     assert (whole["compiled"], whole["run"], whole["loops"]) == (1, 1, 0)
     assert (each["compiled"], each["run"], each["loops"]) == (2, PARTS + 1, 0)
     assert (loop["compiled"], loop["run"], loop["loops"]) == (2, 2, 1)
@@ -112,26 +115,26 @@ def test_accumulation(record):
     assert loop["products in the largest"] == each["products in the largest"]
 
 
-def test_it_learns(record):
-    told = record.facts["learning"]
+def test_it_learns(continued):
+    told = continued.facts["learning"]
     assert told["loss, last tenth"] < 0.5 < told["by guessing"] == round(math.log(CONFIG.vocab), 3)
     assert told["right on unseen sequences"] > 0.8
-    steps = record.facts["160 steps, each with its own learning rate"]
+    steps = continued.facts["160 steps, each with its own learning rate"]
     assert (steps["compiled"], steps["run"], steps["fetched"]) == (0, 160, 0)
     assert 2 * 160 < steps["sent"] <= 4 * 160  # a batch and the numbers that follow from the learning rate
     assert steps["compiled at a rate of 1e-7"] == 1
 
 
-def test_checkpoint(record):
-    told = record.facts["the process that loads"]
+def test_checkpoint(studied, continued):
+    told = continued.facts["the process that loads"]
     assert told["torch_xla imported"] is False
     assert told["torch.load of XLA tensors"].startswith(
         "NotImplementedError: Could not run 'aten::empty.memory_format'"
     )
     assert told["with map_location"] == "works"
     assert "INTERNAL ASSERT FAILED" in told["XLA's backward, after one on the CPU"]
-    assert record.facts["compiled to go on here"] == 0
-    seeds = record.facts["random numbers"]
+    assert continued.facts["compiled to go on here"] == 0
+    seeds = studied.facts["random numbers"]
     assert seeds["the state of a checkpoint twice"] == "the same"
     assert seeds["torch_xla.manual_seed twice"] == "the same"
     assert seeds["torch.manual_seed"].startswith("others")
@@ -158,10 +161,10 @@ def test_save_and_load(tmp_path):
     assert {t.device.type for t in [*state["model"].values(), *moments]} == {"cpu"}
     assert {float(each["step"]) for each in state["optimizer"]["state"].values()} == {1.0}
     resumed = eager(SMALL)
-    resumed.load(state)
+    resume(resumed, state)
     resumed(given)
     assert {float(each["step"]) for each in state["optimizer"]["state"].values()} == {1.0}  # not those that go on
-    resumed.load(state)
+    resume(resumed, state)
     torch.testing.assert_close(resumed(given), trainer(given.to(trainer.device)).cpu(), rtol=1e-4, atol=1e-5)
 
 

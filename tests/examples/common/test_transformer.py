@@ -2,11 +2,21 @@
 
 from dataclasses import astuple, replace
 
-from harness.transformer import FORTY_BILLION, ONE_BILLION, SMALL, TINY, WIDE, Config, Transformer, pieces, rotate
-
 import pytest
 import torch
 from torch.utils.flop_counter import FlopCounterMode
+
+from examples.common.transformer import (
+    FORTY_BILLION,
+    ONE_BILLION,
+    SMALL,
+    TINY,
+    WIDE,
+    Config,
+    Transformer,
+    pieces,
+    rotate,
+)
 
 CPU = torch.device("cpu")
 # One block; grouped heads; as many key heads as query heads; odd sizes where they are allowed.

@@ -1,9 +1,9 @@
-"""harness.fp8: the quantizer that kernels are held to, by its definition, and the checks of formats and scales."""
-
-from harness.fp8 import E4M3, E5M2, FLOOR, dequantize_reference, quantize_reference, require_fp8, require_scales
+"""The quantizer that kernels are held to, by its definition, and the checks of formats and scales."""
 
 import pytest
 import torch
+
+from examples.common.fp8 import E4M3, E5M2, FLOOR, dequantize_reference, quantize_reference, require_fp8, require_scales
 
 BLOCKS = {"tensor": (70, 300), "row": (1, 300), "group": (1, 128), "block": (128, 128)}
 

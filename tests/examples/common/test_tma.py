@@ -1,16 +1,11 @@
-"""What TMA can load: a layout it cannot is named and refused, one it can becomes the descriptor Triton wants.
-
-And how many SMs wrappers are told of.
-"""
-
-from types import SimpleNamespace
-
-from harness import hardware, require_tma_layout, tma_descriptor
+"""What TMA can load: a layout it cannot is named and refused, one it can becomes the descriptor Triton wants."""
 
 import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+
+from examples.common.tma import require_tma_layout, tma_descriptor
 
 DTYPES = (torch.float32, torch.float16, torch.bfloat16, torch.uint8)
 
@@ -32,15 +27,6 @@ def test_layouts_that_pass(dtype):
         rows[:0].t(),  # nothing will be loaded
     ):
         require_tma_layout("probe", x=x)
-
-
-def test_a_gpu_has_few_sms_under_a_sanitizer(monkeypatch):
-    gpu = SimpleNamespace(multi_processor_count=132, shared_memory_per_block_optin=227 * 1024)
-    monkeypatch.setattr(hardware, "interpreted", lambda: False)
-    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: gpu)
-    assert hardware.device_limits(torch.device("cuda")) == (132, 227 * 1024)
-    monkeypatch.setattr(hardware, "FEW_SMS", 5)
-    assert hardware.device_limits(torch.device("cuda")) == (5, 227 * 1024)
 
 
 @pytest.mark.parametrize("dtype", DTYPES)

@@ -1,4 +1,4 @@
-"""harness.xla: exact counts on graphs of sizes that nothing else uses, errors that do not spread, graphs as text."""
+"""PyTorch/XLA watched: exact counts on graphs of sizes that nothing else uses, errors, graphs as text."""
 
 import gc
 import os
@@ -12,7 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 # It imports torch_xla, after it has chosen the device.
-xla = pytest.importorskip("harness.xla", reason="torch_xla has an environment of its own: make test-xla")
+xla = pytest.importorskip("examples.common.xla", reason="torch_xla has an environment of its own: make test-xla")
 
 TOO_MUCH = 2**45  # elements: 128 TiB of float32, more than any machine's address space
 
@@ -40,12 +40,6 @@ def run_out_of_memory():
 # --- watch
 
 
-def test_nothing_is_counted_where_nothing_happens():
-    with xla.watch() as ran:
-        pass
-    assert ran == xla.Ran(seconds=ran.seconds)
-
-
 def test_a_graph_is_compiled_once_and_then_found(x):
     for first in (True, False, False):
         with xla.watch() as ran:
@@ -60,13 +54,11 @@ def test_a_graph_is_compiled_once_and_then_found(x):
 
 
 def test_what_is_only_recorded_is_not_run(x):
-    with xla.watch() as ran:
-        y = x + x
-    assert (ran.compiles, ran.executions, ran.syncs) == (0, 0, 0)
-    with xla.watch() as ran:  # it is run before the counting starts
-        assert y.shape == x.shape
-    assert (ran.compiles, ran.executions, ran.syncs) == (0, 0, 0)
-    assert xla.hlo(y) == ""
+    for what in ("recorded", "run before the counting starts", "nothing"):
+        with xla.watch() as ran:
+            y = x + x if what == "recorded" else y  # noqa: F821
+        assert ran == xla.Ran(seconds=ran.seconds)
+        assert (xla.hlo(y) == "") == (what != "recorded")
 
 
 def test_each_sync_runs_one_program(x):
@@ -80,25 +72,21 @@ def test_each_sync_runs_one_program(x):
     assert (ran.compiles, ran.reused, ran.executions, ran.syncs) == (1, 2, 3, 3)
 
 
-@pytest.mark.parametrize("count", [1, 4])
-def test_copies_are_counted_in_both_directions(count):
+def test_copies_are_counted_in_both_directions():
     with xla.watch() as ran:
-        there = [torch.randn(5).to(xla.device()) for _ in range(count)]
-    assert (ran.to_device, ran.from_device, ran.executions) == (count, 0, 0)
+        there = [torch.randn(5).to(xla.device()) for _ in range(4)]
+    assert (ran.to_device, ran.from_device, ran.executions) == (4, 0, 0)
     with xla.watch() as ran:
         [each.cpu() for each in there]
-    assert (ran.to_device, ran.from_device, ran.executions) == (0, count, 0)
+    assert (ran.to_device, ran.from_device, ran.executions) == (0, 4, 0)
 
 
-@pytest.mark.parametrize("look", [lambda y: y.item(), bool, lambda y: 1 if y > 0 else 0, float])
-def test_a_glance_at_a_value_is_an_execution_without_a_sync(x, look):
-    with xla.watch() as ran:
-        look(x.sum())
-    assert (ran.compiles, ran.executions, ran.syncs, ran.from_device) == (1, 1, 0, 1)
-    assert ran.fallbacks == {"aten::_local_scalar_dense": 1}
-
-
-def test_what_xla_cannot_do_is_named():
+def test_a_glance_at_a_value_is_an_execution_without_a_sync_and_what_xla_cannot_do_is_named(x):
+    for i, look in enumerate((lambda y: y.item(), bool, lambda y: 1 if y > 0 else 0, float)):
+        with xla.watch() as ran:
+            look((x + i).sum())
+        assert (ran.executions, ran.syncs, ran.from_device) == (1, 0, 1)
+        assert ran.fallbacks == {"aten::_local_scalar_dense": 1}
     square = torch.randn(7, 7).to(xla.device())
     with xla.watch() as ran:
         torch.linalg.eigvals(square)
@@ -115,15 +103,20 @@ def test_torch_compile_runs_programs_of_its_own_without_a_sync(x):
     torch.compiler.reset()
 
 
-def test_one_watch_within_another(x):
-    with xla.watch() as outer:
-        y = x.cos()
-        with xla.watch() as inner:  # runs y first, which is the outer's
-            z = y.tan()
-            xla.settle()
-    assert z.shape == x.shape
-    assert (inner.compiles, inner.executions) == (1, 1)
-    assert (outer.compiles, outer.executions) == (2, 2)
+def test_one_watch_within_another_and_an_error_within_both(x):
+    seen = []
+
+    def fails():
+        with xla.watch() as outer:
+            y = x.cos()
+            with xla.watch() as inner:  # runs y first, which is the outer's
+                seen.extend((outer, inner))
+                xla.waited(y.tan)()
+                raise KeyError
+
+    with pytest.raises(KeyError):
+        fails()
+    assert [(ran.compiles, ran.executions) for ran in seen] == [(2, 2), (1, 1)]
 
 
 @pytest.mark.parametrize("settled", [True, False])
@@ -136,21 +129,6 @@ def test_what_was_pending_is_run_before_or_left_pending(x, settled):
         xla.settle()
     assert (ran.compiles, ran.executions, ran.syncs) == (1, 1, 1)
     assert (found["tan"], found["cosine"]) == (1, not settled)
-
-
-def test_an_error_within_is_raised_and_what_came_before_it_is_counted(x):
-    seen = []
-
-    def fails():
-        with xla.watch() as ran:
-            seen.append(ran)
-            xla.waited(x.exp)()
-            raise KeyError
-
-    with pytest.raises(KeyError):
-        fails()
-    (ran,) = seen
-    assert (ran.compiles, ran.executions) == (1, 1)
 
 
 # --- settle, waited
@@ -168,51 +146,35 @@ def test_waited_runs_to_the_end_and_returns_what_the_function_does(x):
     assert (ran.executions, ran.syncs) == (1, 1)
     assert xla.hlo(y) == ""  # it is data
     assert torch.equal(y.cpu(), x.cpu() * 2)
-
-
-def test_wait_starts_nothing(x):
-    y = x.sinh()
-    with_graph = xla.hlo(y)
-    xla.wait()
-    assert xla.hlo(y) == with_graph != ""
+    pending = xla.hlo(z := x.sinh())
+    xla.wait()  # which starts nothing
+    assert xla.hlo(z) == pending != ""
 
 
 # --- after an error
 
 
 def test_an_error_comes_once_more_unless_it_is_forgotten(x):
-    with pytest.raises(RuntimeError, match="Out of memory allocating 140737488355328 bytes"):
-        run_out_of_memory()
-    with pytest.raises(RuntimeError, match="Out of memory"):  # what forget_pending() is for
-        xla.settle()
-    with pytest.raises(RuntimeError, match="Out of memory"):
-        run_out_of_memory()
+    for again in (run_out_of_memory, xla.settle, run_out_of_memory):  # the second is what forget_pending() is for
+        with pytest.raises(RuntimeError, match="Out of memory allocating 140737488355328 bytes"):
+            again()
     xla.forget_pending()
     with xla.watch() as ran:
         y = x + 1
         xla.settle()
-    assert torch.equal(y.cpu(), x.cpu() + 1)
-    assert ran.executions == 1
-
-
-def test_what_is_held_and_cannot_be_run_does_not_come_again(x):
+    assert (ran.executions, torch.equal(y.cpu(), x.cpu() + 1)) == (1, True)
+    with xla.watch() as ran:
+        z = x.atanh()
+        xla.forget_pending()  # which runs nothing
+        xla.settle()
+    assert ran.executions == 0
     held = torch.empty(TOO_MUCH, device=xla.device()) + 1
     with pytest.raises(RuntimeError, match="Out of memory"):
         xla.settle()
     xla.forget_pending()
-    for _ in range(2):
-        xla.settle()
+    xla.settle()
     assert (x + 1).cpu().shape == x.shape
-    del held
-
-
-def test_forgetting_runs_nothing(x):
-    with xla.watch() as ran:
-        y = x.atanh()
-        xla.forget_pending()
-        xla.settle()
-    assert ran.executions == 0
-    del y  # hollow: reading it would end the process
+    del z, held  # hollow: reading them would end the process
 
 
 def test_start_clean_runs_what_can_be_run_and_drops_the_rest(x):
@@ -317,24 +279,19 @@ def test_the_graph_as_torch_xla_xla_and_other_compilers_write_it(x):
     }  # fmt: skip
 
 
-def test_several_tensors_are_one_module(x):
+def test_several_tensors_are_one_module_and_what_has_run_is_data(x):
     found = xla.operations(xla.hlo(*(x + n for n in range(2, 10))))  # a tuple long enough to be numbered
-    assert found["add"] == 8
-    assert found["tuple"] == 1
-
-
-def test_what_has_run_is_data(x):
+    assert (found["add"], found["tuple"]) == (8, 1)
     y = x.floor()
     xla.settle()
     assert xla.hlo(y) == ""
-    assert "xla::device_data()" in xla.ir(y)
-    assert "aten::" not in xla.ir(y)
+    assert ("xla::device_data()" in xla.ir(y), "aten::" in xla.ir(y)) == (True, False)
 
 
-@pytest.mark.parametrize("write", [xla.ir, xla.hlo, xla.stablehlo])
-def test_a_tensor_that_is_not_on_the_device_is_refused(x, write):
-    with pytest.raises(ValueError, match=rf"xla.{write.__name__}: tensor 1 is on cpu; .*\.to\(xla\.device\(\)\)"):
-        write(x + 1, torch.ones(3))
+def test_a_tensor_that_is_not_on_the_device_is_refused(x):
+    for write in (xla.ir, xla.hlo, xla.stablehlo):
+        with pytest.raises(ValueError, match=rf"xla.{write.__name__}: tensor 1 is on cpu; .*\.to\(xla\.device\(\)\)"):
+            write(x + 1, torch.ones(3))
 
 
 OPTIMIZED = """
@@ -366,11 +323,7 @@ def test_operations_of_an_optimized_program():
         "parameter": 4, "add": 1, "all-reduce": 1, "all-gather-start": 1, "all-gather-done": 1, "fusion": 1,
         "sort": 1, "while": 1, "custom-call": 1, "tuple": 1,
     }  # fmt: skip
-
-
-def test_operations_of_nothing():
-    assert xla.operations("") == {}
-    assert xla.operations("HloModule x, entry_computation_layout={()->()}") == {}
+    assert xla.operations("") == xla.operations("HloModule x, entry_computation_layout={()->()}") == {}
 
 
 @given(st.lists(st.sampled_from(["multiply", "maximum", "minimum"]), min_size=1, max_size=8))

@@ -1,11 +1,11 @@
 """The mended conversions of Triton's interpreter: every code, every rounding, against torch."""
 
-from harness import require_triton_device
-
 import pytest
 import torch
 import triton
 import triton.language as tl
+
+from examples.common.device import require_triton_device
 
 
 @triton.jit

@@ -1,0 +1,96 @@
+"""`python -m companion show NAME`: what was recorded of a technique: its answer, its tables, the evidence."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from harness import console as show
+from harness.bench import Row, Table
+from harness.catalog import ROOT, Technique, topics
+from harness.record import REFERENCES, load, recorded
+
+from companion.readme import is_stale
+
+
+def technique_named(name: str) -> tuple[str, Technique]:
+    """The topic's name and the technique. Raises ValueError when there is none of that name."""
+    known = {technique.name: (topic.name, technique) for topic in topics() for technique in topic.techniques}
+    if name not in known:
+        raise ValueError(f"there is no technique {name!r}; `python TOPIC.py --list` names those of a topic")
+    return known[name]
+
+
+def example_of(name: str, path: Path | None = None) -> dict:
+    """The recorded example of a technique: in the record at `path`, or the one that README shows.
+
+    Raises ValueError, with what to run, where there is none.
+    """
+    topic, technique = technique_named(name)
+    if path is None:
+        found = recorded(topic, name)
+        where = " or ".join(f"results/{folder}" for folder in REFERENCES)
+    else:
+        try:
+            examples = load(path)["examples"]
+        except OSError as error:
+            raise ValueError(f"{path}: {error.strerror}; name a record that --json wrote") from None
+        found, where = next((each for each in examples if each["name"] == name), None), str(path)
+    if found is None:
+        raise ValueError(f"{where}: {name} is not recorded; python {technique.file} --json PATH records it")
+    return found
+
+
+def show_example(name: str, path: Path | None = None, study: bool = False, verbose: bool = False) -> int:
+    example, console = example_of(name, path), show.make_console()
+    _, technique = technique_named(name)
+    show.technique_heading(console, technique)
+    if example["status"] != "passed":
+        show.paragraph(console, f"{example['status']}: {example['reason']}", "red")
+    if is_stale(technique, example):
+        show.paragraph(console, "older code: its files, or what checks and times them, have changed since", "dim")
+    _show_part(console, example, verbose)
+    if study and example.get("study"):
+        show.technique_heading(console, technique, ", study")
+        _show_part(console, example["study"], verbose)
+    elif study:
+        show.paragraph(console, f"Its study is not recorded; python {technique.file} --study --json PATH records it.")
+    show.say(console, "")
+    show.paragraph(console, f"lesson: {technique.file}", "dim")
+    for label, files in (("variant", technique.variants), ("study", technique.studies)):
+        for file in files:
+            show.paragraph(console, f"{label}: {file.relative_to(ROOT)}", "dim")
+    return 0
+
+
+def _show_part(console, example: dict, verbose: bool) -> None:
+    machine = example["machine"]
+    versions = f"torch {machine['torch']}" + (f", Triton {machine['triton']}" if machine.get("triton") else "")
+    show.paragraph(
+        console,
+        f"recorded on {machine['gpu'] or machine['host']['cpu']}, {example['when'][:10]}, {versions}, commit "
+        f"{(example['commit'] or 'unknown')[:12]}: {example['command']}",
+        "dim",
+    )
+    if example["answer"]:
+        show.show_answer(console, example["answer"])
+    found: dict[int, dict[str, None]] = {}
+    for kernel in example["codegen"]:
+        found.setdefault(kernel["sm"], {}).update(dict.fromkeys(kernel["found"]))
+    errors = [each["error"] for each in example["checks"]] + [r["error"] for t in example["tables"] for r in t["rows"]]
+    if errors := [error for error in errors if error is not None]:
+        show.paragraph(console, f"{len(errors)} checks passed, largest error {max(errors):.2f} of its budget")
+    if found and verbose:
+        code = " | ".join(f"sm_{sm} {', '.join(names)}" for sm, names in sorted(found.items()))
+        show.paragraph(console, f"in the code: {code}")
+    tables = [Table(**table | {"rows": [Row(**row) for row in table["rows"]]}) for table in example["tables"]]
+    for key in dict.fromkeys((table.title, table.baseline) for table in tables):
+        cases = [table for table in tables if (table.title, table.baseline) == key]
+        for one in cases if verbose else [cases]:
+            (show.show_comparison if verbose else show.show_cases)(console, one)
+    for text in example["conclusions"]:
+        show.paragraph(console, text)
+    for fact, value in example["facts"].items():
+        if isinstance(value, dict) and value and all(isinstance(cells, dict) for cells in value.values()):
+            show.show_rows(console, fact, value)  # what the run printed as a table
+        elif verbose:
+            show.show_fact(console, fact, value)

@@ -1,0 +1,267 @@
+"""Run a script of this repository with something in its process watching it: what profiling/*.sh start.
+
+    python -m profiling.run launches OUT SCRIPT ARGS    for a sanitizer: count Triton's launches, by kernel, into
+                                                              the file OUT, and leave out what is not theirs
+    python -m profiling.run unguarded OUT SCRIPT ARGS   the same, and outputs are neither poisoned nor guarded
+    python -m profiling.run bounded OUT SCRIPT ARGS     for ncu: so many seconds of it for each technique
+    python -m profiling.run torch OUT SCRIPT ARGS       torch.profiler, a trace per named call into the folder OUT
+    python -m profiling.run proton OUT SCRIPT ARGS      Triton's profiler, into OUT.hatchet
+
+bounded, torch and proton want --profile among ARGS: they put themselves around each call that it names, and see no
+warm-up.
+"""
+
+from __future__ import annotations
+
+import faulthandler
+import functools
+import json
+import os
+import re
+import runpy
+import sys
+import threading
+import time
+from collections import Counter
+from collections.abc import Iterator
+from contextlib import contextmanager, nullcontext
+from importlib import import_module
+from pathlib import Path
+from types import SimpleNamespace
+
+
+class Unavailable(Exception):
+    """This watcher cannot watch here; the message says why, and what can."""
+
+
+@contextmanager
+def tuned_in_one_call() -> Iterator[None]:
+    """Triton's autotuners call each configuration once, take the first that runs, and leave no timings on disk.
+
+    Times mean nothing where every instruction is looked at, and a hundred launches to get one take minutes.
+    """
+    import torch
+    import triton
+    from triton.runtime.autotuner import Autotuner
+
+    def once(fn, *args, quantiles=None, **options):
+        fn()
+        torch.cuda.synchronize()
+        return 1.0 if quantiles is None else [1.0] * len(quantiles)
+
+    def search(tuner, key, configs, bench) -> bool:
+        bench()
+        return False
+
+    names = ("do_bench", "do_bench_cudagraph")
+    timers, cached = [getattr(triton.testing, name) for name in names], Autotuner.check_disk_cache
+    for name in names:
+        setattr(triton.testing, name, once)
+    Autotuner.check_disk_cache = search
+    try:
+        yield
+    finally:
+        for name, timer in zip(names, timers, strict=True):
+            setattr(triton.testing, name, timer)
+        Autotuner.check_disk_cache = cached
+
+
+@contextmanager
+def launches_counted(out: Path, guarded: bool = True) -> Iterator[None]:
+    """For a sanitizer: write {"kernel": launches} to `out` at the end, tune in one call of each configuration, take the
+    smallest sizes and few SMs, and compile for no other architecture.
+
+    Nothing is launched, and counted, in the interpreter.
+
+    Memory that a check has poisoned counts as initialized, and its guarded edges as part of the tensor: a sanitizer
+    that looks for what is not initialized, or beyond a tensor's end, wants it not `guarded`.
+    """
+    from harness import check
+    from harness.hardware import interpreted, package_version
+    from harness.session import Harness
+
+    counted: Counter[str] = Counter()
+
+    def keep() -> None:
+        out.write_text(json.dumps(counted) + "\n", encoding="utf-8")
+
+    def count(metadata) -> None:
+        name = metadata.data["name"]  # not .get(), which would evaluate what a kernel says of its launch
+        counted[name] += 1
+        if counted[name] == 1:  # a process that a fault ends, or a time limit, leaves at least the names
+            keep()
+
+    chain = None
+    if package_version("triton") and not interpreted():
+        import triton
+
+        chain = triton.knobs.runtime.launch_enter_hook
+        chain.add(count)
+    device = import_module("examples.common.device") if package_version("triton") else SimpleNamespace()
+    before, Harness.SANITIZED, device.FEW_SMS = check.poisoned_outputs, True, 5
+    if not guarded:
+        check.poisoned_outputs = lambda what: nullcontext()
+    try:
+        with nullcontext() if chain is None else tuned_in_one_call():
+            yield
+    finally:
+        check.poisoned_outputs, Harness.SANITIZED, device.FEW_SMS = before, False, None
+        if chain is not None:
+            chain.remove(count)
+        keep()
+
+
+SECONDS = 120  # what a profiler may take for one technique
+
+
+@contextmanager
+def bounded(out: Path) -> Iterator[None]:
+    """Of each technique, its named calls of the first PROFILING_SECONDS; `out` says why others are not in the profile.
+
+    A profiler that runs every launch many times takes minutes over a call of thousands of launches, and may not come
+    back from one. When the seconds are spent the call goes on without being looked at, and later calls of the technique
+    are made without. A call that is not back after half as many seconds again ends this process; what was profiled
+    before it stays.
+    """
+    from harness import bench, session
+
+    import torch
+
+    seconds = float(os.environ.get("PROFILING_SECONDS") or SECONDS)
+    left_out: dict[str, str] = {}
+    spent = 0.0
+
+    def note(call: str, why: str) -> None:  # written at once: the process may not come to its end
+        left_out[call] = why
+        out.write_text(json.dumps(left_out, indent=1) + "\n", encoding="utf-8")
+
+    def enough(call: str) -> None:
+        note(call, f"in part: its technique's {seconds:g} s were spent")
+        torch.cuda.profiler.stop()
+
+    @contextmanager
+    def capture(name: str, on_gpu: bool) -> Iterator[None]:
+        nonlocal spent
+        if spent >= seconds:
+            note(name, f"not at all: its technique's {seconds:g} s were spent")
+            yield
+            return
+        started = time.monotonic()
+        timer = threading.Timer(seconds - spent, enough, (name,))
+        timer.daemon = True
+        if on_gpu:
+            timer.start()
+        # From a thread of its own in C: it also ends a process whose every Python thread waits for the launch.
+        faulthandler.dump_traceback_later(1.5 * seconds - spent, exit=True, file=sys.__stderr__)
+        try:
+            with before(name, on_gpu):
+                yield
+        finally:
+            faulthandler.cancel_dump_traceback_later()
+            timer.cancel()
+            spent += time.monotonic() - started
+
+    def made(*args, **kwargs):
+        nonlocal spent
+        spent = 0.0  # the next technique, or its study
+        return harness_before(*args, **kwargs)
+
+    out.unlink(missing_ok=True)  # an earlier run's
+    before, bench.capture = bench.capture, capture
+    harness_before, session.Harness = session.Harness, made
+    try:
+        yield
+    finally:
+        bench.capture, session.Harness = before, harness_before
+
+
+@contextmanager
+def traced(out: Path) -> Iterator[None]:
+    """torch.profiler around each named call: a Chrome trace for each, and names.json with the name of each trace."""
+    from harness import bench
+
+    import torch
+    from torch.profiler import ProfilerActivity, profile, record_function
+
+    activities = [ProfilerActivity.CPU]
+    if torch.cuda.is_available():
+        activities.append(ProfilerActivity.CUDA)
+        with profile(activities=activities):  # the first one waits until CUPTI is ready
+            torch.zeros(1, device="cuda").add_(1)
+            torch.cuda.synchronize()
+    out.mkdir(parents=True, exist_ok=True)
+    for old in out.glob("*.json"):
+        old.unlink()
+    names: dict[str, str] = {}
+
+    @contextmanager
+    def capture(name: str, on_gpu: bool) -> Iterator[None]:
+        with profile(activities=activities, record_shapes=True) as seen, record_function(name):
+            yield
+            if on_gpu:
+                torch.cuda.synchronize()
+        file = f"{len(names) + 1:02}-{re.sub(r'[^a-zA-Z0-9]+', '-', name).strip('-')[:80]}.json"
+        seen.export_chrome_trace(str(out / file))
+        names[file] = name
+
+    before, bench.capture = bench.capture, capture
+    try:
+        yield
+    finally:
+        bench.capture = before
+        (out / "names.json").write_text(json.dumps(names, indent=1) + "\n", encoding="utf-8")
+
+
+@contextmanager
+def scoped(out: Path) -> Iterator[None]:
+    """Proton around each named call, which is a scope of its tree."""
+    from harness import bench
+    from harness.hardware import machine, package_version
+
+    if machine().mode != "gpu":
+        raise Unavailable("Proton profiles kernels on a GPU, and none is here; profiling/torch_profile.sh needs none")
+    if not package_version("triton"):
+        raise Unavailable("Proton is part of Triton: pip install triton; profiling/torch_profile.sh needs it not")
+
+    import torch
+    import triton.profiler as proton
+
+    session = proton.start(str(out))
+    proton.deactivate(session)
+
+    @contextmanager
+    def capture(name: str, on_gpu: bool) -> Iterator[None]:
+        proton.activate(session)
+        try:
+            with proton.scope(name):
+                yield
+                torch.cuda.synchronize()
+        finally:
+            proton.deactivate(session)
+
+    before, bench.capture = bench.capture, capture
+    try:
+        yield
+    finally:
+        bench.capture = before
+        proton.finalize(session)
+
+
+UNGUARDED = functools.partial(launches_counted, guarded=False)
+WATCHERS = {
+    "launches": launches_counted, "unguarded": UNGUARDED, "bounded": bounded, "torch": traced, "proton": scoped
+}  # fmt: skip
+
+
+def main(argv: list[str]) -> None:
+    watcher, out, script, *rest = argv
+    try:
+        with WATCHERS[watcher](Path(out)):
+            sys.argv = [script, *rest]
+            runpy.run_path(script, run_name="__main__")
+    except Unavailable as problem:
+        sys.exit(f"error: {problem}")
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])

@@ -1,0 +1,155 @@
+"""companion: what was recorded can be shown and compared, and a kernel leaves with all that it needs."""
+
+import copy
+import json
+import os
+import re
+import subprocess
+import sys
+from importlib.util import find_spec
+
+from harness.catalog import ROOT, topics
+from harness.hardware import machine
+
+import pytest
+
+from companion.__main__ import main
+
+RECORD = ROOT / "results/h200/triton_examples.json"
+MOVED = ("triton", "fp8", "tma")  # topics with kernels; PyTorch/XLA and the compiler have none
+LESSONS = {t.name: t for topic in topics() for t in topic.techniques if t.path.parent.name in MOVED}
+WITHOUT_A_KERNEL = {"debugging", "accuracy"}  # of its own: tools that are the harness's, other lessons' recipes
+
+
+def test_show_has_the_answer_the_tables_and_where_they_are_from(capsys, monkeypatch):
+    monkeypatch.setenv("COLUMNS", "80")
+    assert main(["show", "softmax"]) == 0
+    out = capsys.readouterr().out
+    example = next(each for each in json.loads(RECORD.read_text())["examples"] if each["name"] == "softmax")
+    assert "NVIDIA H200" in out
+    assert example["commit"][:12] in out
+    assert "examples/triton/softmax.py" in out
+    assert all(table["case"].split(" ")[0] in out for table in example["tables"])
+    assert max(map(len, out.splitlines())) <= 80
+    if example["answer"]:
+        assert re.sub(r"\s+", " ", example["answer"]) in re.sub(r"\s+", " ", out)
+
+
+@pytest.mark.parametrize(
+    ("argv", "message"),
+    [
+        (["show", "softmux"], "there is no technique 'softmux'"),
+        (["show", "softmax", "--record", "nowhere.json"], "nowhere.json: No such file"),
+        (["export", "modes"], "modes has no kernel"),
+        (["export", "accuracy"], "accuracy has no kernel"),
+        (["export", "debugging", "-o", "unwritten.py"], "debugging needs process of the harness"),
+        (["compare", "nowhere.json", str(RECORD)], "nowhere.json"),
+        (["compare", str(RECORD), str(ROOT / "results/h200/triton_tma_blackwell.json")], "compare one topic"),
+        (["compare", str(RECORD), str(RECORD), "softmux"], "has no technique softmux"),
+        (["compare", str(ROOT / "pyproject.toml"), str(RECORD)], "not JSON"),
+    ],
+)
+def test_bad_input_is_one_sentence(argv, message, capsys):
+    assert main(argv) == 2
+    error = capsys.readouterr().err
+    assert message in error
+    assert len(error.splitlines()) == 1
+
+
+def slower(record: dict, technique: str, factor: float) -> dict:
+    """The record with our rows of one technique that many times as slow."""
+    record = copy.deepcopy(record)
+    example = next(each for each in record["examples"] if each["name"] == technique)
+    for row in (row for table in example["tables"] for row in table["rows"] if row["ours"] and row["ms"]):
+        for name in ("ms", "p20", "p80"):
+            row[name] *= factor
+        row["speedup"] /= factor
+    return record
+
+
+def test_compare_joins_rows_and_holds_ratios(tmp_path, capsys):
+    record, mine = json.loads(RECORD.read_text()), tmp_path / "mine.json"
+    for factor, status, under in ((1.0, 0, 0), (1.015, 0, 0), (1.2, 1, 1)):
+        mine.write_text(json.dumps(slower(record, "softmax", factor)))
+        assert main(["compare", str(RECORD), str(mine), "--fail-under", "0.95"]) == status
+        found = int(re.search(r"(\d+) of \d+ held ratios are under 0\.95", capsys.readouterr().out)[1])
+        assert bool(found) == bool(under), factor
+    gone = record | {"examples": [each for each in record["examples"] if each["name"] != "softmax"]}
+    mine.write_text(json.dumps(gone))
+    assert main(["compare", str(RECORD), str(mine), "--fail-under", "0.5"]) == 1
+    assert "softmax: not in my record" in capsys.readouterr().out
+
+
+def test_export_replaces_no_file_unless_told(tmp_path, capsys):
+    path = tmp_path / "vector_add.py"
+    assert main(["export", "vector_add", "-o", str(path)]) == 0
+    assert main(["export", "vector_add", "-o", str(path)]) == 2
+    assert "--force" in capsys.readouterr().err
+    assert main(["export", "vector_add", "-o", str(path), "--force"]) == 0
+    assert main(["export", "vector_add", "-o", str(tmp_path / "no/folder.py")]) == 2
+
+
+# Runs files as scripts where neither the harness nor the examples can be imported, and says which end well.
+ALONE = """
+import runpy, sys, traceback
+
+class Gone:
+    def find_spec(self, name, path=None, target=None):
+        if name.split(".")[0] in ("harness", "examples", "studies", "companion"):
+            raise ImportError(f"{name} is not here")
+
+sys.meta_path.insert(0, Gone())
+for path in sys.argv[1:]:
+    try:
+        runpy.run_path(path, run_name="__main__")
+        print("ENDED WELL", path)
+    except BaseException:
+        traceback.print_exc(limit=3)
+"""
+
+
+@pytest.mark.skipif(find_spec("triton") is None, reason="needs triton")
+def test_every_export_runs_alone(tmp_path):
+    """On a GPU or in the interpreter: the check that comes with it, with its guards."""
+    paths = []
+    for name in LESSONS.keys() - WITHOUT_A_KERNEL:
+        paths.append(tmp_path / f"{name}.py")
+        assert main(["export", name, "-o", str(paths[-1])]) == 0
+    done = subprocess.run(
+        [sys.executable, "-c", ALONE, *map(str, paths)], cwd=tmp_path, capture_output=True, text=True, timeout=600
+    )
+    ended = {line.split("/")[-1] for line in done.stdout.splitlines() if line.startswith("ENDED WELL")}
+    assert ended == {path.name for path in paths}, done.stderr[-3000:]
+
+
+@pytest.mark.skipif(find_spec("triton") is None, reason="needs triton")
+def test_an_export_keeps_the_guard_of_the_interpreter(tmp_path):
+    """Without it bfloat16 is garbage in silence."""
+    assert main(["export", "vector_add", "-o", str(tmp_path / "vector_add.py")]) == 0
+    code = "import torch, vector_add as m; m.vector_add(*[torch.ones(8, dtype=torch.bfloat16)] * 2)"
+    done = subprocess.run(
+        [sys.executable, "-c", code], cwd=tmp_path, capture_output=True, text=True,
+        env={"TRITON_INTERPRET": "1", "PATH": "/usr/bin:/bin"},
+    )  # fmt: skip
+    assert done.returncode
+    assert "bfloat16" in done.stderr
+
+
+def test_doctor_names_every_technique_and_what_it_lacks(monkeypatch, capsys):
+    monkeypatch.setenv("COLUMNS", "200")
+    kernels = {"interpreted": "interpreted", "gpu": "runs", "cpu": "skipped: needs a GPU, or TRITON_INTERPRET=1"}
+    for setting in (os.environ.get("TRITON_INTERPRET", ""), "0"):
+        monkeypatch.setenv("TRITON_INTERPRET", setting)
+        assert main(["doctor"]) == 0
+        lines = capsys.readouterr().out.splitlines()
+        for technique in (technique for found in topics() for technique in found.techniques):
+            line = next(line for line in lines if f" {technique.name} " in line)
+            here = "runs" if machine().torch_xla or not technique.needs.xla else "skipped: needs torch_xla>=2.9"
+            assert technique.error or (kernels[machine().mode] if technique.needs.triton else here) in line
+
+
+def test_what_was_python_m_harness_names_its_successor(cli):
+    for words, successor in ((("doctor",), "doctor"), (("frobnicate",), "--help")):
+        done = cli(("-m", "harness"), *words)
+        assert done.returncode == 2
+        assert done.stderr.endswith(f"python -m companion {successor}\n")

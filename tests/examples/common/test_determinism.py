@@ -1,0 +1,25 @@
+"""Deterministic algorithms are put back as they were, whatever happens within."""
+
+import pytest
+import torch
+
+from examples.common.determinism import deterministic
+
+
+def test_determinism_is_put_back():
+    torch.use_deterministic_algorithms(True, warn_only=True)
+    try:
+        with deterministic():
+            assert not torch.is_deterministic_algorithms_warn_only_enabled()
+        assert torch.is_deterministic_algorithms_warn_only_enabled()
+    finally:
+        torch.use_deterministic_algorithms(False)
+
+    def fails_within():
+        with deterministic(warn_only=True):
+            assert torch.is_deterministic_algorithms_warn_only_enabled()
+            raise ZeroDivisionError
+
+    with pytest.raises(ZeroDivisionError):
+        fails_within()
+    assert not torch.are_deterministic_algorithms_enabled()

@@ -1,0 +1,505 @@
+"""Tables: every variant checked before any is timed, honest ratios, nothing timed that has no speed; the answers."""
+
+import json
+import os
+import statistics
+import time
+from contextlib import contextmanager
+from pathlib import Path
+
+from harness import Table, Timing, Work, geomean, interpreted, near
+from harness.bench import LEAST_ROUNDS, MOST_ROUNDS, Row, is_ours, time_rounds, time_variants
+from harness.check import CheckError, VacuousCheck
+from harness.hardware import Ceilings, gpu_ms, gpu_round_ms, whole_call_ms
+from harness.session import Harness
+from harness.settings import get_caches
+
+import pytest
+import torch
+from rich.console import Console
+
+
+def reference(x):
+    return x.double() * 2
+
+
+def double(x):
+    return x * 2
+
+
+ONCE = {"baseline": "torch", "work": Work()}
+PAIR = {"torch": double, "triton": double}
+
+
+@pytest.fixture
+def timed(monkeypatch):
+    """A harness of a technique that needs torch alone, which is timed everywhere."""
+    monkeypatch.setattr("harness.bench.CPU_BUDGET_S", 0.002)
+    return Harness("timed", console=Console(quiet=True))
+
+
+@pytest.fixture
+def checked(timed):
+    timed.timing = False
+    return timed
+
+
+# --- what is checked and timed
+
+
+def test_a_table_times_every_variant(timed):
+    x = torch.randn(64, 64, device=timed.device)
+    variants = {"torch": double, "ours": lambda x: x + x, "ours in three": lambda x: (x + x + 1) - 1, "other": double}
+    options = {"baseline": "torch", "work": Work(bytes=2 * x.nbytes), "peers": ["other"], "terms": 4}
+    table = timed.compare(variants, reference, x, **options)
+    assert timed.timed
+    assert [row.variant for row in table.rows] == list(variants)
+    assert all(0 < row.p20 <= row.ms <= row.p80 for row in table.rows)
+    assert table["torch"].speedup == 1.0
+    assert table["ours in three"].speedup < 1.0  # a ratio below 1 is shown like any other
+    assert [(row.ours, row.peer) for row in table.rows] == [(False, False), (True, False), (True, False), (True, True)]
+    assert table["ours"].tbps == pytest.approx(2 * x.nbytes / table["ours"].ms / 1e9)
+    whole = timed.compare(PAIR, reference, torch.randn(8), timing=Timing(end_to_end=True), **ONCE)
+    assert all(row.ms > 0 and row.enqueue_us is None for row in whole.rows)  # on a CPU that is what is timed anyway
+    assert timed.tables == [table, whole]
+    assert timed.record.tables == [table.record(), whole.record()]
+
+
+@pytest.mark.parametrize(
+    ("variants", "options", "message"),
+    [
+        ({"torch": reference}, {"baseline": "cuBLAS"}, "baseline 'cuBLAS' is not one of the variants"),
+        (PAIR, {"peers": ["nobody"]}, r"peers \['nobody'\] are not among .* variants, \['triton'\]"),
+        (PAIR, {"peers": ["torch"]}, r"peers \['torch'\] are not among"),
+        (PAIR, {"references": {"cuBLAS": reference}}, r"references for \['cuBLAS'\], but the variants are"),
+        (
+            {"torch.compile": double, "torch": double}, {"max_error_ratio": 2.0},
+            r"max_error_ratio=2.0 needs the baseline first, got \['torch.compile', 'torch'\]",
+        ),
+        (PAIR, {"max_error_ratio": 2.0, "terms": 4}, r"leave out \['terms'\]"),
+    ],
+)  # fmt: skip
+def test_bad_options_are_refused(checked, variants, options, message):
+    with pytest.raises(ValueError, match=message):
+        checked.compare(variants, reference, torch.randn(8, 8), **(ONCE | options))
+    with pytest.raises(ValueError, match="flops need a dtype"):
+        Work(flops=1)
+
+
+@pytest.mark.parametrize("wrong", ["torch", "triton"])
+def test_a_wrong_variant_stops_the_table_before_any_timing(h, monkeypatch, wrong):
+    calls = []
+    monkeypatch.setattr("harness.session.time_variants", lambda *args: calls.append(args))
+    with pytest.raises(CheckError, match=wrong):
+        h.compare(PAIR | {wrong: lambda x: x * 3}, reference, h.randn(8, 8), **ONCE)
+    assert not calls
+    assert not h.record.tables
+    assert not any(h.tables)
+
+
+def drop_half(x):
+    return x * (torch.rand_like(x) > 0.5) * 2
+
+
+def drop_half_reference(x):
+    """Draws what drop_half drew, because it finds the same random state."""
+    return x.double() * (torch.rand_like(x) > 0.5) * 2
+
+
+def test_a_variant_with_random_numbers_of_its_own_has_a_reference_of_its_own(h):
+    x, variants = h.randn(64, 64), {"torch": drop_half, "triton": double}
+    h.timing = False
+    table = h.compare(variants, reference, x, references={"torch": drop_half_reference}, **ONCE)
+    assert [row.variant for row in table.rows] == ["torch", "triton"]
+    with pytest.raises(CheckError, match="torch"):  # the common reference does not fit it
+        h.compare(variants, reference, x, **ONCE)
+    wrong = {"torch": drop_half, "triton": lambda x: drop_half(x) * 1.5}
+    with pytest.raises(CheckError, match="triton"):
+        h.compare(wrong, reference, x, references=dict.fromkeys(wrong, drop_half_reference), **ONCE)
+    variants = {"torch": double, "torch dropout": drop_half}
+    own = {"torch dropout": drop_half_reference}
+    table = h.compare(variants, reference, x, references=own, max_error_ratio=2.0, **ONCE)
+    assert table["torch"].error == 0.5
+
+
+def test_such_a_variant_is_called_before_its_reference_and_that_call_is_the_first(checked):
+    """A reference may ask what it checks, and what the first call compiles is then compiled already."""
+    calls = []
+
+    def slow_at_first(x):
+        calls.append("variant")
+        time.sleep(0.2 * (len(calls) == 1))
+        return drop_half(x)
+
+    def asks(x):
+        calls.append("reference")
+        return x.double() * slow_at_first(torch.ones_like(x))
+
+    table = checked.compare(
+        {"torch": slow_at_first}, reference, torch.randn(64, 64), references={"torch": asks}, **ONCE
+    )
+    assert calls == ["variant", "reference", "variant", "variant"]
+    assert table.rows[0].first_call_s >= 0.2
+
+
+def test_memory_is_poisoned_for_ours_unless_it_is_compiled(checked, monkeypatch):
+    poisoned = {}
+
+    def fake(fn, reference, *inputs, what, poison, **budget):
+        poisoned[what.rsplit(": ", 1)[1]] = poison
+        return 0.0
+
+    monkeypatch.setattr("harness.bench.check", fake)
+    compiled = torch.compile(double, backend="eager")
+    checked.compare(PAIR | {"triton compiled": compiled}, reference, torch.randn(8), **ONCE)
+    assert poisoned == {"torch": False, "triton": True, "triton compiled": False}
+
+
+def test_the_interpreter_checks_ours_and_the_baseline_and_times_nothing(h):
+    if not interpreted():
+        pytest.skip("kernels are compiled here")
+    table = h.compare({"torch": double, "torch.compile": None, "triton": double}, reference, h.randn(8, 8), **ONCE)
+    assert [(row.variant, row.ms, row.speedup) for row in table.rows] == [("torch", None, None), ("triton", None, None)]
+    assert not table
+    assert not h.timed
+
+
+def test_a_profiler_in_the_process_sees_one_warm_call_of_each_variant(h, monkeypatch):
+    calls, seen = [], []
+
+    @contextmanager
+    def capture(name, on_gpu):
+        before = len(calls)
+        yield
+        seen.append((name, calls[before:]))
+
+    monkeypatch.setattr("harness.bench.capture", capture)
+    h.profile = True
+    variants = {name: lambda x, name=name: calls.append(name) for name in ("torch", "triton")}
+    work = Work(bytes=64, flops=8, dtype=torch.float16)
+    table = h.compare(variants, reference, h.randn(4, 4), baseline="torch", work=work, title="t", case="4x4")
+    assert (bool(table), table.rows) == (False, [])
+    assert seen == [("t 4x4: torch", ["torch"]), ("t 4x4: triton", ["triton"])]
+    assert calls.count("triton") > 1  # it was warm
+    assert h.record.profiled == {name: work.record() for name, _ in seen}
+
+
+def test_libraries_are_told_by_their_names():
+    for name in ("torch", "torch.compile", "cuBLAS", "cuDNN", "_scaled_mm", "FlexAttention", "CUDA graph", "JAX"):
+        assert not is_ours(name)
+        assert is_ours(f"triton like {name}")
+
+
+# --- tables of whole models
+
+
+def rounded(digits):
+    """x * 2, off by about as much as that many bits of it."""
+    return lambda x: (x.double() * 2 * (1 + torch.linspace(-1, 1, x.numel()).reshape(x.shape) * 2**-digits)).float()
+
+
+MODEL = {"torch": rounded(12), "torch.compile": rounded(12)}
+RATIO = ONCE | {"max_error_ratio": 2.0}
+
+
+def test_a_model_is_held_to_the_baselines_own_error(checked):
+    x = torch.randn(64, 64)
+    variants = MODEL | {"torch.compile": rounded(11.5), "better": rounded(14), "exact": rounded(60)}
+    table = checked.compare(variants, reference, x, **RATIO)
+    assert table["torch"].error == pytest.approx(0.5)  # of what is allowed
+    assert table["torch.compile"].error == pytest.approx(0.5 * 2**0.5, rel=1e-3)
+    assert table["better"].error == pytest.approx(0.125, rel=1e-3)
+    assert 0 < table["exact"].error < 0.01  # one rounding to its dtype at least
+    with pytest.raises(CheckError, match=r"torch.compile: off by 4\.0 times what torch is, 2 allowed"):
+        checked.compare(MODEL | {"torch.compile": rounded(10)}, reference, x, **RATIO)
+    with pytest.raises(VacuousCheck, match="zero everywhere"):
+        checked.compare(MODEL, reference, torch.zeros(8), **RATIO)
+    assert len(checked.record.tables) == 1
+    wrongs = [
+        (torch.zeros_like, "off by"), (lambda x: (x * 2).double(), "torch.float64"),
+        (lambda x: (x * 2)[:1], r"expected torch.float32 \(64, 64\)"),
+        (lambda x: torch.where(x > 2, torch.nan, x * 2), "off by nan"),
+        (lambda x: torch.where(x > 2, torch.inf, x * 2), "off by inf"),
+        (lambda x: (x * 2, x), "returned 2 tensors, expected 1"),
+    ]  # fmt: skip
+    for wrong, message in wrongs:
+        for where in MODEL:  # in the baseline too, whose error would otherwise allow everything
+            with pytest.raises(CheckError, match=rf"{where}.*{message}"):
+                checked.compare(MODEL | {where: wrong}, reference, x, **RATIO)
+
+
+def test_first_calls_are_cold_or_timed_by_the_technique_itself(checked):
+    def cache():
+        return Path(os.environ.get("TORCHINDUCTOR_CACHE_DIR", "/nowhere"))
+
+    def look(x):
+        folders.append((cache(), cache().is_dir() and not list(cache().iterdir())))
+        return x * 2
+
+    folders, usual, before = [], cache(), get_caches()
+    variants, x = {"torch": look, "torch again": lambda x: look(x)}, torch.randn(8, 8)
+    checked.compare(variants, reference, x, timing=Timing(cold=True), **RATIO)
+    (one, empty), (other, also_empty) = folders
+    assert (empty, also_empty, one.exists(), get_caches() == before) == (True, True, False, True)
+    assert len({one, other, usual}) == 3  # each has one of its own
+    folders.clear()
+    checked.compare(variants, reference, x, **RATIO)
+    assert {folder for folder, _ in folders} == {usual}
+    timing = Timing(first_calls={"torch.compile": 12.5, "triton": None})  # None: it was before
+    table = checked.compare(
+        dict.fromkeys(("torch", "torch.compile", "triton"), double), reference, x, timing=timing, **ONCE
+    )
+    assert table["torch"].first_call_s < 5
+    assert [table[name].first_call_s for name in ("torch.compile", "triton")] == [12.5, None]
+
+
+# --- work, and the clock
+
+
+class _Limits:
+    """Ceilings without a GPU: 1 TB/s and 1 TFLOP/s."""
+
+    def copy_tbps(self):
+        return 1.0
+
+    def gemm_tflops(self, dtype):
+        return 1.0
+
+
+def test_work_in_steps_adds_up_and_so_do_the_floors():
+    steps = [(10**9, 0), (10**9, 3 * 10**9), (0, 10**9)]  # 1 ms; 3 ms, of which the bytes take 1; 1 ms
+    work = Work.in_steps(iter(steps), torch.bfloat16)
+    assert (work.bytes, work.flops, work.dtype) == (2 * 10**9, 4 * 10**9, torch.bfloat16)
+    assert work.floor_ms(_Limits()) == pytest.approx(5.0)
+    assert Work(work.bytes, work.flops, work.dtype).floor_ms(_Limits()) == pytest.approx(4.0)  # if they overlapped
+    assert Work.in_steps([], torch.float32).floor_ms(_Limits()) is None
+    for each in (Work(), Work(bytes=12), Work(bytes=12, flops=3, dtype=torch.float8_e4m3fn), work):
+        assert Work.load(json.loads(json.dumps(each.record()))) == each
+
+
+def test_the_ratio_is_the_median_of_the_ratios_of_each_round(monkeypatch):
+    """A machine that slows down from round to round must not bend the ratio."""
+    cost, calls = {"torch": 3.0, "ours": 1.0}, []
+
+    def fake(fn):
+        calls.append(fn())
+        return [cost[fn()] * (1 + (len(calls) - 1) // 2) * part for part in (0.9, 1.0, 1.1)]
+
+    monkeypatch.setattr("harness.bench.cpu_ms", fake)
+    table = Table("t", "c", "torch", rows=[Row("torch", False, 0, 0), Row("ours", True, 0, 0)])
+    time_variants(table, {"torch": lambda: "torch", "ours": lambda: "ours"}, (), Work(), Ceilings())
+    assert table["ours"].speedup == pytest.approx(3.0)
+    pooled = sorted(n * part for n in range(1, 8) for part in (0.9, 1.0, 1.1))
+    fifths = statistics.quantiles(pooled, n=5, method="inclusive")
+    own = table["ours"]
+    assert (own.p20, own.ms, own.p80) == pytest.approx((fifths[0], statistics.median(pooled), fifths[3]))
+    rounds = [tuple(calls[i : i + 2]) for i in range(0, len(calls), 2)]
+    assert set(rounds) == {("torch", "ours"), ("ours", "torch")}  # each is first now and then
+
+
+def test_variants_alternate_call_by_call_on_a_gpu(monkeypatch):
+    """Clocks that wander from call to call bend neither the ratio nor the choice of rounds."""
+    cost, clock, rounds = {"torch": 3.0, "ours": 1.0}, iter(range(1, 10**6)), []
+
+    def timer(calls, enqueue, orders):
+        assert enqueue == {"torch": 0.01, "ours": 0.02}
+        rounds.append([list(order) for order in orders])
+        return [{name: slow * cost[calls[name]()] for name in order} for order in rounds[-1] for slow in [next(clock)]]
+
+    monkeypatch.setattr("harness.bench.gpu_round_ms", timer)
+    calls = {"torch": lambda: "torch", "ours": lambda: "ours"}
+    samples = time_rounds(calls, {"torch": 0.01, "ours": 0.02})
+    warm, timed = rounds
+    assert warm == [["torch", "ours"]] * 3
+    assert len(timed) == 75  # 2 variants of 300 ms each, by 8 ms a round: the warm ones took 4, 8 and 12
+    assert {tuple(order) for order in timed} == {("torch", "ours"), ("ours", "torch")}
+    assert all(ours[0] * 3 == torch[0] for torch, ours in zip(samples["torch"], samples["ours"], strict=True))
+    for factor, count in ((1e3, LEAST_ROUNDS), (1e-12, MOST_ROUNDS)):
+        cost |= {"torch": 3.0 * factor, "ours": factor}
+        assert len(time_rounds(calls, {"torch": 0.01, "ours": 0.02})["ours"]) == count
+
+
+class OnGpu(torch.Tensor):
+    """What a table takes for a tensor on a GPU."""
+
+    is_cuda = True
+
+
+@pytest.fixture
+def paper_gpu(monkeypatch):
+    """A GPU of paper: paper_gpu({result: (ms on the GPU, ms of a whole call, ms to launch)}, end_to_end, held)."""
+
+    def table_of(costs, end_to_end, held=0.0):
+        def rounds(timed, enqueue, orders):
+            assert not end_to_end
+            return [{name: costs[timed[name]()][0] for name in order} for order in orders]
+
+        def whole(fn, budget):
+            assert end_to_end
+            return [costs[fn()][1]] * 3
+
+        monkeypatch.setattr("harness.bench.gpu_round_ms", rounds)
+        monkeypatch.setattr("harness.bench.whole_call_ms", whole)
+        monkeypatch.setattr("harness.bench.enqueue_ms", lambda fn: costs[fn()][2])
+        monkeypatch.setattr("harness.bench.power_watch", lambda: lambda: held)
+        table = Table("t", "c", "torch eager", [Row(name, False, 0, 0) for name in ("torch eager", "torch.compile")])
+        variants = {"torch eager": lambda x: "eager", "torch.compile": lambda x: "compiled"}
+        x = torch.ones(2).as_subclass(OnGpu)
+        time_variants(table, variants, (x,), Work(bytes=10**9), _Limits(), end_to_end)
+        return table
+
+    return table_of
+
+
+def test_whole_calls_are_timed_as_their_caller_waits(paper_gpu):
+    costs = {"eager": (2.0, 10.0, 9.5), "compiled": (2.0, 2.5, 0.5)}
+    whole = paper_gpu(costs, True)
+    assert [row.ms for row in whole.rows] == [10.0, 2.5]
+    assert whole["torch.compile"].speedup == pytest.approx(4.0)
+    assert whole["torch.compile"].of_ceiling == pytest.approx(0.4)
+    assert [row.enqueue_us for row in whole.rows] == [9500, 500]
+    assert len(whole.notes) == 1
+    assert "(torch eager 95%)" in whole.notes[0]
+    alone = paper_gpu(costs, False)
+    assert alone["torch.compile"].speedup == pytest.approx(1.0)  # launching does not show, and is noted
+    assert "(torch eager 9500 us)" in alone.notes[0]
+    busy = {"eager": (9.0, 10.0, 2.0), "compiled": (7.0, 8.0, 1.0)}
+    assert paper_gpu(busy, True).notes == []
+    assert "for 30% of the time" in paper_gpu(busy, True, 0.3).notes[0]
+
+
+def test_a_whole_call_is_a_batch_between_two_synchronizations(monkeypatch):
+    happened = []
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda: happened.append("w"))
+
+    def call(seconds):
+        happened.append("c")
+        time.sleep(seconds)
+
+    times = whole_call_ms(lambda: call(0.002), budget=30)
+    batches = "".join(happened).strip("w").split("ww")  # one call to see how long it takes, and three batches
+    assert (len(times), min(times) >= 2, len(batches), batches[0]) == (3, True, 4, "c")
+    assert len(set(batches[1:])) == 1
+    assert 1 <= len(batches[1]) <= 5
+    happened.clear()
+    whole_call_ms(lambda: call(0.02), budget=3)  # one call is longer than its share
+    assert "".join(happened) == "wcw" * 4
+
+
+# --- what a table answers
+
+
+def made(baseline="cuBLAS", **ms):
+    """A table of these times; `lib_`, `peer_` before a name say whose it is."""
+    rows = [
+        Row(name.split("_")[-1], not name.startswith("lib_"), 0.1, 0.5, t, peer=name.startswith("peer_"))
+        for name, t in ms.items()
+    ]
+    table = Table("made", "8x8", baseline, rows)
+    for row in rows:
+        row.speedup = row.ms and table[baseline].ms / row.ms
+    return table
+
+
+def test_a_table_is_asked_by_name():
+    table = made(lib_cuBLAS=4.0, lib_torch=8.0, ours=5.0, split=2.5, peer_other=1.0)
+    assert table.timed
+    assert table
+    assert table["split"].ms == 2.5
+    assert ("split" in table, "none" in table) == (True, False)
+    assert table.best.variant == "split"
+    assert table.over("cuBLAS") == pytest.approx(1.6)
+    assert table.over("torch") == pytest.approx(3.2)
+    assert table.over("cuBLAS", "ours") == pytest.approx(0.8)
+    assert table.over("other") == pytest.approx(0.4)
+    assert table.over("split", "other") == pytest.approx(2.5)
+    with pytest.raises(KeyError, match="made 8x8 has no row 'none'; it has"):
+        table["none"]
+    with pytest.raises(KeyError):
+        table.over("none")
+    library = made(baseline="torch", lib_torch=4.0, lib_compiled=5.0, lib_graph=8.0)
+    assert library.best.variant == "compiled", "the best of what is put beside the baseline, even when it is slower"
+    assert made(baseline="other", peer_other=1.0, ours=3.0).best.variant == "ours", "the baseline may be a peer"
+
+
+def test_a_table_without_times_is_false_and_has_no_best():
+    for table in (Table("t", "c", "torch"), made(lib_cuBLAS=None, ours=None)):
+        assert not table
+        assert not table.timed
+        for ask in (lambda t: t.best, lambda t: t.over("cuBLAS"), lambda t: geomean([t], over="cuBLAS")):
+            with pytest.raises(ValueError, match=r"h\.answer|no timed table"):
+                ask(table)
+    assert made(lib_cuBLAS=None, ours=None)["ours"].error == 0.5  # its errors are there
+
+
+def test_geomean_is_over_the_tables_that_have_both():
+    tables = [made(lib_cuBLAS=4.0, ours=2.0), made(lib_cuBLAS=9.0, ours=9.0, split=1.0), made(baseline="x", x=1.0)]
+    assert geomean(tables[:2], over="cuBLAS") == pytest.approx(18**0.5)
+    assert geomean(iter(tables), over="cuBLAS", of="ours") == pytest.approx(2**0.5)
+    assert geomean(tables, over="ours", of="split") == pytest.approx(9.0)
+    assert geomean([made(lib_cuBLAS=None, ours=None), tables[0]], over="cuBLAS") == pytest.approx(2.0)
+    for missing in ({"over": "torch"}, {"over": "cuBLAS", "of": "none"}):
+        with pytest.raises(ValueError, match="geomean: no timed table has a row"):
+            geomean(tables, **missing)
+
+
+def test_near_is_within_a_part_of_the_larger():
+    for a, b, within, said in [
+        (1.0, 1.0, 0.0, True), (1.0, 1.02, 0.02, True), (100, 98, 0.02, True), (98, 100, 0.02, True),
+        (100, 97.9, 0.02, False), (1.0, 1.5, 0.4, True), (0, 0, 0.02, True),
+    ]:  # fmt: skip
+        assert near(a, b, within) == near(b, a, within) == said, (a, b)
+    table = made(lib_cuBLAS=4.0, ours=4.05, slow=5.0)
+    assert near(table["cuBLAS"], table["ours"])
+    assert not near(table["slow"], table["ours"])
+
+
+# --- on a GPU
+
+
+@pytest.mark.gpu
+def test_a_slow_host_does_not_count_as_gpu_time(h):
+    """A wrapper that dawdles in Python for a millisecond launches the same kernel as one that does not."""
+
+    def dawdling(x):
+        until = time.perf_counter() + 1e-3
+        while time.perf_counter() < until:
+            pass
+        return x * 2
+
+    x = h.randn(1 << 20)
+    variants = {"torch": double, "slow wrapper": dawdling}
+    table = h.compare(variants, reference, x, baseline="torch", work=Work(bytes=2 * x.nbytes))
+    quick, slow = table.rows
+    assert slow.ms < min(3 * quick.ms, 0.1)
+    assert slow.enqueue_us > 1000
+    assert any("slow wrapper 1" in note for note in table.notes)
+
+
+@pytest.mark.gpu
+def test_a_round_times_each_call_by_itself_and_the_driver_stays_as_it_was(h):
+    from triton.runtime import driver
+
+    x = h.randn(1 << 24)
+    calls = {"once": lambda: x.mul_(1), "four times": lambda: [x.mul_(1) for _ in range(4)]}
+    rounds = gpu_round_ms(calls, dict.fromkeys(calls, 0.05), [["once", "four times"], ["four times", "once"]] * 5)
+    assert len(rounds) == 10
+    assert all(2 < each["four times"] / each["once"] < 6 for each in rounds)
+    gpu_ms(lambda: torch.zeros(10, device="cuda"))
+    assert "clear_cache" not in vars(driver.active)
+
+
+@pytest.mark.gpu
+def test_ceilings_are_plausible_and_measured_once():
+    ceilings = Ceilings()
+    copy = ceilings.copy_tbps()
+    assert 0.05 < copy < 50
+    started = time.perf_counter()
+    assert ceilings.copy_tbps() == copy
+    assert time.perf_counter() - started < 0.01
+    assert ceilings.gemm_tflops(torch.bfloat16) > ceilings.gemm_tflops(torch.float32)
+    assert ceilings.gemm_tflops(torch.int8) is None
+    n = 4096  # the floor is the slower of moving and computing
+    gemm = Work(bytes=3 * n * n * 2, flops=2 * n**3, dtype=torch.bfloat16)
+    assert gemm.floor_ms(ceilings) == pytest.approx(2 * n**3 / ceilings.gemm_tflops(torch.bfloat16) / 1e9)
+    assert Work(bytes=2**30).floor_ms(ceilings) == pytest.approx(2**30 / copy / 1e9)

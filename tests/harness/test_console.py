@@ -1,0 +1,180 @@
+"""What is printed: whole in 80 columns, nothing cut short, brackets and all."""
+
+import io
+import re
+
+from harness import Table, console
+from harness.bench import Row
+from harness.codegen import Kernel
+from harness.record import ExampleRecord
+
+import pytest
+from rich.console import Console
+
+
+def said(show, *args, width=80):
+    """The lines that show(console, *args) prints."""
+    show(Console(file=(file := io.StringIO()), width=width), *args)
+    return file.getvalue().splitlines()
+
+
+def made(case, *names, ms=1.0, **more):
+    rows = [
+        Row(name, i > 0, 0.1, 0.5, ms * (i + 1), 1.0, 2.0, 1.0, of_ceiling=0.48, speedup=1 / (i + 1), **more)
+        for i, name in enumerate(names)
+    ]
+    return Table("made", case, names[0], rows)
+
+
+ODD = ("torch eager", "torch x[x > 0]", "torch [/b]", "a [red] one")
+MANY = ("cuBLAS", *(f"variant number {i}" for i in range(6)))
+
+
+@pytest.mark.parametrize("names", [ODD, MANY[:3], MANY])
+@pytest.mark.parametrize("cases", [("8x8",), ("8x8 [0]", "16x16 [1]"), tuple(f"{8 * i} by {i}" for i in range(9))])
+def test_tables_of_one_title_are_one_that_fits(names, cases):
+    """A row for each case, unless only a column for each fits; every name and number is whole."""
+    tables = [made(case, *names, peer=i == 1) for i, case in enumerate(cases)]
+    tables[-1].notes = ["the power limit held"]
+    lines = said(console.show_cases, tables)
+    text = "\n".join(lines)
+    whole = " ".join(text.split())
+    fits = len(names) < 7 or len(cases) < 3
+    assert max(map(len, lines)) <= 80 or not fits
+    assert "…" not in text
+    assert whole.count("the power limit held") == 1
+    for case in cases if fits else ():
+        assert case in whole
+    for i, name in enumerate(names) if len(cases) == 1 else ():
+        assert re.search(rf"^ ?{re.escape(name)} +{i + 1} .* {1 / (i + 1):.2f}", text, re.M)
+    for i in range(1, len(names)):
+        assert whole.count(f"{1 / (i + 1):.2f}") >= len(cases)
+    assert text.count("48%") == (len(names) if len(cases) == 1 else len(cases))
+
+
+def test_cases_without_times_or_without_a_variant():
+    untimed = made("8x8", "torch", "ours")
+    for row in untimed.rows:
+        row.ms = None
+    assert said(console.show_cases, [untimed]) == []
+    assert "error / budget: torch 0.50, ours 0.50" in said(console.show_comparison, untimed)[0]
+    lines = said(console.show_cases, [untimed, made("one", "torch", "a"), made("two", "torch", "a", "b")])
+    assert [line.split() for line in lines[-2:]] == [["one", "1", "0.50", "48%"], ["two", "1", "0.50", "0.33", "48%"]]
+
+
+@pytest.mark.parametrize("width", [50, 80, 200])
+def test_no_number_is_cut_short_in_a_narrow_terminal(width):
+    lines = said(console.show_comparison, made("8x8 [0]", *ODD), width=width)
+    assert lines[0] == "made  8x8 [0]"
+    assert not any("…" in line for line in lines)
+    for i, name in enumerate(ODD):
+        row = rf" ?{re.escape(name)} +{i + 1}\.0000 +1\.0000 - 2\.0000 +.* {1 / (i + 1):.2f} +0\.50 +0\.10 *"
+        assert any(re.fullmatch(row, line) for line in lines)
+
+
+def test_rows_of_facts_are_kept_whole():
+    rows = {"one [0]": {"x": 1.5, "y": [1, 2]}, "two": {"z": "[red]"}}
+    lines = [line.split() for line in said(console.show_rows, "a title longer than the table", rows, width=20)]
+    assert lines[1] == ["a", "title", "longer", "than", "the", "table"]
+    for line in (["x", "y", "z"], ["one", "[0]", "1.5", "1", "/", "2"], ["two", "[red]"]):
+        assert line in lines
+
+
+def test_the_closing_table_has_each_technique_with_its_answer_or_why_not():
+    study = ExampleRecord("b", "failed", "CheckError: of the study\nmore")
+    examples = [
+        ExampleRecord("a", "passed", answer="Twice [as] fast: " + "and so on, " * 20),
+        ExampleRecord("b", "passed", answer="not said", study=study),
+        ExampleRecord("c", "failed", "CheckError: 3 of 4\nmore"),
+        ExampleRecord("d", "skipped", "needs sm_100"),
+        ExampleRecord("e", "passed"),
+    ]
+    lines = said(console.show_summary, examples, {"e": "recorded on an NVIDIA H200"})
+    assert max(map(len, lines)) <= 80
+    whole = " ".join(" ".join(lines).split())
+    assert "a passed Twice [as] fast: and so on" in whole
+    assert "b passed, study failed CheckError: of the study c failed CheckError: 3 of 4 d skipped needs sm_100" in whole
+    assert whole.endswith("e passed recorded on an NVIDIA H200")
+
+
+# --- generated code
+
+SMS = (80, 89, 90, 100, 120)
+GIVEN = {"registers": 100, "spills": 0, "shared": 2048, "shared_limit": 232448}
+
+
+def entry(sm, call=1, kernel="k", **found):
+    return Kernel(kernel, sm, **(found if "error" in found else GIVEN | found)).record() | {"call": call}
+
+
+def closing(*examples, sms=SMS, width=100):
+    """The lines of the table, and its rows by technique: {"name": {"sm_90": the words after it}}."""
+    lines = said(console.show_architectures, examples, sms, width=width)
+    rows: dict[str, dict[str, str]] = {}
+    for line in lines:
+        if re.match(r" [a-z]\w*( |$)", line):
+            current = rows.setdefault(line.split()[0], {})
+        elif match := re.match(r"   (sm_\d+) +(\S.*)", line):
+            sm = match[1]
+            current[sm] = f"{current[sm]} and {match[2]}" if sm in current else match[2]
+        elif line.startswith(" " * 10) and rows:
+            current[sm] += " " + line.strip()
+    return lines, {name: {sm: " ".join(text.split()) for sm, text in row.items()} for name, row in rows.items()}
+
+
+MATMUL = ExampleRecord(
+    "tma_matmul",
+    "passed",
+    codegen=[
+        entry(90, found={"mma.sync": 1}, registers=1),  # of an evidence for one architecture, before the main call
+        entry(80, 2, error="TypeError: tma_matmul needs sm_90 [or newer], and this is sm_80; use a pointer"),
+        entry(89, 2, found={"ld.global.v4": 2}, shared=200 * 1024, shared_limit=99 * 1024),
+        entry(90, 2, found={"wgmma": 4, "cp.async.bulk.tensor": 12, "mbarrier": 3}, spills=8),
+        entry(100, 2, found={"fma.f32": 9, **{f"tcgen05.{i}": 1 for i in range(8)}}, tensor_memory=256),
+    ],
+)
+
+
+def test_the_table_of_architectures_says_what_each_technique_becomes():
+    lines, rows = closing(MATMUL, ExampleRecord("later", "failed"))
+    assert list(rows["tma_matmul"]) == [f"sm_{sm}" for sm in SMS]
+    rows = rows["tma_matmul"]
+    assert rows["sm_80"].endswith("tma_matmul needs sm_90 [or newer], and this is sm_80; use a pointer")
+    assert rows["sm_89"].endswith("a program takes 200.0 KiB of shared memory, and there are 99")
+    assert rows["sm_90"] == "wgmma x4, cp.async.bulk.tensor x12, mbarrier x3 100 8 2.0"
+    assert rows["sm_100"].startswith("tcgen05.0 x1, tcgen05.1 x1, ")
+    assert "fma.f32" not in rows["sm_100"]  # what every kernel has gives way
+    assert rows["sm_100"].endswith("and 1 more")
+    assert " 100 0 2.0 256" in rows["sm_100"]
+    assert rows["sm_120"] == "not compiled for it"
+    assert any(line.split()[0] == "later" and "failed" in line for line in lines if line)
+    two = [entry(90, kernel="one", found={"wgmma": 1}), entry(90, kernel="two", error="X"), entry(80, found={})]
+    _, rows = closing(ExampleRecord("t", "passed", codegen=two))
+    assert re.fullmatch(r"one: wgmma x1 100 0 2\.0 and two: .* X", rows["t"]["sm_90"])
+    bare = [{name: value for name, value in entry(sm).items() if name != "call"} for sm in (80, 90)]
+    assert set(closing(ExampleRecord("t", "passed", codegen=bare))[1]["t"]) == {f"sm_{sm}" for sm in SMS}
+    assert closing(MATMUL, sms=())[0] == closing(ExampleRecord("t", "passed"))[0] == []
+
+
+@pytest.mark.parametrize("width", [40, 80, 140, 170])
+def test_the_table_of_architectures_keeps_to_the_terminal(width):
+    lines, rows = closing(MATMUL, width=width)
+    assert max(map(len, lines)) <= max(width, 80)
+    words = "wgmma x4 cp.async.bulk.tensor x12 mbarrier x3 100 8 2.0"
+    assert set(rows["tma_matmul"]["sm_90"].replace(",", "").split()) == set(words.split())
+    assert not any(re.match(r" +x\d", line) for line in lines)  # no count without its name
+    heads = next(line for line in lines if "registers" in line)
+    numbers = next(line for line in lines if line.startswith("   sm_100"))
+    for column, value in (("registers", "100"), ("bytes", "0"), ("KiB", "2.0"), ("memory", "256")):
+        end = heads.index(column) + len(column)
+        assert numbers[:end].endswith(" " + value)
+
+
+def test_tensor_memory_has_a_column_where_there_is_some():
+    hopper, blackwell = Kernel("k", 90, **GIVEN), Kernel("k", 100, **GIVEN, tensor_memory=128)
+    one, both = ("\n".join(said(console.show_codegen, each, width=200)) for each in ([hopper], [hopper, blackwell]))
+    assert ("tensor memory" in one, "tensor memory" in both) == (False, True)
+    assert re.search(r"sm_100 +- +100 +0 +2\.0 +128", both)
+    assert re.search(r"sm_90 +- +100 +0 +2\.0 *$", both, re.M)
+    over = said(console.show_codegen, [Kernel("k", 90, **(GIVEN | {"shared": 300 * 1024}))], width=200)
+    assert any("300.0 KiB" in line for line in over)

@@ -1,0 +1,108 @@
+"""What makes a recorded number old: code that had a part in it, and neither its words nor its layout."""
+
+import shutil
+import subprocess
+import sys
+
+from harness.catalog import ROOT, topics
+from harness.sources import MEASURING, closure, sources_hash
+
+import pytest
+
+FILES = {
+    "harness/bench.py": "ROUNDS = 3\n",
+    "harness/session.py": "import harness.bench\n",
+    "examples/common/tiles.py": "def order(n):\n    return n + 1\n",
+    "examples/triton/softmax.py": '"""A lesson."""\nfrom harness import run\nfrom examples.common.tiles import order\n'
+    "import triton\n\nSTAGES = 4  # of the ring\n\n\ndef softmax(x):\n    '''Rows.'''\n    return order(x)\n\n\n"
+    "def demo(h):\n    from examples.triton import softmax_fused\n",
+    "examples/triton/softmax_fused.py": "import examples.common.tiles as tiles\n",
+    "examples/triton/other.py": "import compile_inspect.graphs\n",
+    "studies/triton/softmax.py": "from examples.triton.softmax import softmax\n",
+    "compile_inspect/__init__.py": "",
+    "compile_inspect/graphs.py": "from compile_inspect import logs\n",
+    "compile_inspect/logs.py": "import torch\n",
+}
+LESSON, OTHER, STUDY = "examples/triton/softmax.py", "examples/triton/other.py", "studies/triton/softmax.py"
+
+
+@pytest.fixture
+def root(tmp_path):
+    for name, text in FILES.items():
+        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / name).write_text(text)
+    return tmp_path
+
+
+@pytest.mark.parametrize(
+    ("file", "old", "new"),
+    [
+        (LESSON, "STAGES = 4", "STAGES = 5"),
+        (LESSON, "STAGES = 4", "STAGES = 4.0"),
+        (LESSON, "STAGES = 4", "STAGES = '4'"),
+        (LESSON, "return order(x)", "return order(-x)"),
+        (LESSON, "return order(x)", "order(x)"),
+        ("examples/common/tiles.py", "n + 1", "n - 1"),
+        ("examples/common/tiles.py", "(n)", "(n=2)"),
+        ("examples/triton/softmax_fused.py", "tiles\n", "tiles\nA = None\n"),
+        ("harness/bench.py", "3", "4"),
+        (OTHER, "graphs", "graphs, torch"),  # a peer
+        ("compile_inspect/logs.py", "torch", "triton"),  # which that imports
+    ],
+)
+def test_what_changes_it(root, file, old, new):
+    before = sources_hash(root / LESSON, [root / OTHER], root)
+    (root / file).write_text(FILES[file].replace(old, new, 1))
+    assert sources_hash(root / LESSON, [root / OTHER], root) != before
+
+
+@pytest.mark.parametrize(
+    ("file", "old", "new"),
+    [
+        (LESSON, "A lesson.", "Another sentence."),
+        (LESSON, "'''Rows.'''", "'Columns.'\n    'and more'"),
+        (LESSON, "# of the ring", "# of the ring, which is shared"),
+        (LESSON, "return order(x)", "return (\n        order(\n            x,\n        )\n    )"),
+        (LESSON, "STAGES = 4", "\n\n\nSTAGES = (4)"),
+        (LESSON, "STAGES = 4", "STAGES = 0x4"),
+        ("harness/session.py", "bench", "hardware"),  # nothing that checks or times
+        (OTHER, "graphs", "logs"),  # no peer
+        (STUDY, "softmax\n", "softmax\nA = 1\n"),  # it is the study's
+    ],
+)
+def test_what_does_not(root, file, old, new):
+    before = sources_hash(root / LESSON, root=root)
+    text = FILES[file].replace(old, new, 1)
+    assert text != FILES[file]
+    (root / file).write_text(text)
+    assert sources_hash(root / LESSON, root=root) == before
+
+
+def test_the_closure_is_what_is_imported_from_here_wherever_it_stands(root):
+    def files(name):
+        return {path.relative_to(root).as_posix() for path in closure(root / name, root)}
+
+    lesson = {LESSON, "examples/common/tiles.py", "examples/triton/softmax_fused.py"}
+    assert files(LESSON) == lesson
+    assert files(STUDY) == lesson | {STUDY}
+    assert files(OTHER) == {OTHER, *(name for name in FILES if name.startswith("compile_inspect"))}
+    (root / "examples/common/tiles.py").write_text("import examples.triton.softmax\n")  # a circle
+    assert files(LESSON) == lesson
+
+
+SAY = "import sys, pathlib; from harness.sources import sources_hash as s; print(s(pathlib.Path(sys.argv[1])))"
+
+
+def test_it_is_the_same_in_every_python(root):
+    path = ROOT / "harness" / "check.py"  # with much of the language in it
+    for python in {sys.executable, *filter(None, (shutil.which(f"python3.{minor}") for minor in range(10, 15)))}:
+        if not subprocess.run([python, "-c", ""], stderr=subprocess.DEVNULL).returncode:  # as pyenv's may
+            said = subprocess.check_output([python, "-S", "-c", SAY, path], text=True, env={"PYTHONPATH": str(ROOT)})
+            assert said.strip() == sources_hash(path), python
+
+
+def test_lessons_here_have_one_and_their_studies_another():
+    assert all((ROOT / name).is_file() for name in MEASURING)
+    firsts = [next(t for t in topic.techniques if not t.error) for topic in topics()]
+    files = [path for t in firsts for path in (t.path, *t.studies[:1])]
+    assert len({sources_hash(path) for path in files}) == len(files) >= 5

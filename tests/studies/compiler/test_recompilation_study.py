@@ -1,0 +1,50 @@
+"""studies/compiler/recompilation: more causes and fixes, the guards of a scalar, the limit, and what makes it loud."""
+
+from harness.catalog import Needs
+from harness.session import Harness
+from harness.settings import settings_kept
+
+from rich.console import Console
+
+from examples.compiler.recompilation import CALLS
+from studies.compiler.recompilation import ADAMW, LAYER, study
+
+LIMIT = 8  # torch's default
+EXPECTED = {
+    "int argument: as found": (2, 0, "k == 2"),
+    f"{LAYER}: as found": (LIMIT, CALLS - LIMIT, "self.index == 1"),
+    f"{ADAMW}: as found": (4, 0, "['lr'] == 0.1"),
+    "dtype: as found": (3, 0, "dtype mismatch. expected Float, actual Half"),
+    "grad mode: as found": (3, 0, "grad_mode"),
+    f"{ADAMW}: foreach=False": (2, 0, "['lr'] == 0.1"),  # the second one dynamic
+    "int attribute of a module: allow_unspec_int_on_nn_module": (2, 0, "self.calls == 0"),
+}
+
+
+def test_study():
+    h = Harness("recompilation", Needs.parse("torch"), console=Console(quiet=True), timing=False, lesson=[])
+    with settings_kept("recompilation", 0):
+        study(h)
+    facts = h.record.facts
+    rows = facts["cache entries, and calls left to eager"]
+    for name, row in rows.items():
+        entries, eager, guard = EXPECTED.get(name, (1, 0, "none"))
+        assert (row["entries"], row["eager"]) == (entries, eager), name
+        assert guard in row["guard that fails first"]
+    assert set(EXPECTED) < set(rows)
+    assert len(h.record.checks) == len(rows)
+    guards = facts["guards on a scalar argument"]
+    assert "L['k'] == 2" in guards["int, first entry"]
+    assert "<class 'int'>" in guards["int, second entry"]
+    assert "== 3" not in guards["int, second entry"]
+    assert "L['k'] == 0.2" in guards["float, first entry"]
+    assert facts["cache entries for a float learning rate, by backend"] == {"eager": 2, "aot_eager": LIMIT}
+    limit = facts["recompile_limit, floats under dynamic=False"]
+    assert limit == {
+        "limit": LIMIT, "values": LIMIT + 4, "entries": LIMIT, "eager calls": 4,
+        "an earlier value after it": "compiled", "logged": f"torch._dynamo hit config.recompile_limit ({LIMIT})",
+    }  # fmt: skip
+    loud = facts["made loud by"]
+    assert loud["fail_on_recompile_limit_hit, limit 2"].startswith("call 3: FailOnRecompileLimitHit")
+    assert loud["fullgraph=True, limit 2"].startswith("call 3: FailOnRecompileLimitHit")
+    assert loud["error_on_recompile"].startswith("call 2: RecompileError")

@@ -1,0 +1,54 @@
+"""What the study of tensor_cores predicts: mantissas rounded and cut, and the errors that follow from their bits."""
+
+import pytest
+import torch
+
+from examples.triton.tensor_cores import product, reference
+from studies.triton.tensor_cores import explanation, mantissa, predicted, relative_error
+
+
+def error_of(a, b, name, cut=False):
+    return relative_error(predicted(a, b, name, cut), reference(a, b))[0]
+
+
+@pytest.mark.parametrize(("name", "expected"), [("float16", 2**-10), ("bfloat16", 2**-7), ("tf32", 2**-10)])
+def test_what_rounding_predicts_follows_from_the_bits(h, name, expected):
+    """Rounding to the nearest leaves a uniform error of 0.2 units of the last bit in each operand and in the result.
+
+    Mantissas m of normal numbers are about log-uniform, E[m^2] = 3 / (2 ln 2), and eps / sqrt(12 E[m^2]) = 0.196 eps.
+    """
+    a, b = h.randn(256, 512), h.randn(512, 256)
+    roundings = 2 if name == "tf32" else 3  # a float32 result is not rounded any further
+    rms = error_of(a, b, name)
+    assert rms == pytest.approx(0.196 * expected * roundings**0.5, rel=0.1)
+    if name == "tf32":  # cutting leaves twice the error, and it is one-sided
+        assert 2.3 * rms < error_of(a, b, name, cut=True) < 2.9 * rms
+        assert error_of(a, b, "tf32x3") < rms / 1000
+
+
+def test_mantissas():
+    x = torch.tensor([1 + 2**-10, 1 + 2**-11, 1 + 2**-11 + 2**-20, 1 + 2**-12, -1 - 2**-11, -1 - 2**-12, 0.0, 3.0])
+    up = 1 + 2**-10
+    assert mantissa(x, 10).tolist() == [up, up, up, 1.0, -up, -1.0, 0.0, 3.0]
+    assert mantissa(x, 10, cut=True).tolist() == [up, 1.0, 1.0, 1.0, -1.0, -1.0, 0.0, 3.0]
+
+
+@pytest.mark.parametrize("name", ["float16", "int8", pytest.param("bfloat16", marks=pytest.mark.gpu)])
+def test_the_error_is_what_rounding_predicts(h, name):
+    a, b = h.randn(128, 512), h.randn(512, 128)
+    measured, _ = relative_error(product(a, b, name), reference(a, b))
+    assert measured == pytest.approx(error_of(a, b, name), rel=0.02)
+
+
+@pytest.mark.gpu
+def test_tf32_is_rounded_or_cut(h):
+    a, b = h.randn(512, 1024), h.randn(1024, 512)
+    measured, _ = relative_error(product(a, b, "tf32"), reference(a, b))
+    assert any(measured == pytest.approx(error_of(a, b, "tf32", cut), rel=0.1) for cut in (False, True))
+
+
+def test_explanations():
+    assert explanation("tf32", 4096, 7.8e-4, 2.9e-4, 7.7e-4).endswith("here they are cut")
+    assert explanation("tf32", 4096, 3.0e-4, 2.9e-4, 7.7e-4).endswith("here they are rounded")
+    assert explanation("float16", 4096, 3.6e-4, 3.6e-4).endswith("4096 additions add next to nothing")
+    assert explanation("ieee", 4096, 1.1e-6, 2.5e-8).endswith("the 4096 additions the rest")

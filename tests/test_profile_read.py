@@ -1,0 +1,516 @@
+"""What profilers and the sanitizer write, read back: sample texts in, rows and verdicts out."""
+
+import io
+import json
+
+from harness.catalog import ROOT, CatalogError
+
+import pytest
+from rich.console import Console
+
+from profiling import read as pr
+from profiling.read import Limits, Seen, main, show_profile, techniques
+
+
+class Quiet(Console):
+    """A console whose text is `said`; `rows` are its lines, single-spaced."""
+
+    def __init__(self, width=160, **options):
+        super().__init__(file=io.StringIO(), width=width, highlight=False, **options)
+
+    @property
+    def said(self):
+        return self.file.getvalue()
+
+    @property
+    def rows(self):
+        return [" ".join(line.split()) for line in self.said.splitlines()]
+
+
+def printed(show, *args, **options):
+    """(what pr.show(console, *args) returned, the console)."""
+    console = Quiet(**options)
+    return show(console, *args), console
+
+
+# --- which techniques, which kernels
+
+KERNELS_FILE = """
+@triton.jit
+def _helper(x): ...
+@triton.autotune(configs=[], key=[])
+@triton.jit(do_not_specialize=["n"])
+def tuned_kernel(x): ...
+@gluon.jit
+def by_hand_kernel(x): ...
+@triton.jit
+def larger(a, b): ...
+@functools.cache
+def injit_kernel(x): ...
+def demo(h):
+    @triton.jit
+    def inner_kernel(x): ...
+"""
+
+
+def test_the_kernels_of_a_technique_are_those_a_host_may_launch(tmp_path, capsys):
+    path, docstring = tmp_path / "t.py", '"""T.\n\nQuestion   q?\nNeeds      torch\nVariants   t_more.py\n"""'
+    path.write_text(f"{docstring}\n{KERNELS_FILE}")
+    (tmp_path / "t_more.py").write_text("@triton.jit\ndef more_kernel(x): ...\n")
+    assert pr.kernels_of(path) == ["tuned_kernel", "by_hand_kernel", "inner_kernel"]
+    assert main(["kernels", str(path)]) == 0
+    assert capsys.readouterr().out.split() == ["tuned_kernel", "by_hand_kernel", "inner_kernel", "more_kernel"]
+
+
+def test_techniques_are_named_as_on_the_command_line(capsys):
+    topic = ROOT / "triton_examples.py"
+    assert [t.name for t in techniques(topic, ["softmax", "vector_add"])] == ["vector_add", "softmax"]
+    assert [t.name for t in techniques(ROOT / "examples/triton/softmax.py", [])] == ["softmax"]
+    with pytest.raises(CatalogError, match="lists its technique files in TECHNIQUES"):
+        techniques(ROOT / "harness/catalog.py", [])
+    assert [main(["names", str(topic), name]) for name in ("softmax", "sofmax")] == [0, 2]
+    assert "no technique 'sofmax'; did you mean softmax" in capsys.readouterr().err
+
+
+# --- compute-sanitizer
+
+HEAD, BAR = "========= COMPUTE-SANITIZER\n", "\n=========     "
+WRITE = BAR.join([
+    "========= Invalid __global__ write of size 4 bytes", "at scale_kernel+0x120 in debugging.py:188",
+    "by thread (32,0,0) in block (0,0,0)", "Access to 0x7f3 is out of bounds\n",
+])  # fmt: skip
+OLD_WRITE = WRITE.replace("at scale_kernel+0x120 in debugging.py:188", "at 0x110 in /a/debugging.py:188:scale_kernel")
+OURS = f"========= Uninitialized __global__ memory read of size 16 bytes{BAR}at scale_kernel+0x220\n"
+LIBRARY = OURS.replace("scale_kernel", "void at::native::reduce_kernel<(int)512>(T3)")
+RACE = f"========= Error: Race reported between Write access at scale_kernel+0x90 in m.py:12{BAR}and Read access at x\n"
+KERNELS = ["scale_kernel", "never_kernel"]
+
+
+def summary(count, what="ERROR SUMMARY: {} errors"):
+    return f"========= {what.format(count)}\n"
+
+
+CLEAN = HEAD + summary(0)
+RACES = "RACECHECK SUMMARY: {0} hazard displayed ({0} error, 0 warnings)"
+NOT_PRINTED = summary(20, "ERROR SUMMARY: {} errors were not printed. Use --print-limit option to adjust the number")
+NOT_STARTED = "Error: Target application terminated before first instrumented API call"
+
+
+@pytest.mark.parametrize(
+    ("log", "errors", "kernels", "refused"),
+    [
+        (HEAD + 2 * WRITE + summary(2), 2, {"scale_kernel": 2}, None),
+        (HEAD + 2 * OLD_WRITE + summary(2), 2, {"scale_kernel": 2}, None),
+        (HEAD + RACE + summary(1, RACES), 1, {"scale_kernel": 1}, None),
+        (HEAD + LIBRARY + summary(1), 1, {"": 1}, None),
+        (HEAD + summary(0, "RACECHECK SUMMARY: {} hazards displayed (0 errors, 0 warnings)"), 0, {}, None),
+        (CLEAN, 0, {}, None),
+        (HEAD + WRITE + summary(120) + NOT_PRINTED, 120, {"scale_kernel": 1}, None),
+        ("", 0, {}, "it wrote nothing"),  # from here on it did not come to its end
+        (HEAD, 0, {}, "it wrote nothing"),
+        (f"{HEAD}========= {NOT_STARTED}\n========= Tracking kernels requires an option.\n", 0, {}, NOT_STARTED),
+        (f"{HEAD}========= Error: Device not supported\n", 0, {}, "Error: Device not supported"),
+        (HEAD + WRITE, 0, {}, "Access to 0x7f3 is out of bounds"),
+    ],
+)
+def test_a_log_of_the_sanitizer(log, errors, kernels, refused):
+    found = pr.read_sanitizer("memcheck", log, KERNELS)
+    assert (found.errors, found.refused) == (errors, refused)
+    assert {name: len(said) for name, said in found.by_kernel.items()} == kernels
+    if WRITE in log and not refused:
+        place = "Invalid __global__ write of size 4 bytes at scale_kernel+0x120 in debugging.py:188"
+        assert found.by_kernel["scale_kernel"][0] == place
+
+
+@pytest.fixture
+def sanitized(tmp_path):
+    """What show_sanitizer makes of what sanitize.sh leaves of one tool: (was it clean, the console)."""
+    out = tmp_path / "topic"
+
+    def write(tool, log, status="passed", reason=None, launches=None, record=True, ended="0 12"):
+        def put(kind, text):
+            out.with_name(f"topic.{tool}.{kind}").write_text(text)
+
+        put("log", log)
+        if ended:
+            put("status", f"{ended} {'all' if tool == 'initcheck' else 'ours'}\n")
+        if record:
+            put("json", json.dumps({"examples": [{"name": "scale", "status": status, "reason": reason}]}))
+            put("launches", json.dumps({"scale_kernel": 7, "elsewhere": 3} if launches is None else launches))
+        return printed(pr.show_sanitizer, out, [tool], KERNELS)
+
+    return write
+
+
+@pytest.mark.parametrize(
+    ("log", "more", "complaint"),
+    [
+        (HEAD + WRITE + summary(1), {}, "scale_kernel: 1 printed, first: Invalid __global__"),
+        (HEAD + 3 * LIBRARY + summary(3), {}, "not in a kernel of ours: 3 printed"),
+        ("", {"record": False}, "did not come to its end: it wrote nothing"),
+        (HEAD, {"record": False, "ended": "124 300"}, "did not come to its end: stopped after 300 s; it wrote nothing"),
+        (HEAD, {"record": False, "ended": ""}, "did not come to its end"),  # the script itself was stopped
+        (CLEAN, {"record": False}, "ended with status 0 before its first technique"),
+        (CLEAN, {"status": "failed", "reason": "CheckError: off\nby much"}, "scale failed: CheckError: off"),
+        (CLEAN, {"status": "running"}, "scale failed: no reason"),
+        (CLEAN, {"launches": {}}, "never launched here, so not looked at: scale_kernel, never_kernel"),
+    ],
+)
+def test_what_is_found_or_not_done_is_no_success(sanitized, log, more, complaint):
+    clean, console = sanitized("memcheck", log, **more)
+    assert (clean, complaint in console.said) == (False, True)
+
+
+@pytest.mark.parametrize(
+    ("tool", "log", "clean", "row", "said"),
+    [
+        ("memcheck", CLEAN, True, "memcheck 1 passed 1 of 2 7 0 12 ", "not looked at: elsewhere"),
+        ("memcheck", CLEAN, True, "", "so not looked at: never_kernel"),
+        ("initcheck", CLEAN, True, "initcheck 1 passed 1 of 2 7 0 12 ", "techniques: scale"),
+        ("initcheck", HEAD + 3 * LIBRARY + summary(3), True, " 0 3 12 ", "not in a kernel of ours: 3 printed"),
+        ("initcheck", HEAD + 2 * LIBRARY + OURS + summary(3), False, " 1 2 12 ", "scale_kernel: 1 printed"),
+        ("initcheck", HEAD + LIBRARY + summary(3), True, "", "initcheck: 2 of its 3 errors were not printed"),
+    ],
+)
+def test_initcheck_looks_at_all_kernels_and_blames_ours_alone(sanitized, tool, log, clean, row, said):
+    found, console = sanitized(tool, log)
+    assert (found, row in " ".join(console.rows), said in console.said) == (clean, True, True)
+    assert ("not looked at: elsewhere" in console.said) == (tool != "initcheck")
+
+
+def test_findings_at_several_places_are_counted(sanitized):
+    reads = [WRITE.replace("+0x120 in debugging.py:188", f"+0x{i}0 in debugging.py:{i}") for i in range(1, 11)]
+    _, console = sanitized("memcheck", HEAD + "".join([reads[0], *reads]) + summary(11))
+    first = "Invalid __global__ write of size 4 bytes at scale_kernel+0x10 in debugging.py:1\n"
+    assert f"scale_kernel: 11 printed, first: {first}" in console.said
+    assert f"    2 times: {first}" in console.said
+    assert "    and 2 other places" in console.said
+
+
+# --- ncu, nsys, torch.profiler, Proton
+
+RANGE = "thread Domain:Push/Pop_Range:PL_Type:PL_Value:CLR_Type:Color:Msg_Type:Msg"
+NCU_HEAD = (
+    f'"ID","{RANGE}","Kernel Name","dram__bytes_read.sum","dram__bytes_write.sum","gpu__time_duration.sum",'
+    '"launch__registers_per_thread","sm__pipe_tensor_cycles_active.avg.pct_of_peak_sustained_active",'
+    '"sm__warps_active.avg.pct_of_peak_sustained_active"\n'
+)
+UNITS = '"","","","byte","byte","ns","register/thread","%","%"\n'
+
+
+def ncu_row(call, kernel, *numbers):
+    named = f'13416  ""<default domain>:{call}:none:none:none:none:none:none""' if call else ""
+    return f'"0","{named}","{kernel}",' + ",".join(f'"{number}"' for number in numbers) + "\n"
+
+
+SOFTMAX, CUBLAS = "softmax 8192x8192 bfloat16: triton, one pass", "matmul 8192: cuBLAS"
+NCU = (
+    "==PROF== Connected to process 42\n"
+    + NCU_HEAD
+    + UNITS
+    + ncu_row(SOFTMAX, "softmax_kernel", "134,217,728", "134217728", "66000", 32, 0, 80)
+    + ncu_row(CUBLAS, "nvjet", 300e6, 100e6, 1_000_000, 168, "90.5", "12.5")
+    + ncu_row(CUBLAS, "reduce", 1e6, 1e6, 3000, 16, 0, 80)
+    + ncu_row(CUBLAS, "reduce", 1e6, 1e6, 1000, 24, 0, 80)
+    + ncu_row("", "fill", 0, 4, 2000, "n/a", "n/a", "n/a")
+    + "==WARNING== something\n"
+)
+
+
+def test_ncu_is_read_by_call_and_kernel():
+    softmax, nvjet, reduce, fill = pr.read_ncu(NCU)
+    assert softmax == Seen(SOFTMAX, "softmax_kernel", 1, 66.0, 2 * 134217728, 0.0, 80.0, 32)
+    assert nvjet == Seen(CUBLAS, "nvjet", 1, 1000.0, 400e6, 90.5, 12.5, 168)
+    assert reduce == Seen(CUBLAS, "reduce", 2, 4.0, 4e6, 0.0, 80.0, 24)
+    assert fill == Seen("", "fill", 1, 2.0, 4)
+    units = UNITS.replace('"byte","byte","ns"', '"Mbyte","Kbyte","usecond"')
+    row = ncu_row("inner: x", "k", "1.5", "2", "3", 32, 0, 80).replace(
+        "13416  ", '13416  ""<default domain>:outer:none:none:none:none:none:none""  '
+    )
+    assert pr.read_ncu(NCU_HEAD + units + row) == [Seen("inner: x", "k", 1, 3.0, 1502000.0, 0.0, 80.0, 32)]
+    for nothing in ("", "==ERROR== ERR_NVGPUCTRPERM\n", "==WARNING== No kernels were profiled.\n", NCU_HEAD):
+        assert pr.read_ncu(nothing) == []
+
+
+NSYS = """Processing [x.sqlite] with [nvtx_kern_sum.py]...
+NVTX Range,Style,PID,TID,NVTX Inst,Kern Inst,Total Time (ns),Avg (ns),Med (ns),Min (ns),Max (ns),StdDev (ns),Kernel Name
+:softmax: triton,PushPop,42,42,1,2,66000,33000.0,33000.0,1,2,0.0,softmax_kernel
+:softmax: triton,PushPop,42,42,1,1,1000,1000.0,1000.0,1,2,0.0,"void at::native::fill<int, float>(int)"
+
+"""
+
+
+def event(cat, name, ts, dur, **args):
+    return {"ph": "X", "cat": cat, "name": name, "pid": 1, "tid": 1, "ts": ts, "dur": dur, "args": args}
+
+
+KERNEL = {"registers per thread": 40, "est. achieved occupancy %": 50}
+GPU_TRACE = {
+    "traceEvents": [
+        event("cpu_op", "aten::softmax", 0, 90),
+        event("kernel", "softmax_kernel", 10, 60, **KERNEL),
+        event("kernel", "softmax_kernel", 80, 20, **KERNEL | {"est. achieved occupancy %": 90}),
+        event("gpu_memcpy", "Memcpy DtoD", 200, 5, bytes=8),
+        {"ph": "s", "cat": "ac2g", "name": "x"},
+    ]
+}
+CPU_TRACE = {
+    "traceEvents": [
+        event("user_annotation", "call", 0, 100),
+        event("cpu_op", "aten::linear", 0, 50),
+        event("cpu_op", "aten::addmm", 10, 30),
+        event("cpu_op", "aten::copy_", 12, 8),
+        event("cpu_op", "aten::addmm", 60, 20),
+    ]
+}
+
+
+def test_the_other_profilers_are_read_by_call_and_kernel(tmp_path):
+    seen = pr.read_nsys([NSYS, "", NSYS.replace("softmax: triton", "softmax: torch")])
+    assert [(one.call, one.launches, one.us) for one in seen] == [
+        (f"softmax: {who}", launches, us) for who in ("triton", "torch") for launches, us in ((2, 66.0), (1, 1.0))
+    ]
+    kernel, copy = pr.read_trace(GPU_TRACE, "softmax")
+    assert kernel == Seen("softmax", "softmax_kernel", 2, 80, None, None, 60.0, 40)
+    assert copy == Seen("softmax", "Memcpy DtoD", 1, 5)
+    assert {one.kernel: (one.launches, one.us) for one in pr.read_trace(CPU_TRACE, "x")} == {
+        "aten::linear": (1, 20), "aten::addmm": (2, 42), "aten::copy_": (1, 8)
+    }  # fmt: skip
+    (tmp_path / "names.json").write_text(json.dumps({"1.json": "a: b", "2.json": "c", "gone.json": "d"}))
+    for name, trace in {"1": GPU_TRACE, "2": CPU_TRACE, "gone": {"traceEvents": []}}.items():
+        (tmp_path / f"{name}.json").write_text(json.dumps(trace))
+    assert {one.call for one in pr.read_torch(tmp_path)} == {"a: b", "c"}
+    assert pr.read_torch(tmp_path / "nowhere") == []
+
+    def node(name, *children, **metrics):
+        return {"frame": {"name": name, "type": "function"}, "metrics": metrics, "children": list(children)}
+
+    kernel = node("matmul_kernel", **{"count": 3, "time (ns)": 9000, "device_id": "0"})
+    tree = [node("ROOT", node("matmul: triton", kernel), **{"time (ns)": 0}), {"CUDA": {"0": {"arch": "90"}}}]
+    assert pr.read_proton(tree) == [Seen("matmul: triton", "matmul_kernel", 3, 9.0)]
+
+
+# --- the table and what it says
+
+H200 = Limits(4.0, {"bfloat16": 800.0})
+COPY = {"bytes": 400_000_000, "flops": 0, "dtype": None, "steps": []}
+GEMM = {"bytes": 1_000_000, "flops": 800_000_000_000, "dtype": "bfloat16", "steps": []}
+
+
+@pytest.mark.parametrize(
+    ("kernels", "work", "limits", "text"),
+    [
+        ([(110.0, 413.6e6, 0.0, 90.0)], COPY, H200, "memory-bound: 94% of copy"),
+        ([(200.0, 800e6, 0.0, 90.0)], COPY, H200, "memory-bound: 100% of copy, 2.00x the least bytes"),
+        ([(1250.0, 10e6, 85.0, 12.0)], GEMM, H200, "bound by the tensor cores: busy 85%, 80% of cuBLAS bfloat16"),
+        ([(3.0, 1e6, 0.0, 5.0)], None, H200, "short: launching bounds it (8% of copy)"),
+        (
+            [(300.0, 300e6, 20.0, 10.0), (100.0, 100e6, 60.0, 50.0)], None, H200,
+            "waiting: 25% of copy, tensor cores busy 30%, 20% of the warps",
+        ),
+        ([(100.0, 300e6, 7.0, 10.0)], None, Limits(), "3.00 TB/s of memory, tensor cores busy 7%"),
+        ([(125.0,)], COPY, H200, "memory-bound by its work: 80% of copy"),
+        ([(50.0,)], COPY, H200, "memory-bound by its work: 200% of copy, as L2 is warm here"),
+        ([(2000.0,)], GEMM, H200, "bound by arithmetic by its work: 50% of cuBLAS bfloat16"),
+        ([(2000.0,)], None, H200, ""),
+        ([(2000.0,)], COPY, Limits(), ""),
+        ([(0.0, 0.0)], COPY, H200, ""),
+    ],
+)  # fmt: skip
+def test_the_verdict_is_of_the_numbers(kernels, work, limits, text):
+    assert pr.verdict([Seen("c", "k", 1, *numbers) for numbers in kernels], work, limits) == text
+
+
+def test_the_table_has_the_columns_that_hold_something():
+    groups = {SOFTMAX: "softmax", CUBLAS: "matmul"}
+    work = {SOFTMAX: {"bytes": 268435456, "flops": 0, "dtype": None, "steps": []}}
+    _, console = printed(pr.show, pr.read_ncu(NCU), work, H200, groups)
+    text = console.rows
+    heads = "case, and call kernel launches us TB/s tensor cores occupancy registers TB/s of work what that says"
+    assert text[1] == heads
+    assert text[text.index("softmax") :] == [
+        "softmax",
+        "softmax 8192x8192 bfloat16",
+        "triton, one pass softmax_kernel 1 66.0 4.07 0 % 80 % 32 4.07 memory-bound: 102% of copy",
+        "matmul",
+        "matmul 8192",
+        "cuBLAS 2 kernels 3 1004.0 0.402 bound by the tensor cores: busy 90%",
+        "nvjet 1 1000.0 0.4 90 % 12 % 168",
+        "reduce 2 4.0 1 0 % 80 % 24",
+        "outside every range fill 1 2.0 0 short: launching bounds it (0% of copy)",
+        "",
+    ]  # fmt: skip
+    _, console = printed(pr.show, pr.read_nsys([NSYS]), {}, H200)
+    assert (console.rows[1], "->" in console.said) == ("case, and call kernel launches us", False)
+    terminal = {"force_terminal": True, "no_color": True, "color_system": None}
+    _, console = printed(pr.show, pr.read_ncu(NCU), {}, H200, groups, width=60, **terminal)  # a narrow one gets lines
+    assert max(map(len, console.said.splitlines())) <= 60
+    text = " ".join(console.rows)
+    assert "triton, one pass softmax_kernel: launches 1, us 66.0, TB/s 4.07, tensor cores 0 %" in text
+    assert "-> memory-bound: 102% of copy" in text
+
+
+def test_a_case_stands_once_and_a_call_of_many_kernels_is_cut_and_its_sum_is_not():
+    cases = [Seen(f"copy {case}: {name}", "k", 1, 1.0) for case in ("8x8", "9x9") for name in ("a", "b")]
+    text = printed(pr.show, cases, {}, Limits())[1].rows
+    assert text[3:-1] == ["copy 8x8", "a k 1 1.0", "b k 1 1.0", "copy 9x9", "a k 1 1.0", "b k 1 1.0"]
+    text = printed(pr.show, pr.together(Seen("t: c", f"k{i}", 1, 10.0 + i) for i in range(20)), {}, Limits())[1].rows
+    assert "c 20 kernels 20 390.0" in text
+    assert "and 18 more 18 333.0" in text
+    calls = [f"t {i}: {name}" for i in range(16) for name in ("torch", "triton rows")]  # of many: ours alone
+    seen = [Seen(call, kernel, 1, 1.0) for call in calls for kernel in ("first", "second")]
+    text = printed(pr.show, seen, {}, Limits())[1].rows
+    assert text.count("torch 2, most in first 2 2.0") == 16
+    assert text.count("triton rows 2 kernels 2 2.0") == text.count("second 1 1.0") == 16
+
+
+def test_names_are_shortened():
+    for kernel, name in {
+        "softmax_kernel": "softmax_kernel",
+        "void at::native::elementwise_kernel<4, at::native::F<c10::BF16>, S<2ul> >(int, F)": "elementwise_kernel",
+        "void (anonymous namespace)::warp<float, 10>(float*)": "(anonymous namespace)::warp",
+        "x" * 80: "x" * 53 + "...",
+    }.items():
+        assert pr.short(kernel) == name
+
+
+# --- a profile: of nothing, of what failed, in parts
+
+
+def example(name, *calls, status="passed", reason=None, work=COPY):
+    return {"name": name, "status": status, "reason": reason, "profiled": dict.fromkeys(calls, work)}
+
+
+def parts(folder, *records, **more):
+    """What ncu.sh leaves of one process after the other: a record and a table each."""
+    written = []
+    for i, (examples, text) in enumerate(records):
+        record = folder / f"x.ncu{f'.{i + 1}' if i else ''}.json"
+        record.write_text(json.dumps({"examples": examples, "machine": {"gpu": None}} | (more if not i else {})))
+        record.with_suffix(".csv").write_text(text)
+        written += [record, record.with_suffix(".csv")]
+    return written[::2], written[1::2]
+
+
+def test_every_technique_is_named_with_the_reason_why_it_is_not_there(tmp_path):
+    failed, console = printed(show_profile, "ncu", *parts(tmp_path, ([], "")))
+    assert (failed, "no kernel was captured" in console.said) == (1, True)
+    assert "profiling/torch_profile.sh" in console.said
+    first = [example("softmax", SOFTMAX), example("debugging")]
+    second = [
+        example("matmul", CUBLAS), example("later", status="skipped", reason="needs sm_100"),
+        example("wrong", status="failed", reason="RuntimeError: no\nmore"),
+    ]  # fmt: skip
+    records, tables = parts(tmp_path, (first, NCU.split('"matmul')[0]), (second, NCU), running="hangs")
+    (tmp_path / "x.ncu.2.left").write_text(json.dumps({"matmul 4: b": "not at all: its technique's 9 s were spent"}))
+    failed, console = printed(show_profile, "ncu", records, tables)
+    assert failed == 1
+    for text in (
+        "hangs failed: it ended the process, and the profile goes on after it", "later: not profiled: needs sm_100",
+        "debugging: not profiled: it calls nothing under --profile", "wrong failed: RuntimeError: no\n",
+        "matmul 4: b: profiled not at all: its technique's 9 s were spent",
+    ):  # fmt: skip
+        assert text in console.said
+    assert {"softmax", "matmul"} <= set(console.rows)
+
+
+def test_interpreted_kernels_get_no_rates(tmp_path):
+    record = {"sizes": "interpreted", "examples": [example("a", "c")]}
+    for name, text in {"r": record, "names": {"1.json": "c"}, "1": CPU_TRACE}.items():
+        (tmp_path / f"{name}.json").write_text(json.dumps(text))
+    failed, console = printed(show_profile, "torch", [tmp_path / "r.json"], [tmp_path])
+    assert (failed, "TB/s" in console.said, pr.works_of(record)) == (0, False, {"c": COPY})
+    assert "Triton kernels are interpreted" in console.said
+
+
+def test_what_is_left_after_the_technique_that_ended_the_process(tmp_path):
+    record, topic = tmp_path / "r.json", ROOT / "triton_fp8_advanced.py"
+    names = [t.name for t in techniques(topic, [])]
+    assert pr.rest(record, topic, []) == []  # no record at all: no second try
+    record.write_text(json.dumps({"running": names[1], "examples": [example(names[0])]}))
+    assert pr.rest(record, topic, []) == names[2:]
+    assert pr.rest(record, topic, [names[4], names[1]]) == [names[4]]
+    record.write_text(json.dumps({"running": None, "examples": [example(name) for name in names]}))
+    assert pr.rest(record, topic, []) == []
+
+
+def test_the_text_file_has_what_was_printed_and_what_it_is_of(tmp_path, capsys, monkeypatch):
+    monkeypatch.setenv("PROFILING_COMMAND", "profiling/ncu.sh triton_examples.py softmax --quick")
+    monkeypatch.setenv("PROFILING_TOOL", "Nsight Compute 2025.3.1.0")
+    monkeypatch.setattr(pr, "measured", lambda works: H200)
+    machine = {"gpu": "NVIDIA H200", "driver": "580.1", "torch": "2.11.0", "triton": "3.6.0", "mode": "cpu"}
+    run = {"when": "2026-11-22T01:02:03+00:00", "commit": "0123456789abcdef", "dirty": False, "machine": machine}
+    ((record,), (csv,)) = parts(tmp_path, ([example("softmax", SOFTMAX) | run], NCU))
+    assert main(["ncu", str(record), str(csv)]) == 0
+    text, out = (tmp_path / "x.ncu.txt").read_text(), capsys.readouterr().out
+    assert text.splitlines()[:3] == [
+        "# profiling/ncu.sh triton_examples.py softmax --quick",
+        "# 2026-11-22, NVIDIA H200, driver 580.1, torch 2.11.0, Triton 3.6.0, Nsight Compute 2025.3.1.0, "
+        "commit 0123456789ab",
+        "",
+    ]  # fmt: skip
+    body = "\n".join(text.splitlines()[3:])
+    assert body in out
+    assert "measured here, now: copy 4.00 TB/s" in body
+    assert f"table: {tmp_path}/x.ncu.txt" in out
+
+
+# --- ncu beside compare
+
+
+def timings(**of_ceiling):
+    """A record of a run on a GPU that copies 4 TB/s, each call 100 us."""
+    rows = [{"variant": v, "ms": 0.1, "of_ceiling": share} for v, share in of_ceiling.items()]
+    table = {"title": "copy", "case": "8x8", "rows": rows}
+    machine = {"gpu": "NVIDIA H200", "ceilings": {"copy_tbps": 4.0, "gemm_tflops": {"bfloat16": 800.0}}}
+    return {"machine": machine, "when": "2026-11-22T00:00:00", "examples": [{"name": "copy", "tables": [table]}]}
+
+
+LONG = "timed 1.25x as long: what is before its launches, and L2 written back"
+
+
+@pytest.mark.parametrize(
+    ("us", "moved", "apart", "why"),
+    [
+        (100.0, 400e6, 0.0, ""),
+        (98.0, 392e6, 0.0, ""),
+        (96.0, 400e6, 1 / 0.96 - 1, ""),
+        (100.0, 800e6, 1.0, "it moves 2.00x the least bytes"),
+        (100.0, 360e6, -0.1, "10% of the least bytes stay in L2"),
+        (80.0, 400e6, 0.25, LONG),
+        (125.0, 400e6, -0.2, "1.25x as long under ncu"),
+        (80.0, 600e6, 0.875, f"it moves 1.50x the least bytes; {LONG}"),
+        (97.6, 410e6, 410 / 400 / 0.976 - 1, "several small differences"),
+    ],
+)
+def test_what_ncu_counts_agrees_with_what_was_timed_or_says_why_not(us, moved, apart, why):
+    call = "copy 8x8: ours"
+    (found,), left = pr.agreement(timings(ours=1.0), {call: COPY}, [Seen(call, "k", 1, us, moved)])
+    assert not left
+    assert (found.apart, found.why) == (pytest.approx(apart), why)
+    assert found.counted / found.timed == pytest.approx(found.bytes * found.time)
+
+
+def test_what_memory_does_not_bound_is_left_out_of_the_agreement():
+    works = {"gemm": GEMM, "model": COPY | {"steps": [[1, 1]]}, "other": COPY, "empty": COPY | {"bytes": 0}}
+    seen = [Seen(f"copy 8x8: {name}", "k", 1, 100.0, 1e6) for name in works]
+    seen.append(Seen("copy 8x8: unknown", "k", 1, 100.0))
+    works = {f"copy 8x8: {name}": work for name, work in (works | {"unknown": COPY}).items()}
+    assert pr.agreement(timings(gemm=0.9, model=0.9, empty=0.9, unknown=0.9), works, seen) == ([], {
+        "bound by arithmetic": 1, "without a number of bytes": 2, "not timed at this size in the reference": 1,
+        "without counted bytes": 1,
+    })  # fmt: skip
+
+
+def test_the_agreement_is_printed_from_files_alone(tmp_path, capsys):
+    call, reference, cpu = "copy 8x8: ours", tmp_path / "reference.json", tmp_path / "cpu.json"
+    rows = ncu_row(call, "copy_kernel", 200e6, 200e6, "100000", 32, 0, 80)
+    records, tables = parts(tmp_path, ([example("copy", call)], NCU_HEAD + UNITS + rows))
+    reference.write_text(json.dumps(timings(ours=0.9)))
+    assert main(["agree", *map(str, (reference, *records, *tables))]) == 0
+    text = " ".join(capsys.readouterr().out.split())
+    assert "copy 8x8: ours 90.0% 100.0% 1.111 1.000 1.000 several small differences" in text
+    assert "0 of 1 calls agree within 5% with reference.json, of NVIDIA H200, 2026-11-22, as shares" in text
+    cpu.write_text(json.dumps({"machine": {"ceilings": {}}, "examples": []}))
+    failed, console = printed(show_profile, "ncu", records, tables, cpu)
+    assert (failed, "cpu.json has no timings of a GPU to agree with" in console.said) == (0, True)
