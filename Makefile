@@ -1,6 +1,7 @@
-# make run       the tour: every topic at quick sizes
-# make run-full  every topic at the sizes worth timing
+# make run       the tour: one or two techniques of each topic, at quick sizes
+# make run-all   every technique, at quick sizes; run-full at the sizes worth timing
 # make test      the tests; on a GPU box they run on the GPU (PYTEST_ARGS= adds those marked slow)
+# make studies   every lesson with its study, once, at the smallest sizes: they run
 # make lint      ruff, check and format
 # make backends  torch.compile's backends that are not torch's own, really run; test-backends tests them
 # make xla       the XLA topic in its own environment, which pins an older torch; test-xla tests it
@@ -16,47 +17,32 @@ TOPICS := torch_compiler_examples.py triton_examples.py triton_fp8_advanced.py t
 PYTEST_ARGS ?= -m "not slow"
 # One process for each core, unless there is a GPU, which one process at a time should have.
 WORKERS ?= $(shell nvidia-smi -L >/dev/null 2>&1 && echo 0 || echo auto)
-# Without a GPU the Triton topics time nothing: at the lowest priority they take what the others leave of the cores.
-BESIDE = $(if $(filter auto,$(WORKERS)),$(filter triton_%,$(TOPICS)))
-# They end sooner than the compiler's: this technique of that topic comes after them, so that no core waits.
-COMPILER := torch_compiler_examples.py
-LATE = $(if $(and $(BESIDE),$(filter $(COMPILER),$(TOPICS))),caching)
-EARLY = $(filter-out $(LATE),$(shell sed -n 's|.*examples/compiler/\(.*\)\.py.*|\1|p' $(COMPILER)))
 # Without a GPU: Inductor asks g++ for each vector unit of this CPU, unless it is told that those it finds will do; its
 # workers import torch, unless they are forked; threads spin while they wait for others that have no core, unless told.
 FORKED = $(if $(filter Linux,$(shell uname)),TORCHINDUCTOR_WORKER_START=fork)
 ON_CPU = $(if $(filter auto,$(WORKERS)),TORCHINDUCTOR_VEC_ISA_OK=1 $(FORKED) OMP_WAIT_POLICY=passive)
 # In processes that each start a thread for every core, the threads spin while they wait for one that does not run.
-PYTEST = $(if $(filter auto,$(WORKERS)),OMP_NUM_THREADS=1) $(1)/bin/python -m pytest -n $(WORKERS) --dist worksteal
+PYTEST = $(if $(filter auto,$(WORKERS)),OMP_NUM_THREADS=1) $(1)/bin/python -m pytest -n $(WORKERS)
 
-.PHONY: run run-full test lint setup backends test-backends xla test-xla clean
+.PHONY: run run-all run-full test studies lint setup backends test-backends xla test-xla clean
 
 run: $(READY)
-	@status=0; beside=; said=$$(mktemp -d) || exit 1; \
-	trap 'kill $$beside 2>/dev/null; rm -rf "$$said"' EXIT; trap 'exit 130' INT TERM; \
-	if [ -n "$(BESIDE)" ]; then \
-	    echo "meanwhile, at the lowest priority: $(BESIDE)$(if $(LATE), (and then $(LATE))); what they say comes at the end"; \
-	    ( one=; trap 'kill $$one 2>/dev/null; exit 130' INT TERM; bad=0; for topic in $(BESIDE); do \
-	        $(ON_CPU) OMP_NUM_THREADS=1 nice -n 19 $(BIN)/python $$topic --quick >"$$said/$$topic" 2>&1 & one=$$!; \
-	        wait $$one || bad=1; \
-	    done; \
-	    if [ -n "$(LATE)" ]; then \
-	        $(ON_CPU) $(BIN)/python $(COMPILER) $(LATE) --quick >"$$said/late" 2>&1 & one=$$!; wait $$one || bad=1; \
-	    fi; exit $$bad ) & beside=$$!; \
-	fi; \
-	for topic in $(filter-out $(BESIDE),$(TOPICS)); do \
-	    names=; if [ -n "$(LATE)" ] && [ $$topic = $(COMPILER) ]; then names="$(EARLY)"; fi; \
-	    $(ON_CPU) $(BIN)/python $$topic $$names --quick || status=1; \
-	done; \
-	if [ -n "$$beside" ]; then wait $$beside || status=1; fi; \
-	cat $(if $(LATE),"$$said/late") $(foreach topic,$(BESIDE),"$$said/$(topic)") </dev/null; \
-	exit $$status
+	@status=0; for topic in $(TOPICS); do $(ON_CPU) $(BIN)/python $$topic --tour --quick || status=1; done; exit $$status
+
+run-all: $(READY)
+	@status=0; for topic in $(TOPICS); do $(ON_CPU) $(BIN)/python $$topic --quick || status=1; done; exit $$status
 
 run-full: $(READY)
 	@status=0; for topic in $(TOPICS); do $(BIN)/python $$topic --full || status=1; done; exit $$status
 
 test: $(READY)
-	$(call PYTEST,$(VENV)) $(PYTEST_ARGS)
+	$(call PYTEST,$(VENV)) --dist worksteal $(PYTEST_ARGS)
+
+# Two topics at a time where there is no GPU to share. PyTorch/XLA's are run by test-xla, in its environment.
+STUDIED := $(filter-out torch_xla_examples.py,$(TOPICS))
+studies: $(READY)
+	@printf '%s\n' $(STUDIED) | $(ON_CPU) OMP_NUM_THREADS=1 xargs -I TOPIC -P $(if $(filter auto,$(WORKERS)),2,1) \
+	    $(BIN)/python TOPIC --study --quick --check-only
 
 lint: $(READY)
 	$(BIN)/ruff check .
@@ -85,12 +71,17 @@ $(BACKENDS_READY): requirements-backends.txt pyproject.toml
 xla: $(XLA_READY)
 	$(XLA_VENV)/bin/python torch_xla_examples.py
 
+# Each file in one process: XLA's programs live as long as the process, so a demo that runs in it a second time
+# compiles nothing and the tests that count its compilations fail.
 test-xla: $(XLA_READY)
-	$(call PYTEST,$(XLA_VENV)) $(PYTEST_ARGS) tests/examples/xla $(XLA_HARNESS)
-	$(call PYTEST,$(XLA_VENV)) $(PYTEST_ARGS) -k xla tests/harness/test_cli.py
+	$(call PYTEST,$(XLA_VENV)) --dist loadfile $(PYTEST_ARGS) tests/examples/xla $(XLA_HARNESS)
+	$(call PYTEST,$(XLA_VENV)) --dist loadfile $(PYTEST_ARGS) -k xla tests/harness/test_cli.py
+	$(XLA_VENV)/bin/python -m pytest $(PYTEST_ARGS) -k xla- tests/test_house.py
+	$(XLA_VENV)/bin/python torch_xla_examples.py --study --quick --check-only
 
 # What of the harness this topic rests on, on the torch that it runs on.
-XLA_HARNESS := $(patsubst %,tests/harness/test_%.py,xla faults process check compare settings transformer)
+XLA_HARNESS := $(patsubst %,tests/harness/test_%.py,faults process check bench settings)
+XLA_HARNESS += $(patsubst %,tests/examples/common/test_%.py,transformer xla)
 
 # This project asks for a newer torch than torch_xla works with: it is made importable and nothing more.
 $(XLA_READY): requirements-xla.txt pyproject.toml
