@@ -10,7 +10,6 @@ import random
 import re
 from types import SimpleNamespace
 
-from harness.bench import Row, Table
 from harness.codegen import compile_for, dump
 
 import pytest
@@ -30,19 +29,13 @@ from examples.fp8.fp8_matmul_pointers import GROUP_M, POINTER_TILES, fitting_til
 from studies.fp8.fp8_matmul import CODE
 
 FORMATS = [(E4M3, E4M3), (E4M3, E5M2), (E5M2, E4M3), (E5M2, E5M2)]
-every_variant = pytest.mark.parametrize("variant", VARIANTS)
 
 
-def check(h, inputs, variant=None, out=torch.bfloat16, what=None, **more):
-    fn = functools.partial(fp8_matmul, out_dtype=out, variant=variant)
-    M, K = inputs[0].shape
-    what = what or f"{variant} {M}x{inputs[1].shape[1]}x{K} {out}"
-    h.check(fn, reference, *inputs, what=what, dtype=out, **budget(h, K) | more)
-
-
-def runs(h, variant):
-    if variant not in runnable(h.device):
-        pytest.skip(f"{variant} needs another GPU")
+@pytest.fixture(params=VARIANTS)
+def variant(request, h):
+    if request.param not in runnable(h.device):
+        pytest.skip(f"{request.param} needs another GPU")
+    return request.param
 
 
 @pytest.fixture
@@ -56,58 +49,53 @@ def gpu_of(monkeypatch):
     return pretend
 
 
+def check(h, inputs, variant=None, out=torch.bfloat16, what=None):
+    fn = functools.partial(fp8_matmul, out_dtype=out, variant=variant)
+    M, K = inputs[0].shape
+    what = what or f"{variant} {M}x{inputs[1].shape[1]}x{K} {out}"
+    h.check(fn, reference, *inputs, what=what, dtype=out, **budget(h, K))
+
+
 # One row, one column, one tile and one more in each dimension, half a tile of columns and 8 more, nothing to add up.
 SHAPES = [(1, 16, 16), (37, 8, 112), (128, 256, 128), (129, 264, 144), (5, 136, 16), (5, 16, 0), (0, 8, 16), (5, 0, 16)]
 RAGGED = [(1, 1, 1), (37, 53, 101), (129, 257, 129), (3, 5, 0)]  # primes, one more than a tile: only by pointers
 
 
-@pytest.mark.parametrize("shape", SHAPES + RAGGED, ids=str)
-def test_shapes(h, shape):
-    """By every kernel that takes the shape, and by the one that is chosen."""
+@pytest.mark.parametrize(("case", "shape"), list(enumerate(SHAPES + RAGGED)), ids=str)
+def test_shapes_formats_and_dtypes(h, case, shape):
+    """By every kernel that takes the shape, and by the one that is chosen; with and without bias."""
     M, N, K = shape
-    ragged = shape in RAGGED
-    for i, variant in enumerate((None, "pointers") if ragged else (None, *runnable(h.device))):
-        rows = (i + M) % 2 == 1
+    for i, variant in enumerate((None, "pointers") if shape in RAGGED else (None, *runnable(h.device)), case):
+        rows, out = i % 2 == 1, OUT_DTYPES[i % 3]
         if min(shape) > 0:
-            inputs = operands(h, M, N, K, rows)
+            inputs = operands(h, M, N, K, rows, FORMATS[i % 4])
         else:  # no amax of nothing
             scales = (h.randn(M, 1).exp_(), h.randn(1, N).exp_()) if rows else (h.randn(1).exp_(), h.randn(1).exp_())
             inputs = (h.randn(M, K, dtype=E4M3), h.randn(N, K, dtype=E4M3).t(), *scales)
-        check(h, inputs, variant)
-
-
-@every_variant
-def test_every_format_to_every_dtype(h, variant):
-    runs(h, variant)
-    outs = (torch.float16, torch.bfloat16, torch.float32, torch.float16)
-    for i, (formats, out) in enumerate(zip(FORMATS, outs, strict=True)):
-        inputs = operands(h, 133, 264, 144, i < 2, formats)
         if not (h.interpreted and out is torch.bfloat16):  # the interpreter takes no bfloat16
-            inputs = (*inputs, h.randn(264, dtype=out))
-        check(h, inputs, variant, out, what=f"{variant} {formats} {out}")
+            inputs = (*inputs, h.randn(N, dtype=out))
+        check(h, inputs, variant, out)
 
 
-@every_variant
-def test_bias_is_added_in_float32_after_scaling(h, variant):
-    """All products 0: the bias comes back bit for bit, also where K is 0."""
-    runs(h, variant)
+def test_products_of_zero_leave_the_bias(h, variant):
+    """Bit for bit, where K is 0 too; and nothing without a bias, though the product of the least scales underflows."""
     bias, one = h.randn(264), torch.ones((), device=h.device)
     for K in (0, 16):
         a, b = torch.zeros(3, K, device=h.device).to(E4M3), torch.zeros(264, K, device=h.device).to(E5M2).t()
         assert torch.equal(fp8_matmul(a, b, one, one, bias, torch.float32, variant), bias.expand(3, -1))
+    q, scale = quantize_reference(torch.zeros(16, 32, device=h.device), (16, 32))
+    for scales in ((scale.reshape(()), scale.reshape(1)), (scale.expand(16, 1), scale.expand(1, 16))):
+        assert not fp8_matmul(q, q.t(), *scales, variant=variant).any()
 
 
-@every_variant
 def test_scales_of_every_shape(h, variant):
     """None, one or many for each side, contiguous or not: a stride nobody expects, a column of a wider matrix."""
-    runs(h, variant)
     M, N, K = 130, 264, 32
     a, b, scale_a, scale_b = operands(h, M, N, K, rows=True)
     every_a = [scale_a[:1, 0], scale_a[0, 0], scale_a, h.randn(M, 3).exp_()[:, 1:2], h.randn(M + 1, 1).exp_()[1:]]
     every_b = [scale_b[0, :1], scale_b[0, 0], scale_b, h.randn(2, N).exp_()[:1], h.randn(N, 2).exp_().t()[1:]]
     for i, one in enumerate(every_a):
-        for j in (i, (i + 2) % 5):
-            check(h, (a, b, one, every_b[j]), variant, what=f"{variant} scales {i}, {j}")
+        check(h, (a, b, one, every_b[(i + 2) % 5]), variant, what=f"{variant} scales {i}")
     check(h, (a[:1], b, scale_a[:1], scale_b), variant, what=f"{variant}, a row of one")
     bias = h.randn(N + 1, dtype=torch.float32)[1:]  # starts where no TMA could
     check(h, (a, b, scale_a, scale_b, bias), variant, torch.float32, what=f"{variant}, bias from 4 bytes on")
@@ -124,20 +112,17 @@ def test_what_tma_cannot_read_as_a_vector_is_copied():
         assert (desc.shape, desc.strides[1], desc.block_shape) == ([1, n], 1, [1, 64])
 
 
-@every_variant
-def test_every_tile_is_taken_once(h, variant, gpu_of):
-    """One program for all tiles, programs with more and fewer tiles than others, more SMs than tiles; then more rows of
-    tiles than a group has, a last group that is not full, two columns of tiles."""
-    runs(h, variant)
+def test_every_tile_is_taken_once(h, variant, gpu_of, monkeypatch):
+    """One program for all tiles, programs with more and fewer tiles than others, more SMs than tiles; a group of rows
+    of tiles that is not full."""
+    for module in (lesson, pointers, hopper):
+        monkeypatch.setattr(module, "GROUP_M", 2)
     for sms in (1, 3, 1000):
         gpu_of(sms)
         check(h, operands(h, 300, 520, 16, rows=True), variant)
-    check(h, operands(h, (GROUP_M + 1) * TMA_TILES[0][0] + 1, 264, 16, rows=True), variant)
 
 
-@every_variant
 def test_layouts(h, variant):
-    runs(h, variant)
     one = torch.ones((), device=h.device)
     a, w = h.randn(140, 320, dtype=E4M3), h.randn(300, 480, dtype=E4M3)
     pairs = [
@@ -153,47 +138,23 @@ def test_layouts(h, variant):
         check(h, (left, right, one, one), variant, what=f"{variant} strides {left.stride()}, {right.stride()}")
 
 
-@every_variant
-@pytest.mark.parametrize("rows", [False, True])
-def test_extremes(h, variant, rows):
+def test_extremes(h, variant):
     """NaN and infinity reach what torch says they reach: not the rows and columns beside the tail of a tile."""
-    runs(h, variant)
-    scales = (h.randn(130, 1).exp_(), h.randn(1, 264).exp_()) if rows else (h.randn(1).exp_(), h.randn(1).exp_())
+    per_row, one = (h.randn(130, 1).exp_(), h.randn(1, 264).exp_()), (h.randn(1).exp_(), h.randn(1).exp_())
     a, b = h.randn(130, 144), h.randn(264, 144)
     a[3, 5], b[9, 2] = float("nan"), float("nan")  # e4m3fn has no infinity
-    check(h, (a.to(E4M3), b.to(E4M3).t(), *scales), variant, what="NaN")
+    a[70, 0], b[200, 0] = float("nan"), float("nan")  # what a mask that is too wide reads after the end of a row
+    check(h, (a.to(E4M3), b.to(E4M3).t(), *per_row), variant, what="NaN")
     a[129, 143], b[263, 143], b[130, 7] = (float(x) for x in ("inf", "-inf", "inf"))
-    check(h, (a.to(E5M2), b.to(E5M2).t(), *scales), variant, what="NaN and infinities")
-    largest = torch.full((5, 144), 448.0, device=h.device).to(E4M3)
+    check(h, (a.to(E5M2), b.to(E5M2).t(), *one), variant, what="NaN and infinities")
+    largest = torch.full((130, 144), 448.0, device=h.device).to(E4M3)
     signs = torch.where(h.randn(264, 144) > 0, 448.0, -448.0).to(E4M3).t()
-    check(h, (largest, signs, scales[0][:5] if rows else scales[0], scales[1]), variant, what="the largest numbers")
-    least = (h.randn(130, 144) * 2.0**-8).to(E4M3)  # mostly subnormal
-    small = tuple(2.0**-30 * scale for scale in scales)
-    check(h, (least, b.nan_to_num(0, 1, 1).to(E5M2).t(), *small), variant, torch.float32, what="subnormal")
-    huge = tuple(40.0 * scale for scale in scales)
-    finite = a.nan_to_num(0, 1, 1).to(E4M3), b.nan_to_num(0, 1, 1).to(E4M3).t()
-    check(h, (*finite, *huge), variant, torch.float16, what="beyond the range of float16, in part")
-
-
-@every_variant
-def test_quantized_zeros_stay_zeros(h, variant):
-    """Their scale is the least there is, and the product of two underflows: 0 all the same."""
-    runs(h, variant)
-    q, scale = quantize_reference(torch.zeros(16, 32, device=h.device), (16, 32))
-    for scales in ((scale.reshape(()), scale.reshape(1)), (scale.expand(16, 1), scale.expand(1, 16))):
-        assert not fp8_matmul(q, q.t(), *scales, variant=variant).any()
-
-
-def test_less_shared_memory(h, gpu_of):
-    if not h.interpreted:
-        pytest.skip("shared memory is real here")
-    inputs = operands(h, 200, 264, 144, rows=True)
-    for variant in runnable(h.device):
-        gpu_of(4, SHARED_LIMIT[120])
-        check(h, inputs, variant, torch.float32)
-        gpu_of(4, 16 * 1024)
-        with pytest.raises(RuntimeError, match="fp8_matmul: no tile fits the 16384 bytes of shared memory of"):
-            fp8_matmul(*inputs, variant=variant)
+    check(h, (largest, signs, *per_row), variant, what="the largest numbers")
+    a, b = (x.nan_to_num(0, 1, 1) for x in (a, b))
+    least, small = (a * 2.0**-8).to(E4M3), (2.0**-30 * scale for scale in one)  # mostly subnormal
+    check(h, (least, b.to(E5M2).t(), *small), variant, torch.float32, what="subnormal")
+    huge = (40.0 * scale for scale in per_row)
+    check(h, (a.to(E4M3), b.to(E4M3).t(), *huge), variant, torch.float16, what="beyond float16, in part")
 
 
 def test_which_kernel_is_chosen(monkeypatch):
@@ -206,73 +167,41 @@ def test_which_kernel_is_chosen(monkeypatch):
         for left, right in [(a[:, :40], b[:40]), (a, b[:, :44]), (a[:, 1:33], b[:32]), (a[:1].expand(40, 64), b)]:
             assert lesson.choose(left, right, torch.bfloat16) == "pointers"
         assert lesson.choose(a, b[:, :44], torch.float32) == last
-    monkeypatch.setattr(lesson, "gluon_architecture", lambda device: None)  # the interpreter's
-    monkeypatch.setattr(lesson, "architecture", lambda device: 90)
-    assert lesson.choose(a, b, torch.bfloat16) == "persistent"
 
 
 @pytest.mark.parametrize(
     ("sm", "variant", "message"),
-    [(80, None, "this GPU is sm_80; FP8 tensor cores come with sm_89"),
-     (89, "persistent", r"TMA comes with sm_90 \(this is sm_89\): use variant='pointers'"),
-     (89, "warp specialized", r"TMA comes with sm_90 \(this is sm_89\)"),
-     (100, "warp specialized", r"needs sm_90, for its wgmma \(this is sm_100\): use variant='persistent'"),
-     (None, "warp specialized", r"needs sm_90, .*Gluon kernels are not interpreted\): use variant='persistent'")],
+    [(80, None, "this GPU is sm_80"), (89, "persistent", "TMA comes with sm_90 .*use variant='pointers'"),
+     (100, "warp specialized", r"needs sm_90.*\(this is sm_100\): use variant='persistent'"),
+     (None, "warp specialized", "needs sm_90, .*not interpreted.*: use variant='persistent'")],
 )  # fmt: skip
 def test_other_gpus(h, monkeypatch, sm, variant, message):
     monkeypatch.setattr(checks, "architecture", lambda device: sm or 90)
     monkeypatch.setattr(common, "gluon_architecture", lambda device: sm)
     with pytest.raises(RuntimeError, match=f"fp8_matmul: {message}"):
-        fp8_matmul(*operands(h, 16, 16, 16, False), variant=variant)
+        lesson.fp8_matmul(*operands(h, 16, 16, 16, False), variant=variant)
 
 
-@pytest.mark.parametrize("which", [2, 3])
-def test_bad_scales(h, which):
-    inputs = [*operands(h, 20, 16, 16, rows=True)]
-    inputs[which] = inputs[which].clone()
-    inputs[which].view(-1)[5] = float("nan")
-    with pytest.raises(ValueError, match=f"fp8_matmul: scale_{'ab'[which - 2]} has 1 of .* not positive and finite"):
-        fp8_matmul(*inputs)
-    fp8_matmul(*inputs, check_scales=False)  # not looked at, so not refused
-
-
-def _bad(device):
-    a, w = torch.randn(4, 32, device=device).to(E4M3), torch.randn(16, 32, device=device).to(E4M3)
-    b, one, row = w.t(), torch.ones((), device=device), torch.ones(1, 16, device=device)
-    flat, bias = torch.zeros(600, device=device).to(E4M3), torch.ones(16, dtype=torch.float16, device=device)
-    half, tma, wide = {"out_dtype": torch.float16}, {"variant": "persistent"}, {"out_dtype": torch.float32}
-    shared, apart = flat[1:129].view(4, 32), flat[:576].view(16, 36)[:, :32].t()
-    return {
-        "no tensor": (([1.0], b, one, one), {}, TypeError, r"expected a torch\.Tensor, got list"),
-        "float16": ((a.half(), b, one, one), {}, TypeError, r"a is torch\.float16; .*quantize it and pass its scales"),
-        "a vector": ((a, b[:, 0], one, one), {}, ValueError, r"shapes \(4, 32\) and \(32,\); need \[M, K\] and"),
-        "inner sizes": ((a, w, one, one), {}, ValueError, r"shapes \(4, 32\) and \(16, 32\)"),
-        "a by columns": ((a.t().contiguous().t(), b, one, one), {}, ValueError, r"a has strides \(1, 4\); .*contig"),
-        "b by rows": ((a, b.contiguous(), one, one), {}, ValueError, r"b has strides \(16, 1\); .*contiguous\(\)\.t"),
-        "scale in float64": ((a, b, one, one.double()), {}, TypeError, r"scale_b is torch\.float64"),
-        "scales of b for a": ((a, b, row, one), {}, ValueError, r"scale_a has shape \[1, 16\]; .* or \[4, 1\]"),
-        "scales transposed": ((a, b, one, row.t()), {}, ValueError, r"scale_b has shape \[16, 1\]; .* or \[1, 16\]"),
-        "bias of a dtype": ((a, b, one, one, bias), {}, TypeError, r"bias is torch\.float16; it must be .*bf"),
-        "bias too short": ((a, b, one, one, bias[:8]), half, ValueError, r"bias has shape \(8,\).*need \[16\]"),
-        "bias with gaps": ((a, b, one, one, bias.repeat(2)[::2]), half, ValueError, r"bias .* strides \(2,\); need"),
-        "bias elsewhere": ((a, b, one, one, bias.to("meta")), half, ValueError, "move them to one device"),
-        "out in FP8": ((a, b, one, one), {"out_dtype": E4M3}, TypeError, r"out_dtype torch\.float8_e4m3fn is not one"),
-        "no variant": ((a, b, one, one), {"variant": "faster"}, ValueError, "variant 'faster' is not one of"),
-        "K of 24": ((a[:, :24], b[:24], one, one), tma, ValueError, "K is 24 and N 16; TMA .*multiple of 16 and N"),
-        "N of 4": ((a, b[:, :4], one, one), tma, ValueError, "K is 32 and N 4; .* one of 8, or use variant='pointers'"),
-        "N of 2": ((a, b[:, :2], one, one), tma | wide, ValueError, "N 2; .*N to one of 4"),
-        "start": ((shared, b, one, one), tma, ValueError, "a has .* starts 1 bytes past a multiple"),
-        "columns": ((a, apart, one, one), tma, ValueError, r"b\.t\(\) has .* strides \(36, 1\)"),
-        "requires grad": ((a.clone().requires_grad_(), b, one, one), {}, RuntimeError, "no backward"),
-        "a scale with grad": ((a, b, one.clone().requires_grad_(), one), {}, RuntimeError, "no backward"),
-    }  # fmt: skip
-
-
-@pytest.mark.parametrize("name", _bad("cpu"))
-def test_bad_input(h, name):
-    args, kwargs, error, message = _bad(h.device)[name]
-    with pytest.raises(error, match=f"fp8_matmul: .*{message}"):
-        fp8_matmul(*args, **kwargs)
+def test_bad_input(h):
+    a, b, scale_a, scale_b = operands(h, 4, 16, 32, False)
+    wide, nan = {"out_dtype": torch.float32}, torch.full((), math.nan, device=h.device)
+    bad = [
+        ({"a": a.t().contiguous().t()}, r"a has strides .*\.contiguous"),
+        ({"b": b.contiguous()}, r"b has strides \(16, 1\); .*contiguous\(\)\.t"),
+        ({"scale_a": torch.ones(1, 16, device=h.device)}, r"scale_a has shape \[1, 16\]; .* or \[4, 1\]"),
+        ({"scale_b": nan}, "scale_b has 1 of .* not positive and finite"),
+        ({"bias": h.randn(32)[::2]} | wide, r"bias .* strides \(2,\); need"),
+        ({"a": a[:, :24], "b": b[:24]}, "K is 24 .*TMA .*multiple of 16"),
+        ({"b": b[:, :2]} | wide, "K is 32 and N 2; .*N to one of 4, or use variant='pointers'"),
+        ({"a": torch.zeros_like(a).view(-1)[1:65].view(2, 32)}, "a has .* starts 1 bytes past a multiple"),
+    ]
+    good = {"a": a, "b": b, "scale_a": scale_a, "scale_b": scale_b, "variant": "persistent"}
+    for wrong, message in bad:
+        with pytest.raises(ValueError, match=f"fp8_matmul: {message}"):
+            fp8_matmul(**good | wrong)
+    with pytest.raises(TypeError, match=r"fp8_matmul: bias is torch\.float32; it must be .*bfloat16"):
+        fp8_matmul(a, b, scale_a, scale_b, h.randn(16))
+    assert fp8_matmul(a, b, scale_a, nan, check_scales=False).isnan().all()  # not looked at, so not refused
 
 
 # --- code
@@ -282,7 +211,7 @@ def meta(*shape, dtype=E4M3):
     return torch.empty(shape, dtype=dtype, device="meta")
 
 
-def layer(rows, n=4096, formats=(E4M3, E4M3)):
+def layer(rows, n=4096, formats=(E4M3, E5M2)):
     f32 = torch.float32
     scales = (meta(n, 1, dtype=f32), meta(1, n, dtype=f32)) if rows else (meta(dtype=f32), meta(1, dtype=f32))
     return meta(n, n, dtype=formats[0]), meta(n, n, dtype=formats[1]).t(), *scales
@@ -291,69 +220,52 @@ def layer(rows, n=4096, formats=(E4M3, E4M3)):
 TENSOR_CORES = {89: "mma.sync", 90: "wgmma", 100: "tcgen05.mma", 120: "mma.sync"}
 
 
-def shared_for(sm, tiles, itemsize=2):
-    """What fitting_tile reckons with, and that with one step of K more."""
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(pointers, "device_limits", lambda device: Limits(1, SHARED_LIMIT[sm]))
-        m, n, k, _, *parts, stages = fitting_tile(torch.device("cpu"), tiles, itemsize)
-    in_use = stages - (TENSOR_CORES[sm] == "mma.sync")
-    rest = (itemsize * m * n // parts[0] if parts else 0) + 2048
-    return in_use * (m + n) * k + rest, (in_use + 1) * (m + n) * k + rest
-
-
-@pytest.mark.parametrize(("variant", "sm"), [(v, sm) for v, find in CODE.items() for sm in find if v != VARIANTS[2]])
-def test_generated_code(variant, sm):
-    for rows in (False, True) if sm == 90 else (True,):
-        (kernel,) = compile_for(fp8_matmul, (*layer(rows), None, torch.bfloat16, variant), sms=(sm,))
-        assert kernel.error is None
-        assert all(kernel.found.get(name) for name in CODE[variant][sm]), kernel.found
-        assert kernel.found["mma f8"] == kernel.found[TENSOR_CORES[sm]], "a tensor-core instruction that is not FP8's"
-        assert (kernel.spills, kernel.fits) == (0, True)
-        # What the wrapper reckons with is enough and used, and not one step of K more would fit.
-        reckoned, one_more = shared_for(sm, POINTER_TILES if variant == "pointers" else TMA_TILES)
-        assert kernel.shared <= reckoned <= kernel.shared_limit == SHARED_LIMIT[sm] < one_more
-        assert reckoned - kernel.shared <= 2048
-
-
-@pytest.mark.parametrize("out", [torch.bfloat16, torch.float32])
-def test_scales_and_bias_fit_hoppers_registers(out):
-    args = (*layer(True), meta(4096, dtype=out), out, "persistent")
-    (kernel,) = compile_for(fp8_matmul, args, sms=(90,))
+@pytest.mark.parametrize(
+    ("variant", "sm", "out"),
+    [("pointers", 89, torch.bfloat16), ("persistent", 90, torch.float32), ("persistent", 120, torch.bfloat16)],
+)
+def test_generated_code(gpu_of, variant, sm, out):
+    """Scales and bias fit the registers, and the tile that is chosen fits shared memory: no further step of K would."""
+    (kernel,) = compile_for(fp8_matmul, (*layer(True), meta(4096, dtype=out), out, variant), sms=(sm,))
     assert (kernel.error, kernel.spills, kernel.fits) == (None, 0, True)
-
-
-@pytest.mark.parametrize("variant", VARIANTS[1:])
-@pytest.mark.parametrize("formats", FORMATS[1:3])
-def test_mixed_formats_are_multiplied_as_they_are(formats, variant):
-    """On Hopper each operand has a format of its own in the instruction: neither is converted."""
-    args = (*layer(True, formats=formats), meta(4096, dtype=torch.float16), torch.float16, variant)
-    name = {E4M3: "e4m3", E5M2: "e5m2"}
-    instructions = [line for line in dump(fp8_matmul, args, sm=90)["ptx"].splitlines() if "wgmma.mma_async" in line]
-    assert instructions
-    assert all(f".f32.{name[formats[0]]}.{name[formats[1]]}" in line for line in instructions), instructions[0]
-
-
-@pytest.mark.parametrize("sm", [89, 90, 120])
-def test_which_tile_fits(gpu_of, sm):
+    assert all(kernel.found.get(name) for name in CODE[variant][sm]), kernel.found
+    assert kernel.found["mma f8"] == kernel.found[TENSOR_CORES[sm]], "a tensor-core instruction that is not FP8's"
     gpu_of(1, SHARED_LIMIT[sm])
+    tiles = POINTER_TILES if variant == "pointers" else TMA_TILES
+    m, n, k, _, *parts, stages = fitting_tile(torch.device("cpu"), tiles, out.itemsize)
+    in_use = stages - (TENSOR_CORES[sm] == "mma.sync")
+    reckoned = in_use * (m + n) * k + (out.itemsize * m * n // parts[0] if parts else 0) + 2048
+    assert kernel.shared <= reckoned <= kernel.shared_limit == SHARED_LIMIT[sm] < reckoned + (m + n) * k
+
+
+def test_which_tile_fits(h, gpu_of):
     cpu = torch.device("cpu")
-    found = [fitting_tile(cpu, POINTER_TILES, 2), fitting_tile(cpu, TMA_TILES, 2), fitting_tile(cpu, TMA_TILES, 4)]
-    if sm == 90:
-        assert found == [(128, 256, 128, 8, 4), *[(128, 256, 128, 8, 4, 4)] * 2]
-    else:
-        assert found == [(128, 256, 128, 8, 3), *[(128, 128, 128, 8, 2, 3)] * 2]
+    for sm, want in {
+        90: [(128, 256, 128, 8, 4), *[(128, 256, 128, 8, 4, 4)] * 2],
+        120: [(128, 256, 128, 8, 3), *[(128, 128, 128, 8, 2, 3)] * 2],
+    }.items():
+        gpu_of(4, SHARED_LIMIT[sm])
+        assert [fitting_tile(cpu, POINTER_TILES, 2), *(fitting_tile(cpu, TMA_TILES, n) for n in (2, 4))] == want
+    if not h.interpreted:
+        return  # shared memory is real here
+    inputs = operands(h, 200, 264, 144, rows=True)
+    for variant in runnable(h.device):
+        gpu_of(4, SHARED_LIMIT[120])
+        check(h, inputs, variant, torch.float32)
+        gpu_of(4, 16 * 1024)
+        with pytest.raises(RuntimeError, match="fp8_matmul: no tile fits the 16384 bytes of shared memory of"):
+            fp8_matmul(*inputs, variant=variant)
 
 
-@pytest.mark.parametrize("sm", [100, 120])
-def test_warp_specialized_is_not_compiled_for_others(sm):
+def test_warp_specialized_is_not_compiled_for_others():
     """The compiler would end this process instead of saying no."""
-    (kernel,) = compile_for(fp8_matmul, (*layer(True), None, torch.bfloat16, "warp specialized"), sms=(sm,))
+    (kernel,) = compile_for(fp8_matmul, (*layer(True), None, torch.bfloat16, "warp specialized"), sms=(100,))
     assert kernel.error.startswith("RuntimeError: fp8_matmul: ")
 
 
-@pytest.mark.parametrize(("rows", "out"), [(False, torch.bfloat16), (True, torch.bfloat16), (True, torch.float32)])
+@pytest.mark.parametrize(("rows", "out"), [(False, torch.bfloat16), (True, torch.float32)])
 def test_the_partitions_code(rows, out):
-    """With scales and bias there is room, and the MMAs of a step are issued together."""
+    """With scales and bias there is room, the MMAs of a step are issued together, and neither format is converted."""
     args = (*layer(rows), meta(4096, dtype=out), out)  # it is what is chosen
     (kernel,) = compile_for(fp8_matmul, args, sms=(90,))
     assert (kernel.error, kernel.spills, kernel.fits) == (None, 0, True)
@@ -365,7 +277,7 @@ def test_the_partitions_code(rows, out):
     assert "requestedRegisters = array<i32: 240, 24>" in text["ttgir"]
     # One commit for each of them: four MMAs of K = 32 before it.
     assert text["ptx"].count("wgmma.commit_group") == 5
-    assert kernel.found["wgmma"] == kernel.found["mma f8"] == 4 * 5
+    assert kernel.found["wgmma"] == kernel.found["mma f8"] == 4 * 5 == text["ptx"].count(".f32.e4m3.e5m2")
     # Each waits with one in flight; all are waited for where a tile ends, and by the second before its pause.
     waits = re.findall(r"wgmma\.wait_group\.sync\.aligned (\d);", text["ptx"])
     assert sorted(waits) == ["0"] * 3 + ["1"] * 5
@@ -403,14 +315,9 @@ class Piece:
 def play(traces, seed):
     """The partitions' actions in random turns. TMA's copies are done whenever chance likes; an MMA has read its
     operands only when it was waited for. What was stored: rows, columns, and the operands of each MMA."""
-    chance = random.Random(seed)
-    at, stores, jobs, seen, products, log = [0] * len(traces), [0] * len(traces), [], {}, {}, []
-    speed = [chance.choice([1, 1, 30]) for _ in (*traces, "copies")]
-
-    def arrive(me, barrier):
-        assert me not in barrier.arrived, "arrived twice in a phase"
-        barrier.arrived.add(me)
-        barrier.settle()
+    chance, copies = random.Random(seed), len(traces)
+    at, stores, jobs, seen, products, log = [0] * copies, [0] * copies, [], {}, {}, []
+    speed = [chance.choice([1, 1, 30]) for _ in range(copies + 1)]
 
     def land(buffer, content, barrier, size):
         buffer.content = content
@@ -427,18 +334,19 @@ def play(traces, seed):
         kind, *what = traces[me][at[me]]
         return what[0].phase % 2 != what[1] if kind == "wait" else kind != "store wait" or not stores[me]
 
-    while able := [me for me in range(len(traces)) if ready(me)] + [len(traces)] * bool(jobs):
+    while able := [me for me in range(copies) if ready(me)] + [copies] * bool(jobs):
         (me,) = chance.choices(able, [speed[each] for each in able])
-        if me == len(traces):
+        if me == copies:
             jobs.pop(chance.randrange(len(jobs)))()
             continue
         kind, *what = traces[me][at[me]]
         at[me] += 1
-        if kind == "arrive":
-            arrive(me, *what)
-        elif kind == "expect":
-            what[0].bytes += what[1]
-            arrive(me, what[0])
+        if kind in ("arrive", "expect"):
+            barrier, *size = what
+            assert me not in barrier.arrived, "arrived twice in a phase"
+            barrier.arrived.add(me)
+            barrier.bytes += sum(size)
+            barrier.settle()
         elif kind == "load":
             jobs.append(functools.partial(land, *what))
         elif kind == "MMA":
@@ -447,20 +355,15 @@ def play(traces, seed):
             assert products[me, what[2]] == tuple(each.content for each in what[:2]), "overwritten while multiplied"
         elif kind == "read":
             seen[me] = what[0].content
-        elif kind in ("write", "send"):
+        elif kind == "write":
             c_buf, row, col, acc, *lasts = what
-            assert [seen[me], *(x.content for x in lasts)] == [
-                ("scale_a", 0, row),
-                ("scale_b", 0, col),
-                ("bias", 0, col),
-            ]
-            if kind == "write":
-                assert not any(stores), "the buffer of results is still being read"
-                c_buf.content = (row, acc)
-            else:
-                jobs.append(functools.partial(send, me, c_buf, (row, acc)))
-                stores[me] += 1
-                log.append((row, col, [products[me, i] for i in acc]))
+            found = [seen[me], *(x.content for x in lasts)]
+            assert found == [("scale_a", 0, row), ("scale_b", 0, col), ("bias", 0, col)]
+            assert not any(stores), "the buffer of results is still being read"
+            c_buf.content = (row, acc)
+            jobs.append(functools.partial(send, me, c_buf, (row, acc)))
+            stores[me] += 1
+            log.append((row, col, [products[me, i] for i in acc]))
         assert at[me] < len(traces[me]) or not stores[me], "ended before TMA had read what was stored"
     assert at == [len(actions) for actions in traces], f"all wait: {log}"
     return log
@@ -499,14 +402,15 @@ def run_partitions(steps, tiles, stages, behind, seed):
         assert not flight, "stored before all MMAs were done"
         if half == 1:
             actions.append(("wait", free, phase))
-        actions.extend((kind, c_buf, row, col, acc, scale_b, bias) for kind in ("write", "send"))
+        actions.append(("write", c_buf, row, col, acc, scale_b, bias))
 
     def desc(name, bits, *shape):
         return SimpleNamespace(name=name, dtype=SimpleNamespace(primitive_bitwidth=bits), block_shape=shape)
 
     gl = SimpleNamespace(
         program_id=lambda axis: 0, num_programs=lambda axis: 1, cdiv=lambda x, y: -(-x // y), maximum=max,
-        where=lambda which, x, y: x if which else y, static_range=range, zeros=lambda *_: (), float32=None,
+        where=lambda which, x, y: x if which else y,
+        static_range=range, zeros=lambda *_: (), float32=None,
         NVMMADistributedLayout=lambda **_: None, SliceLayout=lambda *_: None,
     )  # fmt: skip
     fakes = {
@@ -547,17 +451,14 @@ def run_partitions(steps, tiles, stages, behind, seed):
     ]
 
 
-@given(st.integers(1, 9), st.integers(1, 10), st.integers(0, 2**32))
-@settings(max_examples=120, deadline=None)
-def test_the_partitions_neither_wait_for_ever_nor_overwrite(steps, tiles, seed):
+@given(
+    steps=st.integers(1, 9), tiles=st.integers(1, 10), seed=st.integers(0, 2**32),
+    behind=st.sampled_from((hopper.HOPPER_BEHIND, 1, 2, 4)),
+)  # fmt: skip
+@settings(max_examples=60)
+def test_the_partitions_neither_wait_for_ever_nor_overwrite(steps, tiles, seed, behind):
     """The kernel's own partitions in random turns; tiles of one step, too, and of fewer than the pause."""
-    run_partitions(steps, tiles, hopper.HOPPER_STAGES, hopper.HOPPER_BEHIND, seed)
-
-
-@pytest.mark.parametrize("behind", [1, 2, 4])
-def test_the_partitions_with_other_pauses(behind):
-    for steps, seed in itertools.product((1, 2, 3, 4, 5, 8), range(2)):
-        run_partitions(steps, 6, 4, behind, seed)
+    run_partitions(steps, tiles, hopper.HOPPER_STAGES, behind, seed)
 
 
 def test_a_pause_longer_than_the_ring_never_ends():
@@ -566,70 +467,29 @@ def test_a_pause_longer_than_the_ring_never_ends():
         run_partitions(9, 2, 4, 5, 0)
 
 
-# --- the answer
-
-
-def test_the_answer():
-    def answer(**ms):
-        ms = {lesson.HALF: 2.0, "_scaled_mm": 1.0, "triton": 1.0, "pointers": 1.0} | ms
-        rows = [Row(name, False, None, 0, t, speedup=1 / t) for name, t in ms.items()]
-        return lesson.answer([Table("t", "n", "_scaled_mm", rows)])
-
-    assert answer().startswith("FP8 runs at 2.00x cuBLAS bfloat16 and keeps up with _scaled_mm (1.00x). ")
-    assert answer().endswith("takes TMA, from sm_90 on.")
-    assert "stays behind _scaled_mm (0.80x)" in answer(triton=1.25)
-    assert "pays: persistent is 2.00x pointers" in answer(persistent=0.5)
-    assert "does not pay: persistent is 0.50x pointers" in answer(persistent=2.0)
-
-
 # --- what only a GPU can say
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("formats", FORMATS)
-@pytest.mark.parametrize("shape", [(4096, 4096, 4096), (1000, 5208, 784), (16, 8192, 4096), (8191, 264, 512)])
-def test_shapes_on_the_gpu(h, formats, shape):
-    for variant in runnable(h.device):
-        for out, rows in zip(OUT_DTYPES, (True, False, True), strict=True):
-            check(h, (*operands(h, *shape, rows, formats), h.randn(shape[1], dtype=out)), variant, out)
+@pytest.mark.parametrize("shape", [(4096, 4096, 4096), (1000, 5208, 784), (8191, 264, 512), (16, 264, 16384)])
+def test_shapes_on_the_gpu(h, shape):
+    for i, (variant, out) in enumerate(itertools.product(runnable(h.device), OUT_DTYPES)):
+        check(h, (*operands(h, *shape, i % 2 == 0, FORMATS[i % 4]), h.randn(shape[1], dtype=out)), variant, out)
 
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("sms", [1, 2, 7, 132])
-@pytest.mark.parametrize("steps", [1, 2, 3, 4, 5, 7, 8, 9])
-def test_barriers_across_tiles(h, gpu_of, sms, steps):
-    """The ring is shorter, as long and longer than a tile; a program has one tile, a few and all of them."""
+def test_every_launch_gives_the_same_bits(h, gpu_of, sms):
+    """The ring is shorter, as long and longer than a tile; a program has one tile, a few and all of them. A buffer that
+    is read too early or written too early does not do so the same way every time."""
     gpu_of(sms)
-    for variant, rows, biased in itertools.product(runnable(h.device), (False, True), (False, True)):
-        inputs = operands(h, 700, 1288, 128 * steps - 64 * (steps % 2), rows)
-        bias = h.randn(1288, dtype=torch.bfloat16) if biased else None
-        check(h, (*inputs, bias), variant, what=f"{variant} {steps} steps {sms} SMs {rows} {biased}")
-
-
-@pytest.mark.gpu
-@pytest.mark.parametrize("out", OUT_DTYPES)
-def test_every_launch_gives_the_same_bits(h, out):
-    """A buffer that is read too early or written too early does not do so the same way every time."""
-    shapes = [(4096, 4096, 256), (1000, 8200, 1040), (16384, 512, 128), (300, 264, 8192)]
-    for shape, rows, variant in itertools.product(shapes, (False, True), runnable(h.device)):
-        inputs = (*operands(h, *shape, rows), h.randn(shape[1], dtype=out))
+    for steps, variant, out in itertools.product((1, 2, 3, 4, 5, 7, 8, 9, 64), runnable(h.device), OUT_DTYPES):
+        inputs = operands(h, 700, 1288, 128 * steps - 64 * (steps % 2), rows=sms % 2 == 0)
+        inputs = (*inputs, h.randn(1288, dtype=out) if steps % 3 else None)
+        check(h, inputs, variant, out, what=f"{variant} {steps} steps {sms} SMs")
         fn = functools.partial(fp8_matmul, *inputs, out, variant, check_scales=False)
         first = fn()
-        assert all(torch.equal(fn(), first) for _ in range(50)), (variant, shape)
-
-
-@pytest.mark.gpu
-@pytest.mark.parametrize("rows", [False, True])
-def test_long_sums_stay_beside_the_librarys(h, rows):
-    """An error that grows with K must be that of the instruction, not of this kernel: at most twice _scaled_mm's."""
-    for K in (512, 4096, 16384):
-        inputs = operands(h, 4096, 4096, K, rows)
-        want = reference(*inputs)
-        library = torch._scaled_mm(*inputs, out_dtype=torch.bfloat16, use_fast_accum=True)
-        for variant in runnable(h.device):
-            ours, its = (x.double().sub_(want).square().mean() for x in (fp8_matmul(*inputs, variant=variant), library))
-            floor = torch.finfo(torch.bfloat16).eps ** 2 * want.square().mean()
-            assert ours < 4 * torch.maximum(its, floor), (variant, K)
+        assert all(torch.equal(fn(), first) for _ in range(50)), (variant, steps)
 
 
 @pytest.mark.gpu
