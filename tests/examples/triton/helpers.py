@@ -1,0 +1,73 @@
+"""What the tests of several Triton techniques share: bad input, matrices, and layouts and values that kernels lose."""
+
+from harness.catalog import Needs
+from harness.session import Harness
+
+import pytest
+import torch
+
+from examples.triton.matmul import reference
+
+INF, NAN = float("inf"), float("nan")
+
+
+def harness() -> Harness:
+    """For tests of hypothesis, which want no fixture of a function."""
+    return Harness("test", Needs.parse("triton"))
+
+
+def refused(fn, error, message, *args, **options) -> None:
+    """fn(*args) raises that error, with a message that begins with its name."""
+    name = getattr(fn, "__name__", None) or fn._qualname  # of an operator of torch
+    with pytest.raises(error, match=f"^{name}: .*{message}"):
+        fn(*args, **options)
+
+
+def matrices(h, M, N, K, dtype=None):
+    return h.randn(M, K, dtype=dtype or h.half), h.randn(K, N, dtype=dtype or h.half)
+
+
+def layouts(h):
+    """Pairs of matrices with strides that pointers can follow."""
+    a, b = h.randn(96, 160, dtype=h.half), h.randn(200, 320, dtype=h.half)
+    return (
+        (a.t(), b[:96, :100]),  # transposed; padded rows
+        (a[:, ::2], b[:80, ::3]),  # every second, every third column: nothing that cp.async could copy
+        (a[:1].expand(70, 160), b[:160]),  # a stride of 0
+        (a[:, 1:], b[:159, 1:50]),  # starts that are not aligned
+        (h.randn(50, 50, dtype=h.half).t(), h.randn(70, 50, dtype=h.half).t()),
+    )
+
+
+def tma_layouts(h):
+    """Pairs of matrices with strides that TMA can follow."""
+    a, b = h.randn(140, 160, dtype=h.half), h.randn(200, 320, dtype=h.half)
+    return (
+        (a, b[:160, :104]),  # rows apart: what lies between them must not be summed
+        (a[:, 8:80], b[:72]),  # a start 16 bytes later
+        (a[::3, :72], b[:144:2, 16:]),  # every third, every second row
+        (a[:1, :72].as_strided((1, 72), (5, 1)), b[:72, :40]),  # one row, with a stride nobody steps by
+    )
+
+
+def extremes(h, M, N, K):
+    """Large, tiny, in part beyond the range of float16, and with NaN and infinities beside the tail of a tile."""
+    a, b = matrices(h, M, N, K)
+    yield a * 64, b * 4
+    yield a * 2.0**-12, b * 2.0**-6
+    yield a[:20] * 2000, b[:, :40] * 2000
+    a[3, 5], a[M - 1, K - 1], b[2, 9], b[K - 1, N - 1], b[7, N - 6] = NAN, INF, -INF, INF, NAN
+    yield a, b
+
+
+def check_beyond_int32(h, gpu_gib, matmul, *, transposed: bool) -> None:
+    """A tall and a wide product of 2**31 elements and more, at both ends; `transposed`: b is, where it is wide."""
+    gpu_gib(40)
+    length = 2**31 // 64 + 64
+    a, b = torch.empty(length, 64, dtype=torch.bfloat16, device=h.device).normal_(), h.randn(64, 64).bfloat16()
+    for left, right in ((a, b), (b, a.t() if transposed else a.view(64, length))):
+        c = matmul(left, right)
+        for part in (slice(0, 300), slice(-300, None)):
+            x, y, got = (left[part], right, c[part]) if left is a else (left, right[:, part], c[:, part])
+            h.check(lambda *_, got=got: got.contiguous(), reference, x, y, terms=64, what=f"{tuple(c.shape)} {part}")
+        del c
