@@ -1,0 +1,163 @@
+"""Every public wrapper of a kernel with operands that it takes: what a test of all wrappers goes over.
+
+`dims` has a word for each tensor among the arguments and a letter for each of its dimensions. A capital letter is a
+size that the caller chooses: where it stands in two operands it must be the same in both. A small letter is a size that
+follows from another; "." is a dimension of 1 or one that may have any size.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from harness.session import Harness
+
+import torch
+
+from examples.common.fp8 import E4M3
+from examples.fp8.blockwise_matmul import blockwise_matmul
+from examples.fp8.blockwise_matmul import operands as blockwise_operands
+from examples.fp8.formats import cast
+from examples.fp8.fp8_attention import fp8_attention, prepare
+from examples.fp8.fp8_matmul import fp8_matmul
+from examples.fp8.fp8_matmul import operands as fp8_operands
+from examples.fp8.fused_gelu_quantize import fused_gelu_quantize, fused_gelu_quantize_static
+from examples.fp8.fused_layer_norm_quantize import fused_layer_norm_quantize, fused_rms_norm_quantize
+from examples.fp8.microscaling import mx_matmul
+from examples.fp8.microscaling_quantize import Operands, mx_quantize
+from examples.fp8.quantize import quantize, quantize_block, quantize_group, quantize_row, quantize_tensor
+from examples.tma import descriptors
+from examples.tma.descriptors_window import window
+from examples.tma.tma_copy import tma_copy
+from examples.tma.tma_epilogues import linear
+from examples.tma.tma_epilogues_fp8 import linear_fp8
+from examples.tma.tma_epilogues_swiglu import swiglu
+from examples.tma.tma_matmul import tma_matmul
+from examples.tma.tma_persistent_matmul import matmul_tma_persistent, prepare_matmul
+from examples.tma.what_is_tma import scale_descriptors, scale_pointers
+from examples.triton import debugging, shared_memory
+from examples.triton.autotune import matmul_config, matmul_fixed, matmul_tuned
+from examples.triton.custom_op import silu_mul, silu_mul_backward
+from examples.triton.dropout import dropout
+from examples.triton.flash_attention import flash_attention
+from examples.triton.fused_add_relu_mul import fused_add_relu_mul
+from examples.triton.layer_norm import layer_norm, layer_norm_backward, layer_norm_forward, layer_norm_rows
+from examples.triton.layer_norm_backward import layer_norm_backward_loop, layer_norm_backward_rows
+from examples.triton.layer_norm_resident import layer_norm_resident
+from examples.triton.matmul import matmul
+from examples.triton.persistent_matmul import matmul_persistent
+from examples.triton.pipelined_matmul import matmul_pipelined
+from examples.triton.shared_memory_single_use import column_sum, matmul_strip, row_sum
+from examples.triton.softmax import softmax, softmax_rows
+from examples.triton.softmax_long import softmax_loop, softmax_split
+from examples.triton.softmax_resident import softmax_resident
+from examples.triton.tensor_cores import dot
+from examples.triton.vector_add import vector_add
+from examples.triton.warp_specialized_matmul import matmul_specialized
+
+
+@dataclass(frozen=True)
+class Wrapper:
+    """A wrapper, the dimensions of its tensors, and what makes its arguments."""
+
+    fn: Callable
+    dims: str
+    arguments: Callable[[Harness], tuple]
+    takes: tuple[str, ...] = ()  # what is bad input for most and not for this one
+
+    says: str = ""  # the name that its messages begin with, where it is not the function's
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "says", self.says or self.fn.__name__)
+
+    def __str__(self) -> str:
+        return self.fn.__name__
+
+
+def ones(h: Harness, *shape: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
+    return torch.ones(shape, dtype=dtype, device=h.device)
+
+
+def randoms(*shapes: tuple[int, ...]) -> Callable[[Harness], tuple]:
+    return lambda h: tuple(h.randn(*shape, dtype=h.half) for shape in shapes)
+
+
+def norm(*more: str) -> Callable[[Harness], tuple]:
+    """x, weight and bias of 48 columns; dy, mean and rstd of the backward where they are named."""
+
+    def arguments(h: Harness) -> tuple:
+        x, weight, bias = h.randn(6, 48), h.randn(48), h.randn(48)
+        if not more:
+            return x, weight, bias
+        return h.randn(6, 48), x, weight, x.mean(1), x.var(1, unbiased=False).add(1e-5).rsqrt()
+
+    return arguments
+
+
+def microscaled(h: Harness) -> tuple:
+    return *Operands.random(h, 32, 48, 64, "mxfp8").packed, "mxfp8"
+
+
+def attention(h: Harness) -> tuple:
+    return prepare(*(h.randn(1, 2, 128, 64, dtype=h.half) for _ in range(3)))
+
+
+def quantized_linear(h: Harness) -> tuple:
+    x, w = randoms((48, 64), (32, 64))(h)
+    return x, w, h.randn(32, dtype=h.half), "none", ones(h, 1)
+
+
+SCALES = ("grad", "sparse")  # of scales: seen by some wrappers, not by all
+GEMM = randoms((48, 64), (64, 32))
+ROWS = randoms((6, 48))
+FLAT = randoms((70,), (70,))
+WRAPPERS = [
+    Wrapper(vector_add, "N N", FLAT),
+    Wrapper(fused_add_relu_mul, "N N", lambda h: (*FLAT(h), 0.5)),
+    *(Wrapper(fn, "MN", ROWS) for fn in (softmax, softmax_rows, softmax_split, softmax_loop, softmax_resident)),
+    *(Wrapper(fn, "MK KN", GEMM) for fn in (matmul, matmul_persistent, matmul_pipelined, dot)),
+    Wrapper(matmul_fixed, "MK KN", GEMM, says="matmul_config"),
+    Wrapper(matmul_tuned, "MK KN", GEMM),
+    Wrapper(matmul_config, "MK KN", lambda h: (*GEMM(h), 32, 32, 32, 4, 2)),
+    Wrapper(matmul_specialized, "MK KN", GEMM),
+    Wrapper(shared_memory.matmul_tile, "MK KN", lambda h: (*GEMM(h), 32, 32, 2)),
+    Wrapper(matmul_strip, "MK KN", randoms((3, 8), (8, 16))),
+    *(Wrapper(fn, "MN", ROWS) for fn in (column_sum, row_sum)),
+    *(Wrapper(fn, "MC C C", norm()) for fn in (layer_norm_rows, layer_norm_resident, layer_norm_forward)),
+    Wrapper(layer_norm, "MC C C", norm(), takes=("grad", "rank")),
+    *(
+        Wrapper(fn, "MC MC C M M", norm("backward"))
+        for fn in (layer_norm_backward, layer_norm_backward_rows, layer_norm_backward_loop)
+    ),
+    Wrapper(dropout, "N .", lambda h: (h.randn(70), 0.5, torch.tensor([7], device=h.device)), takes=("grad", "rank")),
+    Wrapper(flash_attention, "BHQD BHSD BHSD", randoms(*[(1, 2, 48, 64)] * 3)),
+    Wrapper(silu_mul, "N N", FLAT, takes=("rank",)),
+    Wrapper(silu_mul_backward, "N N N", randoms((70,), (70,), (70,))),
+    *(
+        Wrapper(fn, "N", lambda h: (h.randn(70).abs(),), takes=("rank",))
+        for fn in (debugging.scale, debugging.sqrt, debugging.total)
+    ),
+    Wrapper(cast, "N", lambda h: (h.randn(70), E4M3), takes=("rank",)),
+    *(Wrapper(fn, "MN", ROWS) for fn in (quantize_group, quantize_block, quantize_row, quantize_tensor)),
+    Wrapper(quantize, "MN", ROWS, says="quantize_row"),
+    Wrapper(fp8_matmul, "MK KN M. .N", lambda h: fp8_operands(h, 48, 32, 64, True), takes=SCALES),
+    Wrapper(blockwise_matmul, "MK KN Mg gn", lambda h: blockwise_operands(h, 48, 256, 256), takes=SCALES),
+    Wrapper(fp8_attention, "BHQD BHSD BHDs BH BH BH", attention, takes=SCALES),
+    Wrapper(fused_gelu_quantize, "MN", ROWS),
+    Wrapper(fused_gelu_quantize_static, "MN .", lambda h: (*ROWS(h), ones(h, 1)), takes=(*SCALES, "rank")),
+    Wrapper(fused_layer_norm_quantize, "MC C C", norm()),
+    Wrapper(fused_rms_norm_quantize, "MC C", lambda h: norm()(h)[:2]),
+    Wrapper(mx_quantize, "MK", lambda h: (h.randn(32, 64), "mxfp8")),
+    Wrapper(mx_matmul, "MK mkxy NK nkxy", microscaled),
+    Wrapper(tma_matmul, "MK KN", GEMM),
+    Wrapper(matmul_tma_persistent, "MK KN", GEMM),
+    Wrapper(prepare_matmul, "MK KN", GEMM),
+    Wrapper(linear, "MK NK N", randoms((48, 64), (32, 64), (32,))),
+    Wrapper(linear_fp8, "MK NK N .", quantized_linear, takes=SCALES),
+    Wrapper(swiglu, "MK NK NK", randoms((48, 64), (32, 64), (32, 64))),
+    Wrapper(tma_copy, "MN", ROWS),
+    Wrapper(scale_pointers, "MN", lambda h: (*ROWS(h), 2.0)),
+    Wrapper(scale_descriptors, "MN", lambda h: (*ROWS(h), 2.0)),
+    Wrapper(descriptors.copy, "MN", lambda h: ("host", *ROWS(h)), takes=("int32", "float64")),
+    Wrapper(window, "MN", lambda h: (*ROWS(h), (0, 0), (4, 16)), takes=("int32", "float64")),
+]
