@@ -9,18 +9,9 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from examples.tma.what_is_tma import (
-    BLOCK_BYTES,
-    BLOCK_M,
-    DTYPES,
-    EVICTIONS,
-    KERNELS,
-    LARGEST,
-    demo,
-    reference,
-    scale_descriptors,
-    scale_pointers,
-)
+from examples.tma.what_is_tma import BLOCK_BYTES, BLOCK_M, DTYPES, EVICTIONS, KERNELS, LARGEST, reference
+from examples.tma.what_is_tma import scale_descriptors as descriptors
+from examples.tma.what_is_tma import scale_pointers as pointers
 
 BUDGET = {"terms": 0, "roundings": 1}
 SHAPES = [(0, 5), (5, 0), (1, 1), (1, 700), (131, 1), (BLOCK_M + 1, 129), (2 * BLOCK_M, 256), (67, 389)]
@@ -54,88 +45,57 @@ def test_special_values_under_every_hint(h):
     x = rows_apart(h, 66, 301)
     x[0, 0], x[65, 129], x[3, 7], x[4, 8] = float("nan"), float("inf"), -float("inf"), -0.0
     want = x * -2.0
-    for y in (scale_descriptors(x, -2), *(scale_pointers(x, -2, eviction) for eviction in EVICTIONS)):
+    for y in (descriptors(x, -2), *(pointers(x, -2, eviction) for eviction in EVICTIONS)):
         assert torch.equal(y.isnan(), want.isnan())
         assert torch.equal(y.nan_to_num(7), want.nan_to_num(7))
 
 
 def test_pointers_take_what_a_descriptor_cannot(h):
     x = h.randn(40, 77)[:, 1:]  # a start and a row stride of 4 and 308 bytes
-    h.check(scale_pointers, reference, x, 1.5, **BUDGET)
+    h.check(pointers, reference, x, 1.5, **BUDGET)
     with pytest.raises(ValueError, match=r"scale_descriptors: x has .* starts 4 bytes past a multiple of 16"):
-        scale_descriptors(x, 1.5)
+        descriptors(x, 1.5)
 
 
-def _bad(device):
-    x = torch.randn(4, 8, device=device)
-    return {
-        "a list": (scale_pointers, ([1.0], 2.0), TypeError, r"expected a torch\.Tensor, got list"),
-        "integers": (scale_descriptors, (x.int(), 2.0), TypeError, r"torch\.int32 is not one of"),
-        "a tensor as factor": (scale_descriptors, (x, x[0, 0]), TypeError, "factor is a Tensor; pass a Python number"),
-        "a bool as factor": (scale_pointers, (x, True), TypeError, "factor is a bool"),
-        "a vector": (scale_descriptors, (x[0], 2.0), ValueError, r"got shape \(8,\); call x\.reshape"),
-        "columns apart": (scale_pointers, (x.t(), 2.0), ValueError, r"strides \(1, 8\); .*x\.contiguous\(\) first"),
-        "a stride of 0": (scale_descriptors, (x[:1].expand(4, 8), 2.0), ValueError, "x has .*16-byte multiples"),
-        "a hint there is not": (scale_pointers, (x, 2.0, "tma"), ValueError, "eviction 'tma' is not one of"),
-        "no hint": (scale_pointers, (x, 2.0, None), ValueError, "eviction None"),
-        "too many rows": (scale_descriptors, (x[:1].expand(LARGEST, 8), 2.0), ValueError, f"below {LARGEST}, split"),
-        "requires grad": (scale_descriptors, (x.clone().requires_grad_(), 2.0), RuntimeError, "no backward"),
-        "a device without kernels": (scale_pointers, (x.to("meta"), 2.0), RuntimeError, "on meta"),
-    }
+@pytest.mark.parametrize("fn", [pointers, descriptors])
+@pytest.mark.parametrize(
+    ("change", "options", "error", "message"),
+    [(lambda x: x, (torch.ones(()),), TypeError, "factor is a Tensor; pass a Python number"),
+     (lambda x: x, (True,), TypeError, "factor is a bool"),
+     (lambda x: x.t(), (2.0,), ValueError, r"strides \(1, 8\); .*x\.contiguous\(\) first"),
+     (lambda x: x[:1].expand(LARGEST, 8), (2.0,), ValueError, f"below {LARGEST}, split"),
+     (lambda x: x, (2.0, "tma"), ValueError, "eviction 'tma' is not one of")],
+)  # fmt: skip
+def test_bad_input(h, fn, change, options, error, message):
+    if fn is pointers or len(options) == 1:
+        with pytest.raises(error, match=f"{fn.__name__}: .*{message}"):
+            fn(change(h.randn(4, 8)), *options)
 
 
-@pytest.mark.parametrize("name", _bad("cpu"))
-def test_bad_input(h, name):
-    wrapper, args, error, message = _bad(h.device)[name]
-    with pytest.raises(error, match=f"{wrapper.__name__}: .*{message}"):
-        wrapper(*args)
-
-
-@pytest.mark.parametrize(("sm", "dtype"), [*((sm, DTYPES[1]) for sm in (80, 90, 100, 120)), *((90, d) for d in DTYPES)])
+@pytest.mark.parametrize(("sm", "dtype"), [(80, DTYPES[1]), (90, DTYPES[0]), (120, DTYPES[2])])
 def test_which_kernel_is_tma(sm, dtype):
     x, tile = torch.empty(4096, 4096, dtype=dtype, device="meta"), BLOCK_M * BLOCK_BYTES
-    calls = (scale_pointers, ()), (scale_pointers, ("evict_last",)), (scale_descriptors, ())
-    kernels = [kernel for fn, options in calls for kernel in compile_for(fn, (x, 2.5, *options), sms=(sm,))]
-    for kernel in kernels:
-        assert (kernel.error, kernel.spills, kernel.fits) == (None, 0, True)
-    for kernel in kernels[:2]:
-        assert kernel.found == {"ld.global.v4": 8, "st.global.v4": 8}
-        assert kernel.shared == 0
+    calls = (pointers, ("evict_last",)), (descriptors, ())
+    plain, tma = (compile_for(fn, (x, 2.5, *options), sms=(sm,))[0] for fn, options in calls)
+    assert all((kernel.error, kernel.spills, kernel.fits) == (None, 0, True) for kernel in (plain, tma))
+    assert (plain.found, plain.shared) == ({"ld.global.v4": 8, "st.global.v4": 8}, 0)
     if sm < 90:
-        assert not {"cp.async.bulk.tensor", "mbarrier"} & set(kernels[2].found)
-        assert kernels[2].shared == 0
+        assert not {"cp.async.bulk.tensor", "mbarrier"} & set(tma.found)
+        assert tma.shared == 0
     else:
-        assert kernels[2].found["cp.async.bulk.tensor"] == 2
-        assert tile < kernels[2].shared <= tile + 64
-
-
-def test_the_barrier_waits_for_the_bytes_of_the_tile():
-    x = torch.empty(4096, 4096, dtype=torch.bfloat16, device="meta")
-    (line,) = (line for line in dump(scale_descriptors, (x, 2.0), sm=90)["ptx"].splitlines() if "expect_tx" in line)
-    assert line.rstrip(";").endswith(f", {BLOCK_M * BLOCK_BYTES}")
-
-
-def test_the_demo_and_what_it_finds(h):
-    demo(h)
-    (table,) = h.record.tables  # whose best row may only be TMA's
-    assert [row["variant"] for row in table["rows"] if row["ours"] and not row["peer"]] == ["descriptor"]
-    assert [kernel["sm"] for kernel in h.record.codegen] == [90, 80, 89, 90, 100, 120]
-    assert all(check["passed"] for check in h.record.checks)
+        assert tma.found["cp.async.bulk.tensor"] == 2
+        assert tile < tma.shared <= tile + 64
+        ptx = dump(descriptors, (x, 2.0), sm=sm)["ptx"]
+        (line,) = (line for line in ptx.splitlines() if "expect_tx" in line)
+        assert line.rstrip(";").endswith(f", {tile}"), "the barrier waits for the bytes of the tile"
 
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("dtype", DTYPES)
-def test_large_matrices_and_the_same_bits_each_time(h, dtype):
+def test_large_matrices_and_the_same_bits_each_time(h, gpu_gib, dtype):
     x = rows_apart(h, 5000, 8191, dtype)
     want = torch.mul(x, 1.5)
-    for fn in KERNELS.values():
-        for _ in range(3):
-            assert torch.equal(fn(x, 1.5), want)
-
-
-@pytest.mark.gpu
-@pytest.mark.parametrize("fn", [scale_pointers, scale_descriptors])
-def test_more_elements_than_an_int32_counts(h, gpu_gib, fn):
-    gpu_gib(20)
-    x = torch.empty(2**31 // 8192 + 65, 8192, dtype=torch.bfloat16, device=h.device).normal_()
-    assert torch.equal(fn(x, 2.0), torch.mul(x, 2.0))
+    assert all(torch.equal(fn(x, 1.5), want) for fn in KERNELS.values() for _ in range(3))
+    gpu_gib(40)  # and more elements than an int32 counts
+    x = torch.empty(2**31 // 8192 + 65, 8192, dtype=dtype, device=h.device).normal_()
+    assert all(torch.equal(fn(x, 2.0), torch.mul(x, 2.0)) for fn in (pointers, descriptors))
