@@ -3,7 +3,9 @@
 import math
 import re
 
+from harness.catalog import Needs
 from harness.codegen import compile_for, dump
+from harness.session import Harness
 
 import pytest
 import torch
@@ -15,23 +17,10 @@ from examples.common.device import SHARED_LIMIT, Limits
 from examples.tma import tma_persistent_matmul as technique
 from examples.tma import tma_persistent_matmul_schedules as schedules
 from examples.tma.tma_persistent_matmul import DTYPES, matmul_tma_persistent, prepare_matmul, reference
-from examples.tma.tma_persistent_matmul_schedules import (
-    GROUPS,
-    ONE_WAVE,
-    PAIR,
-    PAIR_K,
-    PARTS,
-    PER_SM,
-    SCHEDULES,
-    TILES,
-    plan,
-    runnable,
-    shared_bytes,
-)
+from examples.tma.tma_persistent_matmul_schedules import ONE_WAVE, PAIR_K, SCHEDULES, TILES, plan, runnable
 
-LATE_K = PARTS["late"] * TILES[0][2] + 8  # the least K that schedule late takes
+LATE_K = schedules.PARTS["late"] * TILES[0][2] + 8  # the least K that schedule late takes
 CPU = torch.device("cpu")
-both_layouts = pytest.mark.parametrize("columns", [False, True], ids=["b", "b.t()"])
 
 
 def check(h, a, b, schedule=None, what=None, **options):
@@ -58,64 +47,38 @@ def gpu_of(monkeypatch):
     return pretend
 
 
-@pytest.fixture
-def interpreted(h):
-    if not h.interpreted:
-        pytest.skip("SMs and shared memory are real here")
-
-
 # One row, primes, one tile and one more in each dimension, parts of a tile and 8 more columns, nothing to add up,
 # nothing.
-SHAPES = [(1, 8, 8), (37, 56, 104), (128, 256, 64), (129, 8, 64), (1, 264, 64), (1, 8, 72), (5, 64, 8), (5, 136, 8),
-          (5, 16, 0), (0, 16, 8), (5, 0, 8)]  # fmt: skip
+SHAPES = [(1, 8, 8), (37, 56, 104), (128, 256, 64), (129, 8, 64), (1, 264, 64), (5, 136, 8), (5, 16, 0), (0, 16, 8),
+          (5, 0, 8)]  # fmt: skip
 
 
 @pytest.mark.parametrize("shape", SHAPES)
-@both_layouts
-def test_shapes(h, shape, columns):
-    a, b = operands(h, *shape, columns)
-    for schedule in (None, "split"):
-        check(h, a, b, schedule)
+def test_shapes(h, shape):
+    for columns in (False, True):
+        a, b = operands(h, *shape, columns)
+        for schedule in (None, "split"):
+            check(h, a, b, schedule)
 
 
-@pytest.mark.parametrize("shape", [(1, 8), (129, 264), (128, 512)])
-@pytest.mark.parametrize("K", [LATE_K, 328])
-def test_shapes_of_late(h, shape, K):
+@pytest.mark.parametrize("shape", [(1, 8, LATE_K), (129, 264, 328), (128, 512, LATE_K), (129, 264, LATE_K)])
+def test_shapes_of_late(h, shape):
     """From the first step that comes after the last part: one step more than parts."""
     for columns in (False, True):
-        check(h, *operands(h, *shape, K, columns), "late")
+        check(h, *operands(h, *shape, columns), "late")
 
 
-@pytest.mark.parametrize("schedule", SCHEDULES)
-@pytest.mark.parametrize("sms", [1, 4, 1000])
-def test_every_tile_is_taken_once(h, schedule, sms, gpu_of, interpreted):
+@pytest.mark.parametrize(
+    ("schedule", "sms"),
+    [("tile", 1), ("pair", 4), ("whole", 1000), ("split", 4), ("split", 1), ("late", 1), ("late", 4)],
+)
+def test_every_tile_is_taken_once(h, schedule, sms, gpu_of):
     """One program for all tiles, programs with more and fewer tiles than others, more SMs than tiles."""
+    if not h.interpreted:
+        pytest.skip("SMs are real here")
     gpu_of(sms)
-    check(h, *operands(h, 300, 520, LATE_K), schedule)
-
-
-def test_groups_of_tiles(h):
-    """Groups of one row, a last group that is not full, one group that holds all."""
-    for group_m, schedule in ((1, None), (2, "split"), (5, None), (100, "split")):
-        check(h, *operands(h, 2 * TILES[0][0] + 1, 2 * TILES[0][1] + 8, 8), schedule, group_m=group_m)
-
-
-# At the interpreter's four SMs one wave of each tile of ONE_WAVE, and of the larger ones, with tails; twice pair, whose
-# K decides whether the larger ones are taken where they are one wave too. Then two waves.
-ON_FOUR_SMS = [
-    ((129, 72, 72), ONE_WAVE[0]), ((1, 256, 520), ONE_WAVE[0]), ((129, 200, 72), ONE_WAVE[1]),
-    ((257, 256, 328), ("pair", PAIR)), ((129, 392, 520), ("pair", PAIR)), ((257, 272, 1032), ("late", TILES[0])),
-    ((129, 392, 1032), ("split", TILES[0])), ((257, 136, 1032), ("split", TILES[0])),
-]  # fmt: skip
-
-
-@pytest.mark.parametrize(("shape", "expected"), ON_FOUR_SMS, ids=lambda x: "x".join(map(str, x)))
-def test_each_tile_of_the_rule(h, shape, expected):
-    if h.interpreted:
-        p = plan(*shape, h.device)
-        assert (p.schedule, p[1:5]) == (expected[0], expected[1][:4])
-    for columns in (False, True):
-        check(h, *operands(h, *shape, columns))
+    check(h, *operands(h, 300, 520, LATE_K), schedule, group_m=sms)
+    check(h, *operands(h, 2 * TILES[0][0] + 1, 2 * TILES[0][1] + 8, 8), "split", group_m=2)
 
 
 @given(
@@ -123,9 +86,6 @@ def test_each_tile_of_the_rule(h, shape, expected):
     schedule=st.sampled_from([None, *SCHEDULES]), group_m=st.sampled_from([None, 1, 3]),
 )  # fmt: skip
 def test_any_shape(M, N, K, columns, schedule, group_m):
-    from harness.catalog import Needs
-    from harness.session import Harness
-
     h = Harness("test", Needs.parse("triton"))
     a, b = operands(h, M, 8 * N, 8 * K, columns, torch.float16)
     if schedule == "late" and 0 < 8 * K < LATE_K and M and N:
@@ -135,33 +95,29 @@ def test_any_shape(M, N, K, columns, schedule, group_m):
         check(h, a, b, schedule, group_m=group_m)
 
 
-@pytest.mark.parametrize("schedule", [None, "split"])
-def test_layouts(h, schedule):
+@pytest.mark.parametrize("schedule", [None, "split", "late"])
+def test_layouts_and_extremes(h, schedule):
     a, b, w = (h.randn(*shape, dtype=h.half) for shape in ((140, 160), (200, 320), (110, 320)))
     for left, right in (
-        (a, b[:160, :104]),  # rows apart: what lies between them must not count
-        (a[:, 8:80], b[:72]),  # a start 16 bytes later
-        (a[::3, :72], b[:144:2, 16:]),  # every third, every second row
-        (a[:1, :72].as_strided((1, 72), (5, 1)), b[:72, :40]),  # one row, with a stride nobody steps by
-        (a, w[:104, :160].t()),  # the same for b's columns
-        (a[:, 8:80], w[:96:2, 16:88].t()),
-        (a[:, :72], w[:8, :72].t()[:, :8]),
+        [
+            (a, b[:160, :104]),  # rows apart: what lies between them must not count
+            (a[:, 8:80], b[:72]),  # a start 16 bytes later
+            (a[::3, :72], b[:144:2, 16:]),  # every third, every second row
+            (a[:1, :72].as_strided((1, 72), (5, 1)), b[:72, :40]),  # one row, with a stride nobody steps by
+            (a, w[:104, :160].t()),  # the same for b's columns
+            (a[:, 8:80], w[:96:2, 16:88].t()),
+        ]
+        * (schedule != "late")
     ):
         check(h, left, right, schedule, what=f"strides {left.stride()}, {right.stride()}")
-
-
-@pytest.mark.parametrize("schedule", SCHEDULES)
-def test_extremes(h, schedule):
-    """NaN and infinity reach what torch says they reach: not the rows and columns beside the tail of a tile."""
+    # NaN and infinity reach what torch says they reach: not the rows and columns beside the tail of a tile.
     a, b = operands(h, 130, 264, LATE_K)
+    check(h, a * 100, b * 100, schedule, "beyond the range of float16, in part")
     a[3, 5], a[129, 71], b[2, 9], b[71, 263], b[7, 130] = (float(x) for x in ("nan", "inf", "-inf", "inf", "nan"))
     check(h, a, b, schedule, "NaN and infinities")
-    a, b = operands(h, 20, 40, LATE_K, dtype=torch.float16)
-    check(h, a * 100, b * 100, schedule, "beyond the range of float16, in part")
 
 
-@pytest.mark.parametrize("schedule", [None, *SCHEDULES])
-@both_layouts
+@pytest.mark.parametrize(("schedule", "columns"), [(None, True), ("tile", False), ("split", True), ("late", False)])
 def test_prepared(h, schedule, columns):
     """It computes from what a and b hold when it is called, into the memory it was given."""
     a, b = operands(h, 130, 264, LATE_K, columns)
@@ -173,19 +129,11 @@ def test_prepared(h, schedule, columns):
         assert call().data_ptr() == out.data_ptr()
         a.mul_(0.5)
         b[:, 3] = 2.0
-    assert torch.equal(call(), matmul_tma_persistent(a, b, schedule=schedule))
-
-
-def test_prepared_for_nothing_and_into_an_output(h):
-    a, b = operands(h, 5, 16, 0)
-    out = torch.full((5, 16), math.nan, dtype=a.dtype, device=a.device)
-    assert prepare_matmul(a, b, out)() is out
-    assert (out == 0).all()
-    assert prepare_matmul(*operands(h, 0, 16, 8))().shape == (0, 16)
-    a, b = operands(h, 130, 264, 72)
-    out = a.new_full((130, 264), math.nan)
-    assert matmul_tma_persistent(a, b, out) is out
-    assert torch.equal(out, matmul_tma_persistent(a, b))
+    expected = call().clone()
+    assert matmul_tma_persistent(a, b, out.fill_(math.nan), schedule) is out
+    assert torch.equal(out, expected)
+    assert torch.equal(prepare_matmul(a[:, :0], b[:0], out)(), torch.zeros_like(out))
+    assert prepare_matmul(a[:0], b)().shape == (0, 264)
 
 
 # --- the rule
@@ -195,10 +143,8 @@ def test_prepared_for_nothing_and_into_an_output(h):
 SWEPT = {
     (1024, 1024, 1024): ("tile", 128, 64, 6), (128, 4096, 4096): ("tile", 128, 64, 6),
     (2048, 2048, 512): ("pair", 128, 128, 3), (2560, 1664, 4096): ("pair", 128, 128, 3),
-    (2048, 2048, 2048): ("split", 128, 256, 4), (2048, 2048, 32768): ("split", 128, 256, 4),
-    (1536, 2816, 4096): ("split", 128, 256, 4), (1024, 4096, 4096): ("split", 128, 256, 4),
-    (2048, 4096, 2048): ("late", 128, 256, 4), (3072, 3072, 3072): ("late", 128, 256, 4),
-    (4096, 4096, 4096): ("late", 128, 256, 4), (8192, 28672, 8192): ("late", 128, 256, 4),
+    (2048, 2048, 2048): ("split", 128, 256, 4), (1024, 4096, 4096): ("split", 128, 256, 4),
+    (2048, 4096, 2048): ("late", 128, 256, 4), (8192, 28672, 8192): ("late", 128, 256, 4),
 }  # fmt: skip
 
 
@@ -209,7 +155,7 @@ def test_the_rule(gpu_of):
         assert (p.schedule, p.block_m, p.block_n, p.stages) == expected, shape
         tiles = triton.cdiv(shape[0], p.block_m) * triton.cdiv(shape[1], p.block_n)
         assert p.programs == (tiles if expected[0] in ("tile", "pair") else min(132, tiles))
-        assert (p.block_k, p.warps, p.group_m) == (64, 8 if p.block_n == 256 else 4, GROUPS[p.schedule])
+        assert (p.block_k, p.warps, p.group_m) == (64, 8 if p.block_n == 256 else 4, schedules.GROUPS[p.schedule])
     assert plan(4096, 4096, 4096, CPU, group_m=5).group_m == 5
     assert plan(1, 8, 8, CPU).block_n == 64
     assert plan(4096, 4096, LATE_K - 8, CPU).schedule == "split", "no more steps than parts"
@@ -230,17 +176,17 @@ def test_one_wave_to_the_last_tile(gpu_of):
     gpu_of(132)
     for rows, cols, K, expected in [
         (128 * 132, 64, 4096, ("tile", 64)), (128 * 132, 72, 4096, ("tile", 128)),
-        (128 * 132, 128, 4096, ("tile", 128)), (128 * 132 + 1, 64, 4096, ("pair", 128)),
-        (128 * 132 + 1, 128, PAIR_K, ("pair", 128)), (128 * 132, 256, PAIR_K, ("pair", 128)),
+        (128 * 132 + 1, 64, 4096, ("pair", 128)), (128 * 132, 256, PAIR_K, ("pair", 128)),
         (128 * 132, 256, PAIR_K + 8, ("split", 256)), (128 * 132 + 1, 256, PAIR_K, ("late", 256)),
         (128 * 264, 128, PAIR_K + 8, ("pair", 128)), (128 * 264 + 1, 128, PAIR_K + 8, ("late", 256)),
     ]:  # fmt: skip
         p = plan(rows, cols, K, CPU)
         assert (p.schedule, p.block_n) == expected, (rows, cols, K)
-        assert plan(rows, cols, K, CPU, "tile").block_n == 256, "a schedule that is asked for has the larger tiles"
 
 
-def test_what_does_not_fit_is_passed_over(h, gpu_of, interpreted):
+def test_what_does_not_fit_is_passed_over(h, gpu_of):
+    if not h.interpreted:
+        pytest.skip("shared memory is real here")
     gpu_of(132, shared_bytes=128 * 1024)
     for shape in SWEPT:
         assert plan(*shape, CPU)[1:5] == TILES[1][:4]
@@ -250,8 +196,7 @@ def test_what_does_not_fit_is_passed_over(h, gpu_of, interpreted):
     gpu_of(4, sm=120)
     assert plan(200, 264, 72, CPU)[1:4] == TILES[1][:3]
     assert runnable(CPU) == ("tile", "whole", "split"), "no room for two programs, and no late"
-    for schedule in (None, *runnable(CPU)):
-        check(h, *operands(h, 200, 264, 72), schedule)
+    check(h, *operands(h, 200, 264, 72))
     with pytest.raises(RuntimeError, match="no tile fits the 101376 bytes of shared memory"):
         plan(200, 264, 72, CPU, "pair")
     gpu_of(40, shared_bytes=64 * 1024)
@@ -259,7 +204,7 @@ def test_what_does_not_fit_is_passed_over(h, gpu_of, interpreted):
         matmul_tma_persistent(*operands(h, 200, 200, 200), schedule="split")
 
 
-def test_bad_input(h):
+def test_bad_input(h, gpu_of):
     """What this wrapper alone refuses, and one case of each check that matmuls share (tests/examples/common)."""
     memory = h.randn(400, dtype=h.half)
     a, b = memory[:64].view(4, 16), memory[64:192].view(16, 8)
@@ -277,9 +222,6 @@ def test_bad_input(h):
     for group_m in (0, 1.5, 4097):
         with pytest.raises(ValueError, match=f"group_m is {group_m}; pass 1 to 4096"):
             matmul_tma_persistent(a, b, group_m=group_m)
-
-
-def test_late_is_refused_elsewhere(h, gpu_of):
     gpu_of(132, sm=100)
     with pytest.raises(ValueError, match=r"schedule 'late' needs .* an sm_90; take 'split'"):
         matmul_tma_persistent(*operands(h, 8, 8, LATE_K), schedule="late")
@@ -294,50 +236,33 @@ def meta(*shape, dtype=torch.bfloat16):
     return torch.empty(*shape, dtype=dtype, device="meta")
 
 
-def check_code(p, kernel, sm):
-    """What a plan became: it fits, spills nothing, and uses TMA and the tensor cores."""
-    assert (kernel.error, kernel.spills, kernel.fits) == (None, 0, True)
+@pytest.mark.parametrize(
+    ("sm", "schedule", "shape"),
+    [(90, None, (8192, 8192, 8192)), (100, "tile", (8192, 8192, 8192)), (120, "whole", (8192, 8192, 8192)),
+     (90, None, (1024, 1024, 1024)), (90, "pair", (1024, 2048, 1024))],
+)  # fmt: skip
+def test_generated_code(sm, schedule, shape, gpu_of):
+    """It fits, spills nothing, and is what was planned, for an H200's 132 SMs."""
+    gpu_of(132, sm)
+    (M, N, K), p = shape, plan(*shape, CPU, schedule)
+    (kernel,) = compile_for(matmul_tma_persistent, (meta(M, K), meta(N, K).t()), {"schedule": schedule}, sms=(sm,))
+    assert (kernel.error, kernel.spills, kernel.fits, kernel.warps) == (None, 0, True, p.warps)
     assert all(kernel.found.get(name) for name in ("cp.async.bulk.tensor", "mbarrier", FIND[sm])), kernel.found
     assert (p.schedule in ("tile", "pair")) == (kernel.kernel == "matmul_tile_kernel")
+    # What the wrapper reckons with is enough, and on Hopper what a program holds, but a few barriers.
+    reckoned = schedules.shared_bytes(p.block_m, p.block_n, p.block_k, 2, p.stages, p.schedule)
+    assert kernel.shared <= reckoned <= kernel.shared_limit == SHARED_LIMIT[sm]
     if sm == 90:  # all programs that are to share an SM find registers, by eights, and shared memory there
-        together = PER_SM[p.schedule]
+        assert reckoned - kernel.shared < 256
+        together = schedules.PER_SM[p.schedule]
         assert together * 32 * kernel.warps * triton.cdiv(kernel.registers, 8) * 8 <= 65536
         assert together * (kernel.shared + 1024) <= SHARED_LIMIT[sm] + 1024
-    # What the wrapper reckons with is enough, and on Hopper what a program holds, but a few barriers.
-    reckoned = shared_bytes(p.block_m, p.block_n, p.block_k, 2, p.stages, p.schedule)
-    assert kernel.shared <= reckoned <= kernel.shared_limit == SHARED_LIMIT[sm]
-    assert sm != 90 or reckoned - kernel.shared < 256
-    assert kernel.warps == p.warps
 
 
-@pytest.mark.parametrize("sm", FIND)
-@pytest.mark.parametrize("schedule", [None, "tile", "pair", "whole", "split"])
-def test_generated_code(sm, schedule, gpu_of):
-    if (schedule, sm) == ("pair", 120):
-        pytest.skip("an SM has no room for two")
-    x = meta(8192, 8192)
-    gpu_of(132, sm)
-    (kernel,) = compile_for(matmul_tma_persistent, (x, x), {"schedule": schedule}, sms=(sm,))
-    check_code(plan(8192, 8192, 8192, CPU, schedule), kernel, sm)
-
-
-@pytest.mark.parametrize(("shape", "block_n"), [((1024, 1024, 1024), 64), ((1024, 2048, 1024), 128)])
-def test_generated_code_of_one_wave(shape, block_n, gpu_of):
-    """The compiler knows each shape's plan, for an H200's 132 SMs."""
-    M, N, K = shape
-    gpu_of(132)
-    p = plan(M, N, K, CPU)
-    assert p.block_n == block_n
-    (kernel,) = compile_for(matmul_tma_persistent, (meta(M, K), meta(N, K).t()), sms=(90,))
-    check_code(p, kernel, 90)
-
-
-@pytest.mark.parametrize("dtype", DTYPES)
-@both_layouts
-def test_late_waits_for_the_tensor_cores_only_at_the_end_of_a_tile(dtype, columns):
+def test_late_waits_for_the_tensor_cores_only_at_the_end_of_a_tile():
     """In the loop one step is always running (wait for all but one); two more waits end a tile and the kernel."""
-    x = meta(8192, 8192, dtype=dtype)
-    ptx = dump(matmul_tma_persistent, (x, x.t() if columns else x), sm=90)["ptx"]
+    x = meta(8192, 8192, dtype=torch.float16)
+    ptx = dump(matmul_tma_persistent, (x, x), sm=90)["ptx"]
     assert sorted(re.findall(r"wgmma\.wait_group\.sync\.aligned (\d+);", ptx)) == ["0", "0", "1"]
 
 
@@ -346,14 +271,12 @@ def test_late_waits_for_the_tensor_cores_only_at_the_end_of_a_tile(dtype, column
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize(
-    "shape", [(4096, 4096, 4096), (1000, 5208, 776), (16, 8192, 4096), (8191, 264, 512), (1000, 2040, 776)]
-)
-def test_shapes_on_the_gpu(h, dtype, shape):
-    for columns in (False, True):
-        a, b = operands(h, *shape, columns, dtype)
-        for schedule in (None, *runnable(h.device)):
-            check(h, a, b, schedule)
+def test_shapes_on_the_gpu(h, dtype):
+    for shape in [(4096, 4096, 4096), (1000, 5208, 776), (16, 8192, 4096), (8191, 264, 512), (1000, 2040, 776)]:
+        for columns in (False, True):
+            a, b = operands(h, *shape, columns, dtype)
+            for schedule in (None, *runnable(h.device)):
+                check(h, a, b, schedule)
 
 
 @pytest.mark.gpu
@@ -373,7 +296,7 @@ def test_more_elements_than_an_int32_counts(h, gpu_gib, schedule):
 
 
 @pytest.mark.gpu
-@both_layouts
+@pytest.mark.parametrize("columns", [False, True])
 def test_the_schedules_agree_and_repeat(h, columns):
     """The same tile and the same order of sums: only when things happen differs, so not a bit of the result may."""
     a, b = operands(h, 4000, 5000, 1000, columns, torch.bfloat16)
@@ -382,22 +305,13 @@ def test_the_schedules_agree_and_repeat(h, columns):
     calls = [lambda s=s: matmul_tma_persistent(a, b, schedule=s) for s in every]
     calls += [lambda n=n: matmul_tma_persistent(a, b, group_m=n) for n in (1, 3, 16, 64)]
     calls += [prepare_matmul(a, b, schedule=s) for s in every]
-    for call in calls:
-        for _ in range(10):
-            assert torch.equal(first, call())
-
-
-@pytest.mark.gpu
-def test_prepared_runs_on_the_stream_of_its_caller_and_in_a_graph(h):
-    a, b = operands(h, 1024, 2048, 512, dtype=torch.bfloat16)
-    call = prepare_matmul(a, b)
-    want = matmul_tma_persistent(a, b)
-    side = torch.cuda.Stream()
+    assert all(torch.equal(first, call()) for call in calls for _ in range(10))
+    call, side = prepare_matmul(a, b), torch.cuda.Stream()  # on the stream of its caller, and in a graph
     side.wait_stream(torch.cuda.current_stream())
     with torch.cuda.stream(side):
         out = call().clone()
     torch.cuda.current_stream().wait_stream(side)
-    assert torch.equal(out, want)
+    assert torch.equal(out, first)
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
         out = call()
