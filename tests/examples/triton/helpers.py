@@ -1,10 +1,13 @@
-"""What the tests of several Triton techniques share: bad input, matrices, and layouts and values that kernels lose."""
+"""What the tests of several Triton techniques share: bad input, code, and matrices that a wrong kernel gets wrong."""
 
 from harness.catalog import Needs
+from harness.codegen import Kernel, compile_for
 from harness.session import Harness
 
 import pytest
 import torch
+from hypothesis import given
+from hypothesis import strategies as st
 
 from examples.triton.matmul import reference
 
@@ -23,13 +26,33 @@ def refused(fn, error, message, *args, **options) -> None:
         fn(*args, **options)
 
 
+def meta(*shape, dtype=torch.bfloat16) -> torch.Tensor:
+    return torch.empty(shape, dtype=dtype, device="meta")
+
+
+def code(sm: int, found, wrapper, *args, spills: int = 0, config: int = 0, **options) -> Kernel:
+    """The one kernel of wrapper(*args), which compiles for sm, fits, has these instructions and spills no more."""
+    (kernel,) = compile_for(wrapper, args, options, sms=(sm,), config=config)
+    assert (kernel.error, kernel.fits) == (None, True)
+    assert all(kernel.found.get(name) for name in found.split()), kernel.found
+    assert kernel.spills <= spills
+    return kernel
+
+
 def matrices(h, M, N, K, dtype=None):
     return h.randn(M, K, dtype=dtype or h.half), h.randn(K, N, dtype=dtype or h.half)
 
 
-def layouts(h):
-    """Pairs of matrices with strides that pointers can follow."""
+def layouts(h, tma: bool = False):
+    """Pairs of matrices with strides that pointers can follow, or TMA."""
     a, b = h.randn(96, 160, dtype=h.half), h.randn(200, 320, dtype=h.half)
+    if tma:
+        return (
+            (a, b[:160, :104]),  # rows apart: what lies between them must not be summed
+            (a[:, 8:80], b[:72]),  # a start 16 bytes later
+            (a[::3, :72], b[:144:2, 16:]),  # every third, every second row
+            (a[:1, :72].as_strided((1, 72), (5, 1)), b[:72, :40]),  # one row, with a stride nobody steps by
+        )
     return (
         (a.t(), b[:96, :100]),  # transposed; padded rows
         (a[:, ::2], b[:80, ::3]),  # every second, every third column: nothing that cp.async could copy
@@ -39,25 +62,32 @@ def layouts(h):
     )
 
 
-def tma_layouts(h):
-    """Pairs of matrices with strides that TMA can follow."""
-    a, b = h.randn(140, 160, dtype=h.half), h.randn(200, 320, dtype=h.half)
-    return (
-        (a, b[:160, :104]),  # rows apart: what lies between them must not be summed
-        (a[:, 8:80], b[:72]),  # a start 16 bytes later
-        (a[::3, :72], b[:144:2, 16:]),  # every third, every second row
-        (a[:1, :72].as_strided((1, 72), (5, 1)), b[:72, :40]),  # one row, with a stride nobody steps by
-    )
-
-
-def extremes(h, M, N, K):
-    """Large, tiny, in part beyond the range of float16, and with NaN and infinities beside the tail of a tile."""
-    a, b = matrices(h, M, N, K)
+def products(h, *more, tma: bool = False):
+    """Pairs of matrices: one element, primes, one tile plus one in each dimension, nothing to sum, nothing, `more`
+    (M, N, K); layouts; large, tiny, in part beyond float16, and NaN and infinities beside the tail of a tile."""
+    unit = 8 if tma else 1
+    for M, N, K in [(1, 1, 1), (37, 53, 61), (129, 64, 64), (64, 257, 64), (64, 64, 65), (300, 1, 40), (5, 7, 0),
+                    (0, 5, 3), *more]:  # fmt: skip
+        yield matrices(h, M, -(-N // unit) * unit, -(-K // unit) * unit)
+    yield from layouts(h, tma)
+    a, b = matrices(h, 66, 136, 72)
     yield a * 64, b * 4
     yield a * 2.0**-12, b * 2.0**-6
     yield a[:20] * 2000, b[:, :40] * 2000
-    a[3, 5], a[M - 1, K - 1], b[2, 9], b[K - 1, N - 1], b[7, N - 6] = NAN, INF, -INF, INF, NAN
+    a[3, 5], a[65, 71], b[2, 9], b[71, 135], b[7, 130] = NAN, INF, -INF, INF, NAN
     yield a, b
+
+
+def any_product(check, M=200, N=200, K=150, tma: bool = False, **draws):
+    """A test: check(h, a, b, **drawn) for matrices of any size up to this one."""
+    unit = 8 if tma else 1
+
+    @given(M=st.integers(0, M), N=st.integers(0, N // unit), K=st.integers(0, K // unit), **draws)
+    def test(M, N, K, **drawn):
+        h = harness()
+        check(h, *matrices(h, M, N * unit, K * unit, torch.float16), **drawn)
+
+    return test
 
 
 def check_beyond_int32(h, gpu_gib, matmul, *, transposed: bool) -> None:

@@ -1,106 +1,69 @@
 """autotune: every configuration on poisoned outputs, every edge of a tile, what pruning keeps, bad input, the code."""
 
-from harness.catalog import Needs
-from harness.codegen import compile_for
-from harness.session import Harness
+from types import SimpleNamespace
+from unittest.mock import MagicMock
 
 import pytest
-import torch
-from hypothesis import given
-from hypothesis import strategies as st
+import triton
 
-from examples.common.device import SHARED_LIMIT, device_limits
-from examples.triton.autotune import FIXED, matmul_config, matmul_tuned, reference, tuned_kernel
-from examples.triton.autotune_pruned import (
-    CANDIDATES,
-    LARGE,
-    PER_TILE,
-    candidates,
-    configuration,
-    loaded_per_sm,
-    numbers,
-    shared_bytes,
-)
+from examples.common.device import SHARED_LIMIT, Limits, device_limits
+from examples.triton import autotune_pruned as pruned
+from examples.triton.autotune import FIXED, launch, matmul_config, matmul_tuned, reference, tuned_kernel
+from examples.triton.autotune_pruned import LARGE, candidates, configuration, numbers, shared_bytes
+from tests.examples.triton.helpers import any_product, code, matrices, meta, products, refused
 
-TILE = (64, 32, 64, 4, 3)
-SHAPES = [(1, 1, 1), (37, 53, 61), (65, 33, 64), (64, 32, 65), (1, 300, 40), (300, 1, 40), (5, 7, 0), (0, 5, 3)]
 PREDICTED = [FIXED, configuration(16, 64, 128, 4, 5), configuration(64, 32, 128, 4, 5)]
+# Warps and stages mean nothing to the interpreter: there each tile is checked once.
+TILES = sorted({numbers(config)[:3] for config in LARGE})
 
 
 def small(a, b):
-    return matmul_config(a, b, *TILE)
+    return matmul_config(a, b, 64, 32, 64, 4, 3)
 
 
-def check(h, M, N, K, fn=small):
-    a, b = h.randn(M, K, dtype=h.half), h.randn(K, N, dtype=h.half)
-    h.check(fn, reference, a, b, terms=K, what=f"{M}x{N}x{K}")
+def check(h, a, b, fn=small):
+    h.check(fn, reference, a, b, terms=a.shape[1], what=f"{tuple(a.shape)} {a.stride()} {tuple(b.shape)} {b.stride()}")
 
 
-def test_shapes(h):
-    for shape in SHAPES:
-        check(h, *shape)
+def test_edges_layouts_and_extremes(h):
+    for a, b in products(h, tma=True):
+        check(h, a, b)
+    a, b = matrices(h, 96, 320, 160)
+    # Starts that are not aligned, one column, ragged sizes.
+    for left, right in ((a[::2, 1:], b[1:, 3:50]), (a[:, :1], b[:1]), (a[:37, :61], b[:61, :53])):
+        check(h, left, right)
+    # In the interpreter a space of one; on a GPU the whole search, on poisoned outputs.
+    check(h, *matrices(h, 130, 200, 70), matmul_tuned)
 
 
-@given(M=st.integers(0, 150), N=st.integers(0, 150), K=st.integers(0, 150))
-def test_any_shape(M, N, K):
-    check(Harness("test", Needs.parse("triton")), M, N, K)
-
-
-def test_the_tuned_wrapper(h):
-    """In the interpreter a space of one; on a GPU the whole search, on poisoned outputs."""
-    check(h, 130, 200, 70, matmul_tuned)
-
-
-# Warps and stages mean nothing to the interpreter: there each tile is checked once.
-TILES = sorted({numbers(config)[:3] for config in LARGE})
+test_any_shape = any_product(check, 150, 150, 150)
 
 
 @pytest.mark.parametrize("tile", TILES, ids=lambda tile: "x".join(map(str, tile)))
 def test_every_tile(h, tile):
     if shared_bytes(configuration(*tile, 8, 3), 2, h.machine.sm or 90) > device_limits(h.device).shared_bytes:
         pytest.skip("does not fit shared memory")
-    check(h, 70, 130, 140, lambda a, b: matmul_config(a, b, *tile, 8, 3))
+    check(h, *matrices(h, 70, 130, 140), lambda a, b: matmul_config(a, b, *tile, 8, 3))
 
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("shape", [(16, 2048, 1024), (300, 520, 777), (2048, 2048, 512)])
 def test_every_configuration_that_a_search_times(h, shape):
     for config in candidates(LARGE, *shape[:2], 2, h.machine.sm, h.machine.sms, h.machine.shared_bytes):
-        check(h, *shape, lambda a, b, config=config: matmul_config(a, b, *numbers(config)))
+        check(h, *matrices(h, *shape), lambda a, b, config=config: matmul_config(a, b, *numbers(config)))
 
 
-def test_strides(h):
-    a, b = h.randn(96, 160, dtype=h.half), h.randn(160, 320, dtype=h.half)
-    for left, right in (
-        (a[:, :150], b[:150, :100]),  # padded rows
-        (a[::2, 1:], b[1:, 3:50]),  # every second row, starts that are not aligned
-        (a[:1].expand(70, 160), b),  # a row stride of 0
-        (a[:, :1], b[:1]),  # one column
-    ):
-        h.check(small, reference, left, right, terms=left.shape[1], what=f"{left.stride()} {right.stride()}")
-
-
-def test_extremes(h):
-    """Large and tiny values keep their scale; NaN and infinity reach what torch says they reach, and nothing else."""
-    a, b = h.randn(40, 70, dtype=h.half), h.randn(70, 50, dtype=h.half)
-    h.check(small, reference, a * 64, b * 4, terms=70, what="large")
-    h.check(small, reference, a * 2.0**-6, b * 2.0**-4, terms=70, what="tiny")
-    h.check(small, reference, a * 2000, b * 2000, terms=70, what="beyond float16: infinite as the reference rounded")
-    a[3, 5], a[7, 11], b[2, 9] = float("nan"), float("inf"), float("-inf")
-    h.check(small, reference, a, b, terms=70, what="NaN and infinities")
-
-
-@pytest.mark.parametrize("shape", [(1, 1), (16, 8192), (512, 512), (4096, 8192), (100_000, 3)])
+@pytest.mark.parametrize("shape", [(1, 1), (16, 8192), (4096, 8192), (100_000, 3)])
 def test_pruning_keeps_a_few_that_fit(shape):
     for sm, limit in SHARED_LIMIT.items():
         for configs in (LARGE, PREDICTED, [FIXED]):
             kept = candidates(configs, *shape, 2, sm, 132, limit)
             assert bool(kept) == any(shared_bytes(c, 2, sm) <= limit for c in configs)
-            assert len(kept) == len(set(kept)) <= CANDIDATES
+            assert len(kept) == len(set(kept)) <= pruned.CANDIDATES
             assert all(shared_bytes(config, 2, sm) <= limit for config in kept)
             tiles = [numbers(config)[:2] for config in kept]
-            assert all(tiles.count(tile) <= PER_TILE for tile in tiles)
-            loads = [loaded_per_sm(config, *shape, 132) for config in kept]
+            assert all(tiles.count(tile) <= pruned.PER_TILE for tile in tiles)
+            loads = [pruned.loaded_per_sm(config, *shape, 132) for config in kept]
             assert loads == sorted(loads)
 
 
@@ -109,64 +72,55 @@ def test_pruning_follows_the_shape():
     assert numbers(kept[16][0])[:2] == (16, 64)  # 128 programs for 132 SMs
     assert FIXED in kept[4096]
     assert not set(kept[16]) & set(kept[4096])
-
-
-def test_the_space_is_what_it_says():
-    assert len(LARGE) == len(set(LARGE)) == 4 * 4 * 2 * 2 * 3
-    assert set(PREDICTED) <= set(LARGE)
-    assert tuned_kernel.configs[0] == LARGE[0]
     assert list(tuned_kernel.keys) == ["M_BUCKET", "N", "K"]
 
 
-@pytest.mark.parametrize("sm", [80, 90, 100, 120])
-def test_shared_memory_is_what_the_compiler_takes(sm):
-    meta = [torch.empty(4096, 4096, dtype=torch.bfloat16, device="meta")] * 2
-    for config in PREDICTED:
-        (kernel,) = compile_for(matmul_config, (*meta, *numbers(config)), sms=(sm,))
-        assert kernel.error is None
-        assert 0 <= shared_bytes(config, 2, sm) - kernel.shared <= 1024
-        assert kernel.found["cp.async"]
-        rows = config.kwargs["BLOCK_M"]
-        assert kernel.found["mma.sync" if rows < 64 or sm in (80, 120) else "wgmma" if sm == 90 else "tcgen05.mma"]
-        assert kernel.spills == 0 or sm != 90
-
-
-def test_a_spilling_configuration_spills_where_the_accumulator_is_in_registers():
-    meta = [torch.empty(4096, 4096, dtype=torch.bfloat16, device="meta")] * 2
-    on_90, on_100 = compile_for(matmul_config, (*meta, 128, 256, 64, 4, 3), sms=(90, 100))
-    assert on_90.spills > 500
-    assert on_100.spills == 0
+@pytest.mark.parametrize(
+    ("sm", "config", "mma"),
+    [(80, FIXED, "mma.sync"), (90, FIXED, "wgmma"), (90, PREDICTED[1], "mma.sync"), (100, PREDICTED[2], "tcgen05.mma")],
+)
+def test_shared_memory_is_what_the_compiler_takes(sm, config, mma):
+    spills = 0 if sm == 90 else 10**6
+    kernel = code(sm, f"cp.async {mma}", matmul_config, *[meta(4096, 4096)] * 2, *numbers(config), spills=spills)
+    assert 0 <= shared_bytes(config, 2, sm) - kernel.shared <= 1024
 
 
 def test_bad_input(h):
-    a, b = h.randn(4, 8, dtype=torch.float16), h.randn(8, 5, dtype=torch.float16)
-    for args, error, message in [
-        (([1.0], b), TypeError, r"expected a torch\.Tensor, got list"),
-        ((a.float(), b.float()), TypeError, r"torch\.float32"),
-        ((a, b.float()), TypeError, r"torch\.float16 and torch\.float32"),
-        ((a, b[:, 0]), ValueError, r"shapes \(4, 8\) and \(8,\); need \[M, K\] and \[K, N\]"),
-        ((a, b.t().contiguous()), ValueError, r"shapes \(4, 8\) and \(5, 8\)"),
-        ((a[:, ::2], b[:4]), ValueError, r"strides \(8, 2\) and \(5, 1\).*contiguous\(\) first"),
-        ((a, h.randn(5, 8, dtype=torch.float16).t()), ValueError, r"contiguous\(\) first"),
-        ((a.clone().requires_grad_(), b), RuntimeError, "no backward"),
-        ((a, b.to("meta")), ValueError, "move them to one device"),
-    ]:
-        with pytest.raises(error, match=f"matmul_config: .*{message}"):
-            small(*args)
-        with pytest.raises(error, match=f"matmul_tuned: .*{message}"):
-            matmul_tuned(*args)
+    a, b = matrices(h, 4, 5, 8)
+    refused(matmul_tuned, ValueError, r"contiguous\(\) first", a[:, ::2], b[:4])
+    refused(matmul_config, ValueError, r"contiguous\(\) first", a, h.randn(5, 8, dtype=h.half).t(), *numbers(FIXED))
+    for tile in [(32, 64, 64, 4, 3), (64, 64, 64, 4, 1), (64, 64, 64, 3, 3), ("64", 64, 64, 4, 3)]:
+        refused(matmul_config, ValueError, r"no configuration \(.*choose from BLOCK_M 16, 64", a, b, *tile)
+    too_large = r"256x256x128, 8 warps, 5 stages need \d+ bytes.*fewer stages"
+    refused(matmul_config, ValueError, too_large, a, b, 256, 256, 128, 8, 5)
 
 
-def test_a_configuration_that_is_unknown_or_does_not_fit(h):
-    a, b = h.randn(4, 8, dtype=h.half), h.randn(8, 5, dtype=h.half)
-    for tile in [
-        (32, 64, 64, 4, 3),
-        (64, 64, 64, 4, 1),
-        (64, 64, 64, 3, 3),
-        ("64", 64, 64, 4, 3),
-        (None, 64, 64, 4, 3),
-    ]:
-        with pytest.raises(ValueError, match=r"matmul_config: no configuration \(.*choose from BLOCK_M 16, 64"):
-            matmul_config(a, b, *tile)
-    with pytest.raises(ValueError, match=r"matmul_config: 256x256x128, 8 warps, 5 stages need \d+ bytes.*fewer stages"):
-        matmul_config(a, b, 256, 256, 128, 8, 5)
+def test_a_new_key_comes_once_per_power_of_two(h):
+    """And not with every batch size."""
+    buckets, b = [], h.randn(8, 5, dtype=h.half)
+    kernel = MagicMock()
+    kernel.__getitem__.return_value = lambda a, b, c, M, N, K, bucket, *_, **__: buckets.append(bucket)
+    for M in (1, 13, 16, 17, 32, 64, 65):
+        launch(kernel, h.randn(M, 8, dtype=h.half), b)
+    assert buckets == [16, 16, 16, 32, 32, 64, 128]
+
+
+def test_a_search_drops_what_spills_or_cannot_run(monkeypatch):
+    """By a driver that is made up; where everything spills, the least is kept."""
+    monkeypatch.setattr(pruned, "device_limits", lambda _: Limits(132, SHARED_LIMIT[90]))
+    monkeypatch.setattr(pruned, "architecture", lambda _: 90)
+    a = SimpleNamespace(element_size=lambda: 2, device=None, is_cuda=True)
+
+    def kept(spills):
+        def compiled(*_, BLOCK_M, **__):
+            loaded = MagicMock(n_spills=spills[BLOCK_M])
+            if spills[BLOCK_M] is None:
+                loaded.__getitem__.side_effect = triton.OutOfResources(2, 1, "shared memory")
+            return loaded
+
+        space, named = [configuration(m, 64, 64, 4, 3) for m in spills], {"a_ptr": a, "M": 4096, "N": 4096}
+        left = pruned.worth_timing(SimpleNamespace(warmup=compiled), space, named, grid=None, parallel=False)
+        return sorted(numbers(config)[0] for config in left)
+
+    assert kept({16: 0, 64: pruned.SPILLS, 128: pruned.SPILLS + 1, 256: None}) == [16, 64]
+    assert kept({16: 900, 64: 800, 256: None}) == [64]

@@ -12,41 +12,26 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from examples.common.rows import DTYPES, column_sums
+from examples.triton import layer_norm as lesson
 from examples.triton import layer_norm_backward_split as split
-from examples.triton.layer_norm import (
-    ROWS_MAX,
-    layer_norm,
-    layer_norm_backward,
-    layer_norm_forward,
-    layer_norm_rows,
-    reference,
-    reference_step,
-    step,
-)
-from examples.triton.layer_norm_backward import (
-    BACKWARD_ROWS_MAX,
-    layer_norm_backward_loop,
-    layer_norm_backward_rows,
-    reference_backward,
-)
-from examples.triton.layer_norm_backward_split import SPLIT_BLOCK, layer_norm_backward_split, split_max_cols
-from examples.triton.layer_norm_resident import layer_norm_resident
-from tests.examples.triton.helpers import INF, NAN, harness, refused
+from examples.triton.layer_norm import BACKWARD_ROWS_MAX, ROWS_MAX, layer_norm, reference, reference_step, step
+from examples.triton.layer_norm_backward import reference_backward
+from tests.examples.triton.helpers import INF, NAN, harness, meta, refused
 
-FORWARDS = [layer_norm_rows, layer_norm_resident]
-BACKWARDS = [layer_norm_backward_rows, layer_norm_backward_loop]
+FORWARDS = [lesson.layer_norm_rows, lesson.layer_norm_resident]
+BACKWARDS = [lesson.layer_norm_backward_rows, lesson.layer_norm_backward_loop]
+SPLIT = lesson.layer_norm_backward_split
 by_forward = pytest.mark.parametrize("forward", FORWARDS)
-by_backward = pytest.mark.parametrize(
-    "backward", [*BACKWARDS, pytest.param(layer_norm_backward_split, marks=pytest.mark.gpu)]
-)
+by_backward = pytest.mark.parametrize("backward", [*BACKWARDS, pytest.param(SPLIT, marks=pytest.mark.gpu)])
 # One element, a prime, around one tile of several kernels, more rows than a program or a group takes, no rows.
 SHAPES = [(1, 1), (3, 781), (5, 256), (9, 257), (6, 4097), (40, 33), (0, 300)]
 CASES = [(shape, (torch.float32, torch.float16)[i % 2]) for i, shape in enumerate(SHAPES)]
+EPS = torch.finfo(torch.float32).eps
 
 
 def width(forward, cols):
     """As many columns as the kernel takes."""
-    return min(cols, ROWS_MAX) if forward is layer_norm_rows else cols
+    return min(cols, ROWS_MAX) if forward is lesson.layer_norm_rows else cols
 
 
 def inputs(h, rows, cols, dtype=torch.float32, wide=None):
@@ -68,30 +53,26 @@ def check_forward(forward, x, weight, bias, eps=1e-5, **budget):
     with poisoned_outputs(what):
         y, mean, rstd = forward(x, weight, bias, eps)
     judge(y, reference(x, weight, bias, eps), what=what, dtype=x.dtype, terms=x.shape[1], **budget)
-    if not x.shape[0]:
-        return
     x = x.double()
-    for got, want in ((mean, x.mean(1)), (rstd, (x.var(1, correction=0) + eps).rsqrt())):
+    for got, want in ((mean, x.mean(1)), (rstd, (x.var(1, unbiased=False) + eps).rsqrt())) if len(x) else ():
         judge(got, want, what=what, dtype=torch.float32, terms=x.shape[1], constant_ok=True, **budget)
 
 
-def check_backward(backward, dy, x, weight, **budget):
+def check_backward(backward, dy, x, weight):
     """dx sums over columns, the gradients of weight and bias over rows: each with its own budget."""
     args = (dy, x, weight, *statistics(x))
     what = f"{backward.__name__} {tuple(x.shape)}"
     with poisoned_outputs(what):
-        dx, dweight, dbias = backward(*args)
-    want = reference_backward(*args)
-    judge(dx, want[0], what=f"{what} dx", dtype=x.dtype, terms=x.shape[1], **budget)
-    for name, got, sums in (("dweight", dweight, want[1]), ("dbias", dbias, want[2])):
-        judge(got, sums, what=f"{what} {name}", dtype=weight.dtype, terms=x.shape[0], **budget)
+        got = backward(*args)
+    for name, part, want in zip(("dx", "dweight", "dbias"), got, reference_backward(*args), strict=True):
+        dtype, terms = (x.dtype, x.shape[1]) if name == "dx" else (weight.dtype, x.shape[0])
+        judge(part, want, what=f"{what} {name}", dtype=dtype, terms=terms)
 
 
 @by_forward
 def test_forward_shapes_and_layouts(h, forward):
     for (rows, cols), dtype in CASES:
-        x, weight, bias, _ = inputs(h, rows, width(forward, cols), dtype=dtype)
-        check_forward(forward, x, weight, bias)
+        check_forward(forward, *inputs(h, rows, width(forward, cols), dtype=dtype)[:3])
     x, weight, bias, _ = inputs(h, 9, 1000)
     for rows in (x[:, 100:881], x[::2, :781], x[:1, :781].expand(6, 781)):  # the last: one row in memory, six in view
         check_forward(forward, rows, weight[:781], bias[:781])
@@ -105,15 +86,14 @@ def test_backward_shapes_and_layouts(h, backward):
             check_backward(backward, dy, x, weight)
             continue
         dx, dweight, dbias = backward(dy, x, weight, *statistics(x))  # one column: y is the bias, whatever x is
-        # rstd is 316 here: what is left is the rounding of 316 - 316
         assert dx.shape == dy.shape
-        assert not dx.numel() or dx.abs().max() < 1e-3 * dy.abs().max()
+        assert not dx.numel() or dx.abs().max() < 1e-3 * dy.abs().max()  # rstd is 316: the rounding of 316 - 316
         assert torch.equal(dweight, torch.zeros_like(weight))
         assert torch.allclose(dbias.double(), dy.double().sum(0), rtol=1e-3, atol=1e-3)
     x, weight, _, dy = inputs(h, 9, 1000)
-    check_backward(backward, dy[:, 3:784], x[:, 100:881], weight[:781])
-    check_backward(backward, dy[::2, :781], x[:5, :781], weight[:781])
-    check_backward(backward, dy[:1, :781].expand(9, 781), x[:, :781], weight[:781])
+    for dy_rows, x_rows in ((dy[:, 3:784], x[:, 100:881]), (dy[::2, :781], x[:5, :781]),
+                            (dy[:1, :781].expand(9, 781), x[:, :781])):  # fmt: skip
+        check_backward(backward, dy_rows, x_rows, weight[:781])
 
 
 # From 30 columns on: of few, mean and variance leave next to nothing, and dx is what is left of a subtraction.
@@ -124,33 +104,30 @@ def test_any_shape(rows, cols, offset):
     for forward in FORWARDS:
         n = width(forward, cols)
         check_forward(forward, (x + offset)[:, :n], weight[:n], bias[:n])
-    for backward in BACKWARDS if interpreted() else [*BACKWARDS, layer_norm_backward_split]:
+    for backward in BACKWARDS if interpreted() else [*BACKWARDS, SPLIT]:
         check_backward(backward, dy, x, weight)
 
 
-# Of layer_norm_resident too, whose steps change with the length of a row.
+# Of layer_norm_resident too, whose steps change with the length of a row; weights like x, and weights in float32.
 @pytest.mark.parametrize("cols", [300, ROWS_MAX + 1, 4097, BACKWARD_ROWS_MAX, BACKWARD_ROWS_MAX + 1, 64 * 1024 + 1])
 def test_where_one_kernel_ends_and_the_next_begins(h, cols):
-    """With weights like x, and with weights in float32."""
     x, weight, bias, dy = inputs(h, 1, cols, dtype=h.half, wide=torch.float32 if cols % 2 else None)
-    check_forward(layer_norm_forward, x, weight, bias)
+    check_forward(lesson.layer_norm_forward, x, weight, bias)
     if cols < 64 * 1024 or not h.interpreted:
-        check_backward(layer_norm_backward, dy, x, weight)
+        check_backward(lesson.layer_norm_backward, dy, x, weight)
 
 
 @by_forward
 def test_extreme_rows(h, forward):
     x, weight, bias, _ = inputs(h, 6, width(forward, 3000))
-    eps_of_float32 = torch.finfo(torch.float32).eps
     # A variance made as E[x^2] - E[x]^2 would be noise: at a mean of 3000, float32 keeps 1 of the 9000001 apart. x is
     # exact; what float32 cannot hold is the mean, and y carries half a unit in its last place.
     for offset in (300.0, -3000.0):
-        check_forward(forward, x[:2] + offset, weight, bias, operand_eps=abs(offset) * eps_of_float32)
+        check_forward(forward, x[:2] + offset, weight, bias, operand_eps=abs(offset) * EPS)
     for factor, eps in ((1e15, 1e-5), (1e-15, 1e-30), (1, 0.0), (1e-3, 10.0)):
         check_forward(forward, x[:2] * factor, weight, bias, eps=eps)
     # Of a power of two, 300 columns leave some empty, which lie at 0: here 1e20 from the row, with an infinite square.
-    far = (1 + 1e-3 * x[:2, :300]) * 1e20
-    check_forward(forward, far, weight[:300], bias[:300], operand_eps=1e3 * eps_of_float32)
+    check_forward(forward, (1 + 1e-3 * x[:2, :300]) * 1e20, weight[:300], bias[:300], operand_eps=1e3 * EPS)
     x[0, 0], x[1, 7], x[2, -1], x[3, 11], x[4, -1], x[5] = INF, INF, -INF, NAN, NAN, INF
     h.check(lambda *args: forward(*args)[0], reference, x, weight, bias, terms=x.shape[1], what="rows with inf and NaN")
     for cols in (781, weight.numel()):  # without variance a row is the bias
@@ -163,13 +140,11 @@ def test_extreme_rows(h, forward):
 
 @by_backward
 def test_nan_backward(h, backward):
-    x, weight, _, dy = inputs(h, 8, SPLIT_BLOCK[32] + 900)
+    x, weight, _, dy = inputs(h, 8, split.SPLIT_BLOCK[32] + 900)
     mean, rstd = statistics(x)
-    dy[2, 5] = dy[3, -1] = NAN
-    rstd[6] = NAN  # as the forward leaves it where x has one
+    dy[2, 5] = dy[3, -1] = rstd[6] = NAN  # rstd as the forward leaves it where x has one
     dx, dweight, dbias = backward(dy, x, weight, mean, rstd)
-    assert dx.isnan().all(dim=1).tolist() == [False, False, True, True, False, False, True, False]
-    assert not dx[[0, 1, 4, 5, 7]].isnan().any()
+    assert [row.isnan().all() for row in dx] == [row.isnan().any() for row in dx] == [i in (2, 3, 6) for i in range(8)]
     assert dweight.isnan().all()
     assert dbias.isnan().nonzero().flatten().tolist() == [5, x.shape[1] - 1]
 
@@ -182,24 +157,18 @@ def test_column_sums_of_more_parts_than_a_step_takes(h):
 
 
 def test_autograd(h):
-    """Any number of dimensions, also some that cannot be merged; gradients of one number expanded, or transposed."""
-    for shape in ((300,), (2, 3, 5, 300), (2, 0, 300), (1, ROWS_MAX + 5)):
-        x, weight, bias, dy = h.randn(*shape), h.randn(shape[-1]), h.randn(shape[-1]), h.randn(*shape)
-        h.check(step(layer_norm), reference_step, x, weight, bias, dy, terms=max(shape[-1], x.numel() // shape[-1]))
-    x, weight, bias = h.randn(6, 4, 300).transpose(0, 1), h.randn(300), h.randn(300)
-    h.check(step(layer_norm), reference_step, x, weight, bias, h.randn(4, 6, 300), terms=300)
+    """Any number of dimensions, also some that cannot be merged; gradients of one number expanded, or transposed; and
+    no second derivative, of a linear loss neither, whose dy requires no grad: there 0 would go unnoticed."""
+    weight, bias = h.randn(300), h.randn(300)
+    for x in (h.randn(300), h.randn(2, 3, 5, 300), h.randn(2, 0, 300), h.randn(6, 4, 300).transpose(0, 1)):
+        h.check(step(layer_norm), reference_step, x, weight, bias, h.randn(*x.shape), terms=300)
     for dy in (h.randn(1).expand(6, 300), h.randn(300, 6).t()):
-        h.check(step(layer_norm), reference_step, x[0], weight, bias, dy, terms=300, constant_ok=True)
-
-
-@pytest.mark.parametrize("loss", [torch.sum, lambda y: y.square().sum()])
-def test_a_second_derivative_is_refused(h, loss):
-    """Of a linear loss too, whose dy requires no grad: there a derivative of 0 would go unnoticed."""
-    x = h.randn(4, 8).requires_grad_()
-    weight, bias = h.randn(8).requires_grad_(), h.randn(8)
-    (dx,) = torch.autograd.grad(loss(layer_norm(x, weight, bias)), x, create_graph=True)
-    with pytest.raises(RuntimeError, match="layer_norm: its gradient has no derivative"):
-        dx.square().sum().backward()
+        h.check(step(layer_norm), reference_step, h.randn(6, 300), weight, bias, dy, terms=300, constant_ok=True)
+    x = h.randn(4, 300).requires_grad_()
+    for loss in (torch.sum, lambda y: y.square().sum()):
+        (dx,) = torch.autograd.grad(loss(layer_norm(x, weight.requires_grad_(), bias)), x, create_graph=True)
+        with pytest.raises(RuntimeError, match="layer_norm: its gradient has no derivative"):
+            dx.square().sum().backward()
 
 
 @triton.jit
@@ -216,9 +185,11 @@ def receive_at_once(ptr, word):
     return first, second
 
 
-def in_two_runs(monkeypatch):
-    """layer_norm_backward_split where programs run one after the other: what a program sends does not depend on what it
-    receives, so after a first run over every program the mailbox is full, and a second one computes with it."""
+@pytest.mark.filterwarnings("ignore:All-NaN slice")  # what the first of two runs finds in empty mailboxes
+@pytest.mark.skipif(not interpreted(), reason="compiled kernels cannot be given another way to receive")
+def test_the_split_kernel_interpreted(h, monkeypatch):
+    """Where programs run one after the other: what a program sends does not depend on what it receives, so after a
+    first run over every program the mailbox is full, and a second one computes with it."""
     mailboxes = []
 
     def mailbox(x, parts):
@@ -237,17 +208,9 @@ def in_two_runs(monkeypatch):
 
     def twice(*args):
         mailboxes.clear()
-        layer_norm_backward_split(*args)
-        return layer_norm_backward_split(*args)
+        SPLIT(*args)
+        return SPLIT(*args)
 
-    twice.__name__ = "layer_norm_backward_split"
-    return twice
-
-
-@pytest.mark.filterwarnings("ignore:All-NaN slice")  # what the first of two runs finds in empty mailboxes
-@pytest.mark.skipif(not interpreted(), reason="compiled kernels cannot be given another way to receive")
-def test_the_split_kernel_interpreted(h, monkeypatch):
-    twice = in_two_runs(monkeypatch)
     for i, shape in enumerate([(2, 64), (5, 320), (7, 100)]):
         x, weight, _, dy = inputs(h, *shape, dtype=(torch.float32, torch.float16)[i % 2])
         check_backward(twice, dy, x, weight)
@@ -259,46 +222,41 @@ def test_benchmark_widths(h, cols):
     for dtype in DTYPES:
         for wide in {dtype, torch.float32}:
             x, weight, bias, dy = inputs(h, 300, cols, dtype=dtype, wide=wide)
-            check_forward(layer_norm_forward, x, weight, bias)
-            check_backward(layer_norm_backward, dy, x, weight)
+            check_forward(lesson.layer_norm_forward, x, weight, bias)
+            check_backward(lesson.layer_norm_backward, dy, x, weight)
 
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_split_rows_finish_many_times_over_with_the_same_bits(h, dtype):
-    """Programs of one group wait for each other: few and many rows, odd numbers of parts, two streams at once. There
-    are no atomic adds: which program does a group's work varies, what is added to what does not."""
-    streams = [torch.cuda.Stream() for _ in range(2)]
-    for rows, cols in ((1, 131072), (1000, 40000), (5000, 3 * 8192 + 1), (3, split_max_cols(h.device)), (2, 50)):
+    """Programs of a group wait for each other: few and many rows, odd numbers of parts, two streams at once."""
+    longest, streams = split.split_max_cols(h.device), [torch.cuda.Stream() for _ in range(2)]
+    for rows, cols in ((1, 131072), (1000, 40000), (5000, 3 * 8192 + 1), (3, longest), (2, 50)):
         x, weight, _, dy = inputs(h, rows, cols, dtype=dtype)
-        check_backward(layer_norm_backward_split, dy, x, weight)
-        args = dy, x, weight, *statistics(x)
-        want = layer_norm_backward_split(*args)
+        check_backward(SPLIT, dy, x, weight)
+        args, got = (dy, x, weight, *statistics(x)), []
         torch.cuda.synchronize()
-        got = []  # on two streams at once where a row takes half the SMs at most
-        for stream in streams * 5 if 2 * cols <= split_max_cols(h.device) else streams[:1] * 5:
+        for stream in streams * 5 if 2 * cols <= longest else streams[:1] * 5:  # where a row takes half the SMs at most
             with torch.cuda.stream(stream):
-                got.append(layer_norm_backward_split(*args))
+                got.append(SPLIT(*args))
         torch.cuda.synchronize()
-        assert all(torch.equal(a, b) for each in got for a, b in zip(each, want, strict=True))
+        assert all(torch.equal(a, b) for each in got for a, b in zip(each, got[0], strict=True))
 
 
 @pytest.mark.gpu
 def test_more_elements_than_an_int32_counts(h, gpu_gib):
     gpu_gib(40)
     for cols in (1000, 12000, 50000):
-        rows = 2**31 // cols + 5
-        x, dy = (torch.empty(rows, cols, dtype=torch.bfloat16, device=h.device).normal_() for _ in range(2))
-        weight, bias = (h.randn(cols, dtype=torch.bfloat16) for _ in range(2))
-        y, mean, rstd = layer_norm_forward(x, weight, bias)
-        dx, dweight, dbias = layer_norm_backward(dy, x, weight, mean, rstd)
+        rows, half = 2**31 // cols + 5, torch.bfloat16
+        x, dy = (torch.empty(rows, cols, dtype=half, device=h.device).normal_() for _ in range(2))
+        weight, bias = (h.randn(cols, dtype=half) for _ in range(2))
+        y, mean, rstd = lesson.layer_norm_forward(x, weight, bias)
+        dx, dweight, dbias = lesson.layer_norm_backward(dy, x, weight, mean, rstd)
         for part in (slice(0, 3), slice(rows // 2, rows // 2 + 3), slice(-3, None)):
-            h.check(lambda *_, y=y, part=part: y[part], reference, x[part], weight, bias, terms=cols, what="y")
-            h.check(
-                lambda *_, dx=dx, part=part: dx[part], lambda *a: reference_backward(*a)[0],
-                dy[part], x[part], weight, mean[part], rstd[part], terms=cols, what="dx",
-            )  # fmt: skip
-        h.check(lambda *_, got=dbias: got, lambda dy: dy.sum(0, dtype=torch.float64), dy, terms=rows, what="dbias")
+            want = reference_backward(dy[part], x[part], weight, mean[part], rstd[part])[0]
+            judge(dx[part], want, what="dx", dtype=half, terms=cols)
+            judge(y[part], reference(x[part], weight, bias), what="y", dtype=half, terms=cols)
+        judge(dbias, dy.sum(0, dtype=torch.float64), what="dbias", dtype=half, terms=rows)
         assert all(torch.isfinite(whole).all() for whole in (y, dx, dweight))
         del x, dy, y, dx
 
@@ -306,70 +264,51 @@ def test_more_elements_than_an_int32_counts(h, gpu_gib):
 def test_bad_input(h):
     x, weight, bias = h.randn(4, 8), torch.ones(8, device=h.device), torch.zeros(8, device=h.device)
     mean, rstd = statistics(x)
-    for forward in (*FORWARDS, layer_norm_forward):
+    for forward in (*FORWARDS, lesson.layer_norm_forward):
         for error, message, *args in [
             (TypeError, "weight is None", x, None, bias),
             (ValueError, r"\(4, 0\) has no columns", x[:, :0], weight[:0], bias[:0]),
             (ValueError, r"weight has .*strides \(2,\)", x[:, :4].contiguous(), weight[::2], bias[::2]),
-            (TypeError, r"weight is torch\.float16", x, weight.half(), bias.half()),
             (TypeError, r"bias is torch\.float32", x.half(), weight.half(), bias),
             *((TypeError, "eps is .*; pass a Python number", x, weight, bias, eps) for eps in (None, True, mean[0])),
             *((ValueError, "eps is .*from 0 up", x, weight, bias, eps) for eps in (-1e-5, NAN, INF, 1e300)),
         ]:
             refused(forward, error, message, *args)
-    for backward in (*BACKWARDS, layer_norm_backward_split, layer_norm_backward):
-        for error, message, *args in [
-            (TypeError, "weight is None", x, x, None, mean, rstd),
-            (ValueError, "dy is .*float16, but x is .*float32", x.half(), x, weight, mean, rstd),
-            (ValueError, r"dy has strides \(0, 0\)", x[0, 0].expand(4, 8), x, weight, mean, rstd),
-            (TypeError, r"mean is torch\.float16", x, x, weight, mean.half(), rstd),
-            (ValueError, r"rstd has shape \(3,\)", x, x, weight, mean, rstd[:3]),
-        ]:
-            refused(backward, error, message, *args)
+    for backward in (*BACKWARDS, SPLIT, lesson.layer_norm_backward):
+        refused(backward, ValueError, "dy is .*float16, but x is .*float32", x.half(), x, weight, mean, rstd)
+        refused(backward, ValueError, r"dy has strides \(0, 0\)", x[0, 0].expand(4, 8), x, weight, mean, rstd)
+        refused(backward, ValueError, r"rstd has shape \(3,\)", x, x, weight, mean, rstd[:3])
     for no_columns in (x[0, 0], x[:, :0]):
         refused(layer_norm, ValueError, "has no columns", no_columns, weight, bias)
 
 
 def test_a_kernel_refuses_longer_rows_than_it_takes(h):
-    for call, limit, instead in (
-        (layer_norm_rows, ROWS_MAX, "layer_norm_forward"),
-        (layer_norm_backward_rows, BACKWARD_ROWS_MAX, "layer_norm_backward"),
-        (layer_norm_backward_split, split_max_cols(h.device), "layer_norm_backward_loop"),
-    ):
-        x, weight, bias, dy = inputs(h, 1, limit + 1)
-        args = (x, weight, bias) if call is layer_norm_rows else (dy, x, weight, *statistics(x))
-        refused(call, ValueError, f"{limit + 1} columns, but a row may have {limit} here; call {instead}", *args)
-    check_backward(layer_norm_backward, dy, x, weight)  # goes on with the loop
-    if interpreted():
-        x, weight, _, dy = inputs(h, 2, 8)
-        refused(layer_norm_backward_split, RuntimeError, "interpreter use layer_norm_backward_loop",
-                dy, x, weight, *statistics(x))  # fmt: skip
-
-
-HALF, FULL = torch.bfloat16, torch.float32
+    x, weight, bias, _ = inputs(h, 1, ROWS_MAX + 1)
+    refused(FORWARDS[0], ValueError, f"a row may have {ROWS_MAX} here; call layer_norm_forward", x, weight, bias)
+    for call, limit in ((BACKWARDS[0], BACKWARD_ROWS_MAX), (SPLIT, split.split_max_cols(h.device))):
+        x, weight, _, dy = inputs(h, 1, limit + 1)
+        too_long = f"a row may have {limit} here; call layer_norm_backward"
+        refused(call, ValueError, too_long, dy, x, weight, *statistics(x))
+    check_backward(lesson.layer_norm_backward, dy, x, weight)  # goes on with the loop
 
 
 @pytest.mark.parametrize(
-    ("wrapper", "cols", "dtype", "wide", "sm", "instruction", "spills"),
+    ("wrapper", "cols", "dtype", "wide", "sm", "found", "spills"),
     [
-        (layer_norm_rows, 1024, HALF, HALF, 80, "ld.global.v4", 0),
-        (layer_norm_resident, 65536, HALF, HALF, 100, "ld.global.v4", 16),
-        (layer_norm_backward_rows, BACKWARD_ROWS_MAX, HALF, FULL, 90, "cp.async", 128),
-        (layer_norm_backward_split, 65536, torch.float16, torch.float16, 90, "atom", 128),
-        (layer_norm_backward_split, 65536, FULL, FULL, 120, "atom", 128),
+        (FORWARDS[0], 1024, torch.bfloat16, torch.bfloat16, 80, "ld.global.v4", 0),
+        (FORWARDS[1], 65536, torch.bfloat16, torch.bfloat16, 100, "ld.global.v4", 16),
+        (BACKWARDS[0], BACKWARD_ROWS_MAX, torch.bfloat16, torch.float32, 90, "cp.async", 128),
+        (SPLIT, 65536, torch.float16, torch.float16, 90, "cp.async atom", 128),
+        (SPLIT, 65536, torch.float32, torch.float32, 120, "cp.async atom", 128),
     ],
 )
-def test_generated_code(wrapper, cols, dtype, wide, sm, instruction, spills):
-    """All kernels that a wrapper launches on 4096 rows compile and fit; what is said is the main one's."""
-    meta = {"device": "meta"}
-    x, weight = torch.empty(4096, cols, dtype=dtype, **meta), torch.empty(cols, dtype=wide, **meta)
-    stats = torch.empty(4096, dtype=torch.float32, **meta)
-    args = (x, x, weight, stats, stats) if "backward" in wrapper.__name__ else (x, weight, weight)
-    kernels = compile_for(wrapper, args, sms=(sm,))
+def test_generated_code(wrapper, cols, dtype, wide, sm, found, spills):
+    """All kernels that a wrapper launches on 4096 rows compile and fit; what is required is the main one's."""
+    x, weight, stats = meta(4096, cols, dtype=dtype), meta(cols, dtype=wide), meta(4096, dtype=torch.float32)
+    kernels = compile_for(
+        wrapper, (x, weight, weight) if wrapper in FORWARDS else (x, x, weight, stats, stats), sms=(sm,)
+    )
     assert [(kernel.error, kernel.fits) for kernel in kernels] == [(None, True)] * len(kernels)
     (main,) = (kernel for kernel in kernels if kernel.kernel == f"{wrapper.__name__}_kernel")
     assert main.spills <= spills
-    assert main.found[instruction]
-    assert main.found["st.global.v4"]
-    if wrapper is layer_norm_backward_split:
-        assert main.found["cp.async"]
+    assert all(main.found.get(name) for name in f"{found} st.global.v4".split()), main.found
