@@ -1,12 +1,7 @@
 """cuda_graphs: the chain, its graph, what refill refuses, and on a GPU the rules of a replay."""
 
-from harness import Harness
-from harness.catalog import Needs
-from harness.settings import settings_kept
-
 import pytest
 import torch
-from rich.console import Console
 
 from examples.compiler.cuda_graphs import (
     BY_HAND,
@@ -21,23 +16,7 @@ from examples.compiler.cuda_graphs import (
     refill,
     which,
 )  # fmt: skip
-
-
-@pytest.fixture
-def h() -> Harness:
-    return Harness("test", Needs.parse("torch"), console=Console(quiet=True), timing=False)
-
-
-@pytest.fixture(autouse=True)
-def _forget():
-    torch.compiler.reset()
-    yield
-    torch.compiler.reset()
-
-
-def test_whose_result_it_is():
-    one, two = torch.ones(2), torch.zeros(2)
-    assert [which(got, {"one": one, "two": two}) for got in (one, two, one + 3)] == ["one", "two", "none of them"]
+from tests.quiet import ran
 
 
 def test_the_chain(h):
@@ -46,6 +25,8 @@ def test_the_chain(h):
     operations = torch.fx.symbolic_trace(chain).graph.nodes
     assert sum(node.op == "call_function" for node in operations) == STEPS
     assert not torch.allclose(chain(x), chain(h.randn(WIDTH)))  # the input still matters after all the steps
+    one, two = torch.ones(2), torch.zeros(2)
+    assert [which(got, {"one": one, "two": two}) for got in (one, two, one + 3)] == ["one", "two", "none of them"]
 
 
 def test_without_fusion_each_operation_is_a_kernel(h, monkeypatch):
@@ -56,11 +37,9 @@ def test_without_fusion_each_operation_is_a_kernel(h, monkeypatch):
     chain, x = make_chain(h, 64), h.randn(64)
     counts = []
     for options in (None, NO_FUSION):
-        torch.compiler.reset()
         before = metrics.generated_kernel_count
-        h.check(
-            torch.compile(chain, fullgraph=True, options=options), chain.float64, x, terms=STEPS, what="", poison=False
-        )
+        fn = h.compiled(chain, fullgraph=True, options=options)
+        h.check(fn, chain.float64, x, terms=STEPS, what="", poison=False)
         counts.append(metrics.generated_kernel_count - before)
     assert counts == [1, 10]
 
@@ -74,18 +53,17 @@ def test_refill(h):
 @pytest.mark.parametrize(
     ("given", "error", "message"),
     [
-        ([], ValueError, "refill: 0 inputs, but 1 were captured"),
-        ([torch.zeros(4), torch.zeros(4)], ValueError, "refill: 2 inputs, but 1 were captured"),
-        ([torch.zeros(1)], ValueError, r"refill: input 0 is \(1,\) on cpu, captured as \(4,\) on cpu; pad or move it"),
-        ([torch.zeros(2, 4)], ValueError, r"refill: input 0 is \(2, 4\)"),
-        ([torch.zeros(4, device="meta")], ValueError, r"refill: input 0 is \(4,\) on meta"),
-        ([torch.zeros(4).double()], TypeError, "refill: input 0 is torch.float64, captured as torch.float32; cast it"),
+        ([], ValueError, "0 inputs, but 1 were captured"),
+        ([torch.zeros(4), torch.zeros(4)], ValueError, "2 inputs, but 1 were captured"),
+        ([torch.zeros(1)], ValueError, r"input 0 is \(1,\) on cpu, captured as \(4,\) on cpu; pad or move it"),
+        ([torch.zeros(2, 4)], ValueError, r"input 0 is \(2, 4\)"),
+        ([torch.zeros(4, device="meta")], ValueError, r"input 0 is \(4,\) on meta"),
+        ([torch.zeros(4).double()], TypeError, "input 0 is torch.float64, captured as torch.float32; cast it"),
     ],
-    ids=["none", "too many", "broadcastable", "rank", "device", "dtype"],
 )
 def test_refill_refuses_what_copy_would_accept(given, error, message):
     held = [torch.ones(4)]
-    with pytest.raises(error, match=message):
+    with pytest.raises(error, match=f"^refill: {message}"):
         refill(held, given)
     assert torch.equal(held[0], torch.ones(4))
 
@@ -106,29 +84,18 @@ def test_captured(h):
         assert torch.equal(captured(x, y), x * weight + y)
     with pytest.raises(ValueError, match="refill: input 1 is"):
         captured(x, y[:1])
-    with pytest.raises(TypeError, match=r"refill: input 0 is torch\.float64"):
-        captured(x.double(), y)
-
-
-@pytest.mark.gpu
-def test_captured_of_a_module_that_is_not_a_chain(h):
     chain = Chain(1 + h.randn(32, scale=0.01), h.randn(32))
-    captured = Captured(torch.nn.Sequential(chain, torch.nn.GELU()), h.randn(32))
-    x = h.randn(32)
+    captured, x = Captured(torch.nn.Sequential(chain, torch.nn.GELU()), h.randn(32)), h.randn(32)
     torch.testing.assert_close(captured(x), torch.nn.functional.gelu(chain(x)))
 
 
 @pytest.mark.gpu
 def test_the_demo_on_a_gpu():
     """A graph of 100 tiny kernels, replayed: at least 5 times as fast as launching them."""
-    h = Harness("test", Needs.parse("torch"), console=Console(quiet=True), full=True)
-    with settings_kept("demo", 0):
-        demo(h)
-        h.finish()
+    h = ran(demo, timing=True, full=True)
     (table,) = h.tables
     assert table.over(EAGER, BY_HAND) >= 5
-    results = {what: row["result"] for what, row in h.record.facts["after a capture"].items()}
-    assert results == {
+    assert {what: row["result"] for what, row in h.record.facts["after a capture"].items()} == {
         "the input in a new tensor": "stale", "the input copied in": "right",
         "a result read after the next call": "overwritten", "a weight replaced": "stale",
         "a weight changed in place": "right",

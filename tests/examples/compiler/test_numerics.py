@@ -1,14 +1,9 @@
-"""numerics: errors against float64, results that repeat and that do not, settings put back."""
-
-from harness.catalog import Needs
-from harness.session import Harness
-from harness.settings import settings_kept
+"""numerics: errors against float64, results that repeat and that do not."""
 
 import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from rich.console import Console
 
 from examples.compiler.numerics import (
     CALLS,
@@ -22,19 +17,12 @@ from examples.compiler.numerics import (
     repeat,
     share_differing,
 )  # fmt: skip
+from tests.quiet import ran
 
 
-@pytest.fixture
-def h():
-    torch.compiler.reset()
-    yield Harness("numerics", Needs.parse("torch"), console=Console(quiet=True), timing=False)
-    torch.compiler.reset()
-
-
-def test_demo(h):
-    with settings_kept("numerics", 0):
-        demo(h)
-        h.finish()
+@pytest.mark.slow
+def test_demo():
+    h = ran(demo)
     errors = h.record.facts["bfloat16: rms error from float64, share of bits that differ from eager's"]
     assert list(errors) == list(NAMES)
     for name in ("layer norm", "gelu", "multiply-add"):  # a rounding to bfloat16 that is left out is an error less
@@ -53,36 +41,26 @@ def test_distinct_counts_values(values):
     assert distinct(lambda: torch.tensor([float(next(queue))]), calls=len(values)) == len(set(values))
 
 
-def test_distinct_keeps_no_reference():
+def test_distinct_keeps_no_reference_and_measures():
     """A result whose memory the next call overwrites, as a CUDA graph's, still counts."""
     memory = torch.zeros(3)
     assert distinct(lambda: memory.add_(1), calls=5) == 5
-
-
-def test_measures():
+    with pytest.raises(ValueError, match="distinct: 1 calls; it takes two"):
+        distinct(lambda: torch.ones(1), calls=1)
     want = torch.tensor([3.0, 4.0], dtype=torch.float64)
     assert off_by(want.float(), want) == 0
     assert off_by(torch.tensor([3.0, 4.5]), want) == pytest.approx(0.1)
-    assert share_differing(torch.tensor([1.0, 2.0]), torch.tensor([1.0, 2.5])) == 0.5
-
-
-def test_one_call_shows_no_difference():
-    with pytest.raises(ValueError, match="distinct: 1 calls; it takes two"):
-        distinct(lambda: torch.ones(1), calls=1)
+    assert share_differing(torch.tensor([1.0, 2.0, 3.0, 4.0]), torch.tensor([1.0, 2.5, 3.0, 4.0])) == 0.25
 
 
 @pytest.mark.gpu
-def test_emulation_on_the_gpu(h):
+def test_emulation_and_atomics_on_the_gpu(h):
     """Nearer to eager than what is not emulated; a float32 product and sum in one rounding, unless emulated."""
     row = measure(h, torch.bfloat16)["multiply-add"]
     assert row["emulated differs"] < row["compiled differs"]
     row = measure(h, torch.float32)["multiply-add"]
     assert row["compiled error"] < row["eager error"]
     assert row["emulated differs"] == 0
-
-
-@pytest.mark.gpu
-def test_atomics_on_the_gpu(h):
     _, results = repeat(h)
     assert results[EAGER] > 1
     assert results["torch eager, deterministic"] == results[DETERMINISTIC] == 1

@@ -1,33 +1,19 @@
 """Stances: what each does at each kind of call, the errors, and that the process is left under the one it had."""
 
-from harness.catalog import Needs
-from harness.session import Harness
-from harness.settings import settings, settings_kept
+from harness.settings import settings
 
 import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from rich.console import Console
 
 from examples.compiler import stances
 from examples.compiler.stances import STANCES, checked_stance, outcomes_of, serve
+from tests.quiet import ran
 
 
-def quiet(**options) -> Harness:
-    return Harness("test", Needs.parse("torch"), console=Console(quiet=True), timing=False, **options)
-
-
-@pytest.fixture
-def h():
-    yield quiet()
-    torch.compiler.reset()
-
-
-def test_demo(h):
-    with settings_kept("stances", seed=0):
-        stances.demo(h)
-        h.finish()
+def test_demo():
+    h = ran(stances.demo)
     facts = h.record.facts
     calls = facts["calls of a function warmed up"]
     assert list(calls) == list(STANCES)
@@ -36,10 +22,8 @@ def test_demo(h):
         "eager_then_compile": "eager", "aot_eager_then_compile": "compiles (aot_eager)",
     }  # fmt: skip
     assert all(row["same shape"] == ("eager" if name == "force_eager" else "graph") for name, row in calls.items())
-    fresh = facts["calls of a function not compiled yet"]
-    assert fresh["eager_then_compile"] == dict(
-        zip(("first", "same shape", "new shape", "another"), ("eager", "compiles", "compiles", "graph"), strict=True)
-    )
+    fresh = facts["calls of a function not compiled yet"]["eager_then_compile"]
+    assert fresh == {"first": "eager", "same shape": "compiles", "new shape": "compiles", "another": "graph"}
     met = facts["requests that the warm-up did not foresee"]
     assert met.pop("graphs compiled") == {"fail_on_recompile": 0, "eager_on_recompile": 0}
     assert all(row["eager_on_recompile"] == "served" for row in met.values())
@@ -48,35 +32,26 @@ def test_demo(h):
     assert "grad_mode" in met["no_grad forgotten"]["fail_on_recompile"]
     assert len(h.record.checks) == 2 * 6 + 1
     assert h.record.answer.startswith("default compiles. eager_on_recompile runs it in eager; ")
+    # Again: torch's own memory of who was called once, kept by file and line, must not show.
+    assert outcomes_of("eager_then_compile", (4, 5, 6)) == ["eager", "compiles", "graph"]
 
 
-def test_a_second_run_says_the_same():
-    """torch's own memory of who was called once, kept by file and line, must not show."""
-    first, second = (outcomes_of("eager_then_compile", (4, 5, 6)) for _ in range(2))
-    assert first == second == ["eager", "compiles", "graph"]
-
-
-def test_torch_knows_these_stances_and_no_other(h):
+def test_torch_knows_these_stances_and_no_other():
     compiled = torch.compile(lambda x: x + 1, backend="eager")
+    before = settings()["stance"]
     for stance in STANCES:
-        with torch.compiler.set_stance(stance):
+        with checked_stance(stance):
+            assert settings()["stance"]["stance"] == stance
             if stance != "fail_on_recompile":
                 compiled(torch.ones(3))
+        assert settings()["stance"] == before
+        with pytest.raises(KeyError), checked_stance(stance):
+            raise KeyError
+        assert settings()["stance"] == before
     with torch.compiler.set_stance("eager"), pytest.raises(RuntimeError, match=r"invalid torch\.compile stance"):
         compiled(torch.ones(3))
     with pytest.raises(ValueError, match=r"checked_stance: 'eager' is not one of default, force_eager, .*_compile"):
         checked_stance("eager")
-
-
-@pytest.mark.parametrize("stance", STANCES)
-def test_the_stance_before_comes_back(stance):
-    before = settings()["stance"]
-    with checked_stance(stance):
-        assert settings()["stance"]["stance"] == stance
-    assert settings()["stance"] == before
-    with pytest.raises(KeyError), checked_stance(stance):
-        raise KeyError
-    assert settings()["stance"] == before
 
 
 @given(rows=st.integers(1, 32), width=st.integers(1, 5))
@@ -96,10 +71,3 @@ def test_serve_any_batch(rows, width):
 def test_serve_says_what_does_not_fit(buckets):
     with pytest.raises(ValueError, match=r"serve: 9 rows, but the buckets are .*; split the batch or add a larger one"):
         serve(lambda x: x, torch.ones(9, 2), buckets)
-
-
-def test_profile_runs_nothing():
-    h = quiet(profile=True)
-    stances.demo(h)
-    assert not h.record.facts
-    assert not h.record.checks

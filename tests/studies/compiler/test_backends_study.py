@@ -2,20 +2,12 @@
 
 from importlib.util import find_spec
 
-from harness.catalog import Needs
-from harness.session import Harness
-from harness.settings import settings_kept
-
-from rich.console import Console
-
 from studies.compiler.backends import study
+from tests.quiet import ran
 
 
 def test_study():
-    h = Harness("backends", Needs.parse("torch"), console=Console(quiet=True), timing=False, lesson=[])
-    with settings_kept("backends", 0):
-        study(h)
-    facts = h.record.facts
+    facts = ran(study, lesson=[]).record.facts
     assert {"inductor", "cudagraphs", "openxla", "tvm"} <= set(facts["torch.compiler.list_backends()"])
     dead = facts["listed, but does not run by that name"]
     assert "openxla" in dead or find_spec("torch_xla")

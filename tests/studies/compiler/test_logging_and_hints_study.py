@@ -3,63 +3,34 @@
 import json
 from pathlib import Path
 
-from harness.catalog import Needs
-from harness.process import Child
-from harness.session import Harness
-from harness.settings import settings_kept
-
 import pytest
 import torch
-from rich.console import Console
 
 from examples.compiler import logging_and_hints as lesson
-from examples.compiler.logging_and_hints import NothingShown, kernels_of, line_of
+from examples.compiler.logging_and_hints import NothingShown, line_of
 from studies.compiler import logging_and_hints as lah
 from studies.compiler.logging_and_hints import STAGES, trace_events
+from tests.quiet import ran
 
 FILE = Path(lesson.__file__).name
 
 
-@pytest.fixture
-def h():
-    return Harness("test", Needs.parse("torch"), console=Console(quiet=True), timing=False, lesson=[])
-
-
-@pytest.fixture
-def on_a_cpu(h):
-    h.device = torch.device("cpu")
-    return h
-
-
-@pytest.fixture
-def on_a_gpu(h):
-    h.device = torch.device("cuda")
-    return h
-
-
-def test_a_misspelt_variable_ends_the_process():
-    with Child(lah.child_step, env={"TORCH_LOGS": "fusions"}, timeout=240) as child:
-        _, _, answer = lah.misspelt(child.output())
-    assert "Invalid log settings: fusions" in answer
-    with pytest.raises(NothingShown, match="TORCH_LOGS=fusions was taken"):
-        lah.misspelt('result: {"graphs": 3}')
-
-
-def test_the_variable_in_a_process():
+def test_what_processes_print():
     line = "V1120 17:56:38.8 1928 torch/_dynamo/x.py:1] [0/0] [__{}] text\n"
     both = line.format("recompiles") + 2 * line.format("graph_breaks")
     assert lah.environment(both)[2].startswith("2 lines of graph_breaks, 1 lines of recompiles")
     with pytest.raises(NothingShown, match="TORCH_LOGS printed"):
         lah.environment(line.format("recompiles"))
+    assert "Invalid log settings: fusions" in lah.misspelt("ValueError: Invalid log settings: fusions, see help")[2]
+    with pytest.raises(NothingShown, match="TORCH_LOGS=fusions was taken"):
+        lah.misspelt('result: {"graphs": 3}')
 
 
-# What the switches of a process leave.
-
-
-def kept(folder):
-    """Three graphs as TORCH_COMPILE_DEBUG=1 keeps them."""
+@pytest.fixture
+def kept(tmp_path):
+    """The second of three graphs as TORCH_COMPILE_DEBUG=1 keeps them below the folder."""
     for i in range(3):
-        graph = folder / "torch_compile_debug" / "run_x" / "torchinductor" / f"model__{i}_inference_{i}.{i}"
+        graph = tmp_path / "torch_compile_debug" / "run_x" / "torchinductor" / f"model__{i}_inference_{i}.{i}"
         graph.mkdir(parents=True)
         for name in STAGES:
             (graph / name).write_text("")
@@ -71,12 +42,13 @@ def kept(folder):
     return graph.parent / "model__1_inference_1.1"
 
 
-def test_the_debug_folder(h, tmp_path):
-    middle = kept(tmp_path)
+def test_the_debug_folder(h, tmp_path, kept):
     (_, _, answer), graphs = lah.debug_folder(h, tmp_path)
     assert answer == f"{len(STAGES)} files for each of 3 graphs; 2 of 2 nodes became cpp_fused_div_0"
-    assert graphs[-2] == middle
+    assert graphs[-2] == kept
     assert set(h.record.facts["TORCH_COMPILE_DEBUG=1"]) == set(STAGES)
+    with pytest.raises(NothingShown, match="kept 0 graphs of 3"):
+        lah.debug_folder(h, tmp_path / "empty")
 
 
 @pytest.mark.parametrize(
@@ -88,50 +60,40 @@ def test_the_debug_folder(h, tmp_path):
         ("inductor_provenance_tracking_node_mappings.json", '{"postToCppCode": {}}', "names no fused kernel"),
     ],
 )
-def test_a_debug_folder_that_shows_less_fails(h, tmp_path, name, text, complaint):
-    file = kept(tmp_path) / name
-    file.unlink() if text is None else file.write_text(text)
+def test_a_debug_folder_that_shows_less_fails(h, tmp_path, kept, name, text, complaint):
+    (kept / name).unlink() if text is None else (kept / name).write_text(text)
     with pytest.raises(NothingShown, match=complaint):
         lah.debug_folder(h, tmp_path)
 
 
-def test_an_empty_debug_folder_fails(h, tmp_path):
-    with pytest.raises(NothingShown, match="kept 0 graphs of 3"):
-        lah.debug_folder(h, tmp_path)
-
-
+CPP = "cpp_fused_gelu_0 = async_compile.cpp_pybinding([])\n"
 TRITON = "triton_poi_fused_gelu_0 = async_compile.triton('x', '''\ndef {}(in_ptr0):\n''')\n"
+OWN, COMMON = TRITON.format("triton_poi_fused_gelu_0"), TRITON.format("triton_")
+TIMES = "None  POI cabc  0.004ms    \t0.001 GB \t  217.50GB/s   10 regs    0 spills        0 shared mem\n"
 
 
-def test_names_of_kernels(on_a_cpu):
-    code = "cpp_fused_gelu_0 = async_compile.cpp_pybinding([])\n"
-    assert "the same 1 names" in lah.kernel_names(on_a_cpu, code, code)[2]
-    with pytest.raises(NothingShown, match="on a CPU"):
-        lah.kernel_names(on_a_cpu, code, code.replace("gelu", "erf"))
-    with pytest.raises(NothingShown, match="kernels in the generated code"):
-        lah.kernel_names(on_a_cpu, code, "")
-
-
-def test_names_of_kernels_on_a_gpu(on_a_gpu):
-    own, common = TRITON.format("triton_poi_fused_gelu_0"), TRITON.format("triton_")
-    assert "all are triton_" in lah.kernel_names(on_a_gpu, own, common)[2]
-    for named, unnamed in ((own, own), (common, common)):
-        with pytest.raises(NothingShown, match="UNIQUE_KERNEL_NAMES=0 left"):
-            lah.kernel_names(on_a_gpu, named, unnamed)
-    assert kernels_of(own) == ["triton_poi_fused_gelu_0"]
-
-
-def test_a_generated_file_times_itself(on_a_cpu):
-    assert "12 us a call" in lah.benchmarked(on_a_cpu, "noise\n0.000012\n")[2]
-    with pytest.raises(NothingShown, match="timed nothing"):
-        lah.benchmarked(on_a_cpu, "noise\n")
-
-
-def test_a_generated_file_times_its_kernels_on_a_gpu(on_a_gpu):
-    line = "None  POI cabc  0.004ms    \t0.001 GB \t  217.50GB/s   10 regs    0 spills        0 shared mem\n"
-    assert "2 kernels: 0.004 ms at 217.50 GB/s" in lah.benchmarked(on_a_gpu, 2 * line)[2]
-    with pytest.raises(NothingShown, match="timed no kernel"):
-        lah.benchmarked(on_a_gpu, "No kernel with benchmark functionality found.")
+@pytest.mark.parametrize(
+    ("device", "read", "texts", "wanted"),
+    [
+        ("cpu", lah.kernel_names, (CPP, CPP), "the same 1 names"),
+        ("cpu", lah.kernel_names, (CPP, CPP.replace("gelu", "erf")), NothingShown("on a CPU")),
+        ("cpu", lah.kernel_names, (CPP, ""), NothingShown("kernels in the generated code")),
+        ("cuda", lah.kernel_names, (OWN, COMMON), "all are triton_"),
+        ("cuda", lah.kernel_names, (OWN, OWN), NothingShown("UNIQUE_KERNEL_NAMES=0 left")),
+        ("cuda", lah.kernel_names, (COMMON, COMMON), NothingShown("UNIQUE_KERNEL_NAMES=0 left")),
+        ("cpu", lah.benchmarked, ("noise\n0.000012\n",), "12 us a call"),
+        ("cpu", lah.benchmarked, ("noise\n",), NothingShown("timed nothing")),
+        ("cuda", lah.benchmarked, (2 * TIMES,), "2 kernels: 0.004 ms at 217.50 GB/s"),
+        ("cuda", lah.benchmarked, ("No kernel with benchmark functionality found.",), NothingShown("timed no kernel")),
+    ],
+)
+def test_generated_code(h, device, read, texts, wanted):
+    h.device = torch.device(device)
+    if isinstance(wanted, NothingShown):
+        with pytest.raises(NothingShown, match=str(wanted)):
+            read(h, *texts)
+    else:
+        assert wanted in read(h, *texts)[2]
 
 
 def trace(*entries):
@@ -145,14 +107,10 @@ PLANTED = (
 )  # fmt: skip
 
 
-def test_a_trace_is_counted():
-    events = trace_events(trace(*PLANTED, PLANTED[0]))
-    assert events == {
+def test_a_trace_is_counted_and_without_tlparse_says_how_to_get_it(h, tmp_path, monkeypatch):
+    assert trace_events(trace(*PLANTED, PLANTED[0])) == {
         "inductor_output_code": 2, "dynamo_graph_break_reason": 1, "recompile_reasons": 1, "compilation_metrics": 1,
     }  # fmt: skip
-
-
-def test_a_trace_without_tlparse_says_how_to_get_it(h, tmp_path, monkeypatch):
     monkeypatch.setattr(lah, "find_tlparse", lambda: None)
     with pytest.raises(NothingShown, match="wrote no log"):
         lah.traced(h, tmp_path, tmp_path / "pages")
@@ -182,21 +140,12 @@ def test_tlparse_is_run_where_it_is(h, tmp_path, monkeypatch, works):
 
 
 @pytest.mark.slow
-def test_the_technique():
-    h = Harness("test", Needs.parse("torch"), console=Console(quiet=True), lesson=[])
-    with settings_kept("logging_and_hints", 0):
-        lah.study(h)
-    answers = h.record.facts["answers"]
-    assert len(answers) >= 6
-    assert h.record.facts["TORCH_TRACE"]["inductor_output_code"] == 3
-    assert "runs its graph" in str(answers) or torch.cuda.is_available()
-
-
-@pytest.mark.gpu
-def test_what_only_a_gpu_shows(h):
-    h.timing = True
-    with settings_kept("logging_and_hints", 0):
-        lah.study(h)
-    answers = " ".join(h.record.facts["answers"].values())
-    assert "GB/s" in answers
-    assert h.record.facts["kernel names"]["UNIQUE_KERNEL_NAMES=0"] == ["triton_"]
+def test_the_study():
+    facts = ran(lah.study, lesson=[], timing=True).record.facts
+    assert len(facts["answers"]) >= 6
+    assert facts["TORCH_TRACE"]["inductor_output_code"] == 3
+    if torch.cuda.is_available():
+        assert "GB/s" in str(facts["answers"])
+        assert facts["kernel names"]["UNIQUE_KERNEL_NAMES=0"] == ["triton_"]
+    else:
+        assert "runs its graph" in str(facts["answers"])

@@ -1,12 +1,9 @@
 """studies/compiler/numerics: every setting reads as it should and is put back; TF32, batches, random numbers."""
 
-from harness.catalog import Needs
-from harness.session import Harness
 from harness.settings import settings_kept
 
 import pytest
 import torch
-from rich.console import Console
 
 from studies.compiler.numerics import (
     PRECISIONS,
@@ -17,18 +14,12 @@ from studies.compiler.numerics import (
     study,
     ways_to_set,
 )  # fmt: skip
+from tests.quiet import ran
 
 
-@pytest.fixture
-def h():
-    torch.compiler.reset()
-    yield Harness("numerics", Needs.parse("torch"), console=Console(quiet=True), timing=False, lesson=[])
-    torch.compiler.reset()
-
-
-def test_study(h):
-    with settings_kept("numerics", 0):
-        study(h)
+@pytest.mark.slow
+def test_study():
+    h = ran(study, lesson=[])
     facts = h.record.facts
     product = facts["float32 product"]
     assert [each["compilations"] for each in product.values()] == [1, 1, 0]
@@ -74,10 +65,6 @@ def test_precision_is_put_back(precision):
     with precision_kept():
         torch.backends.cuda.matmul.fp32_precision = "tf32"
     assert readings() == before
-
-
-def test_an_unknown_precision_changes_nothing():
-    before = readings()
     with pytest.raises(ValueError, match=r"matmul_precision: 'higher' is not one of \('highest', 'high', 'medium'\)"):
         matmul_precision("higher").__enter__()
     assert readings() == before

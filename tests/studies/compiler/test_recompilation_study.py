@@ -1,13 +1,8 @@
 """studies/compiler/recompilation: more causes and fixes, the guards of a scalar, the limit, and what makes it loud."""
 
-from harness.catalog import Needs
-from harness.session import Harness
-from harness.settings import settings_kept
-
-from rich.console import Console
-
 from examples.compiler.recompilation import CALLS
 from studies.compiler.recompilation import ADAMW, LAYER, study
+from tests.quiet import ran
 
 LIMIT = 8  # torch's default
 EXPECTED = {
@@ -22,25 +17,22 @@ EXPECTED = {
 
 
 def test_study():
-    h = Harness("recompilation", Needs.parse("torch"), console=Console(quiet=True), timing=False, lesson=[])
-    with settings_kept("recompilation", 0):
-        study(h)
-    facts = h.record.facts
+    record = ran(study, lesson=[]).record
+    facts = record.facts
     rows = facts["cache entries, and calls left to eager"]
     for name, row in rows.items():
         entries, eager, guard = EXPECTED.get(name, (1, 0, "none"))
         assert (row["entries"], row["eager"]) == (entries, eager), name
         assert guard in row["guard that fails first"]
     assert set(EXPECTED) < set(rows)
-    assert len(h.record.checks) == len(rows)
+    assert len(record.checks) == len(rows)
     guards = facts["guards on a scalar argument"]
     assert "L['k'] == 2" in guards["int, first entry"]
     assert "<class 'int'>" in guards["int, second entry"]
     assert "== 3" not in guards["int, second entry"]
     assert "L['k'] == 0.2" in guards["float, first entry"]
     assert facts["cache entries for a float learning rate, by backend"] == {"eager": 2, "aot_eager": LIMIT}
-    limit = facts["recompile_limit, floats under dynamic=False"]
-    assert limit == {
+    assert facts["recompile_limit, floats under dynamic=False"] == {
         "limit": LIMIT, "values": LIMIT + 4, "entries": LIMIT, "eager calls": 4,
         "an earlier value after it": "compiled", "logged": f"torch._dynamo hit config.recompile_limit ({LIMIT})",
     }  # fmt: skip

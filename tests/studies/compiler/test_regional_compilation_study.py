@@ -2,26 +2,14 @@
 
 from dataclasses import replace
 
-from harness import Harness
 from harness.bench import Row, Table
-from harness.catalog import Needs
 
 import pytest
 import torch
-from rich.console import Console
 
 from compile_inspect import guards
 from examples.common.transformer import TINY, Transformer
-from examples.compiler.regional_compilation import (
-    EACH,
-    EAGER,
-    NESTED,
-    WAYS,
-    WHOLE,
-    call_block,
-    each_block,
-    nested_region,
-)
+from examples.compiler.regional_compilation import EACH, EAGER, NESTED, WAYS, WHOLE, call_block, each_block
 from studies.compiler import regional_compilation as study
 from studies.compiler.regional_compilation_sharing import (
     SCALES,
@@ -34,26 +22,10 @@ from studies.compiler.regional_compilation_sharing import (
 MINI = replace(TINY, width=64, hidden=128, vocab=256, layers=3)
 
 
-@pytest.fixture
-def h() -> Harness:
-    return Harness("test", Needs.parse("torch"), console=Console(quiet=True), timing=False)
-
-
-@pytest.fixture(autouse=True)
-def _forget():
-    torch.compiler.reset()
-    yield
-    torch.compiler.reset()
-
-
-def mini(h, layers: int = 3) -> Transformer:
-    return Transformer.random(replace(MINI, layers=layers), h.device, torch.float32)
-
-
 def test_as_many_blocks_of_another_width_have_more_parameters(h, monkeypatch):
     monkeypatch.setattr(study, "TINY", MINI)
     monkeypatch.setattr(study, "SMALL", replace(MINI, width=128))
-    monkeypatch.setattr(study, "whole", lambda model: torch.compile(model, backend="aot_eager", fullgraph=True))
+    monkeypatch.setattr(study, "whole", lambda model: torch.compile(model, backend="eager", fullgraph=True))
     with torch.no_grad():
         study.by_width(h, MINI, 1, h.randint(MINI.vocab, 1, 8))
     rows = h.record.facts["compiling the whole model"]
@@ -61,7 +33,6 @@ def test_as_many_blocks_of_another_width_have_more_parameters(h, monkeypatch):
     narrow, wide, deep = (row["parameters"] for row in rows.values())
     assert wide > 2 * narrow
     assert narrow < deep < wide
-    assert all(row["cold s"] > 0 for row in rows.values())
 
 
 def test_when_the_whole_model_is_ahead(h):
@@ -77,10 +48,9 @@ def test_what_shares_a_graph(h):
     with torch.no_grad():
         why_one_serves_all(h, layers=10)
     told, limit = h.record.facts["10 blocks"], torch._dynamo.config.recompile_limit
-    assert told["equal blocks, each"] == {"graphs": 1}
-    assert told["equal blocks, region"] == {"subgraphs": 1, "calls of them": 10}
-    assert told["a tensor of its own, each"] == {"graphs": 1}
-    assert told["a tensor of its own, region"] == {"subgraphs": 1, "calls of them": 10}
+    for kind in ("equal blocks", "a tensor of its own"):
+        assert told[f"{kind}, each"] == {"graphs": 1}
+        assert told[f"{kind}, region"] == {"subgraphs": 1, "calls of them": 10}
     assert told["an int of its own, each"]["graphs"] == limit
     assert "block.scale ==" in told["an int of its own, each"]["why again"]
     assert told["a float of its own, each"]["graphs"] == 2
@@ -88,12 +58,10 @@ def test_what_shares_a_graph(h):
     assert region == {"subgraphs": 10, "calls of them": 10} or "maximum reuse entries" in region["raises"]
     assert h.record.facts["a block's graph takes in"] == {"tensors": 9, "weights among them": 6}
     assert h.record.facts["its guards"]["on which weight object it is"] == 0
-
-
-def test_identity_guards_would_be_seen(h):
-    """The count of them above is not 0 because no guard is written so."""
-    model = mini(h)
-    torch.compile(call_block, backend="eager")(model.blocks[0], torch.ones(1, 4, 64), model.cos[:4], model.sin[:4])
+    # Which is not 0 because no guard is written so.
+    model = Transformer.random(MINI, h.device, torch.float32)
+    x = torch.ones(1, 4, 64, device=h.device)
+    torch.compile(call_block, backend="eager")(model.blocks[0], x, model.cos[:4], model.sin[:4])
     assert any("ID_MATCH" in line for line in guards(call_block)[0])
 
 
@@ -107,12 +75,10 @@ def test_training(h):
 
 @pytest.mark.parametrize("kind", SCALES)
 def test_blocks_with_a_number_are_right(h, kind):
-    model, tokens = mini(h), h.randint(MINI.vocab, 1, 8)
+    model, tokens = Transformer.random(MINI, h.device, torch.float32), h.randint(MINI.vocab, 1, 8)
     model.blocks = torch.nn.ModuleList(Scaled(MINI, SCALES[kind](i)) for i in range(3)).to(h.device).eval()
     with torch.no_grad():
-        want = model(tokens)
-        for way in (each_block, nested_region):
-            torch.testing.assert_close(way(model, backend=Recorder())(tokens), want)
+        torch.testing.assert_close(each_block(model, backend=Recorder())(tokens), model(tokens))
 
 
 def test_one_block_of_another_class(h):
@@ -120,5 +86,4 @@ def test_one_block_of_another_class(h):
         one_block_of_another_class(h)
     told = h.record.facts["one block of three is of another class"]
     assert {told[name] for name in WAYS} == {"right"}
-    if torch.__version__.startswith("2.11."):
-        assert told["region marked on a function"] == "right"
+    assert told["region marked on a function"] == "right" or not torch.__version__.startswith("2.11.")

@@ -1,21 +1,11 @@
 """studies/compiler/stances: force_backend, a misspelt name, two shapes before compiling, and another thread."""
 
-from harness.catalog import Needs
-from harness.session import Harness
-from harness.settings import settings_kept
-
-import torch
-from rich.console import Console
-
 from studies.compiler.stances import study
+from tests.quiet import ran
 
 
 def test_study():
-    h = Harness("stances", Needs.parse("torch"), console=Console(quiet=True), timing=False, lesson=[])
-    with settings_kept("stances", seed=0):
-        study(h)
-    torch.compiler.reset()
-    facts = h.record.facts
+    facts = ran(study, lesson=[]).record.facts
     assert facts["calls with 4, 5 and 6 rows"]["default"] == "compiles, compiles, graph"
     assert facts["calls with 4, 5 and 6 rows"]["eager_then_compile"] == "eager, compiles, graph"
     forced = facts["graphs under force_backend"]
