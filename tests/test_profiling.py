@@ -49,6 +49,7 @@ def profiling(tmp_path):
         )  # fmt: skip
 
     run.calls = lambda: [json.loads(line) for line in (tmp_path / "calls").read_text().splitlines()]
+    run.runs = lambda: [call for call in run.calls() if not {"--help", "--version"} & set(call)]
     run.out = tmp_path / "out"
     return run
 
@@ -66,70 +67,61 @@ def record(status="passed"):
 
 
 def flat(text):
-    return [" ".join(line.split()) for line in text.splitlines()]
+    return "\n".join(" ".join(line.split()) for line in text.splitlines())
 
 
 # --- all of them
 
 
-def test_each_is_a_program_and_the_folder_of_results_is_not_kept():
-    assert SCRIPTS == ["ncu.sh", "nsys.sh", "profile_pytorch.sh", "proton.sh", "sanitize.sh", "torch_profile.sh"]
-    for name in SCRIPTS:
-        assert os.access(ROOT / "profiling" / name, os.X_OK)
-        assert (ROOT / "profiling" / name).read_text().startswith("#!/usr/bin/env bash\n# ")
-    assert "profiling/out/\n" in (ROOT / ".gitignore").read_text()
-
-
-@pytest.mark.parametrize(
-    ("args", "complaint"),
-    [
-        ([], r"which script\? One of: .*triton_examples\.py"),
-        (["nowhere.py"], r"nowhere\.py: no such script"),
-        (["triton_examples.py", "sofmax"], r"no technique 'sofmax'; did you mean softmax"),
-        (["harness/catalog.py"], "lists its technique files in TECHNIQUES"),
-        (["triton_examples.py", "--fast"], "unknown option --fast"),
-        (["triton_examples.py", "--seed"], "--seed needs a number"),
-    ],
-)
-def test_wrong_usage_is_2_and_says_what_is_right(profiling, args, complaint):
-    done = profiling("torch_profile.sh", *args)
-    assert done.returncode == 2, done.stderr
-    assert re.search(f"^error: .*{complaint}", done.stderr, re.M)
-    assert done.stdout == ""
-
-
 @pytest.mark.parametrize("script", SCRIPTS)
-def test_wrong_usage_of_any_of_them_says_its_own_usage(profiling, script):
+def test_each_is_a_program_that_says_its_usage(profiling, script):
+    assert len(SCRIPTS) == 6
+    assert os.access(ROOT / "profiling" / script, os.X_OK)
+    assert (ROOT / "profiling" / script).read_text().startswith("#!/usr/bin/env bash\n# ")
+    asked = profiling(script, "--help")
+    assert (asked.returncode, "Exit status" in asked.stdout) == (0, True)
+    assert asked.stdout.startswith("usage: profiling/")
     done = profiling(script, "nowhere.py")
-    assert done.returncode == 2
     name = "torch_profile.sh" if script == "profile_pytorch.sh" else script
+    assert (done.returncode, done.stdout) == (2, "")
     assert f"error: nowhere.py: no such script\nusage: profiling/{name} " in done.stderr
 
 
-@pytest.mark.parametrize("script", SCRIPTS)
-def test_help_is_the_usage(profiling, script):
-    done = profiling(script, "--help")
-    assert done.returncode == 0
-    assert done.stdout.startswith("usage: profiling/")
-    assert "Exit status" in done.stdout
+@pytest.mark.parametrize(
+    ("script", "args", "complaint"),
+    [
+        ("torch_profile.sh", "", r"which script\? One of: .*triton_examples\.py"),
+        ("torch_profile.sh", "triton_examples.py sofmax", r"no technique 'sofmax'; did you mean softmax"),
+        ("torch_profile.sh", "harness/catalog.py", "lists its technique files in TECHNIQUES"),
+        ("torch_profile.sh", "triton_examples.py --fast", "unknown option --fast"),
+        ("torch_profile.sh", "triton_examples.py --seed", "--seed needs a number"),
+        ("ncu.sh", "--seconds soon", "--seconds needs a number"),
+        ("ncu.sh", "--agree", "--agree needs the record of a run"),
+        ("ncu.sh", "--agree nowhere.json", "nowhere.json: no such record"),
+        ("sanitize.sh", "--seconds 0 triton_examples.py", "--seconds needs a number"),
+        ("sanitize.sh", "--full triton_examples.py softmax", "only small sizes"),
+        ("sanitize.sh", "--tool leakcheck triton_examples.py", "leakcheck is not a tool"),
+        ("sanitize.sh", "--tool , triton_examples.py", "is not a tool"),
+    ],
+)
+def test_wrong_usage_is_2_and_says_what_is_right(profiling, script, args, complaint):
+    done = profiling(script, *args.split(), ncu=NCU, compute_sanitizer=sanitizer())
+    assert (done.returncode, done.stdout) == (2, "")
+    assert re.search(f"^error: .*{complaint}", done.stderr, re.M), done.stderr
 
 
 @pytest.mark.parametrize("script", TOOLS)
 def test_a_missing_profiler_is_one_line_with_a_way_and_an_alternative(profiling, script):
+    if script != "sanitize.sh":  # one that is named and is not there
+        variable = TOOLS[script].upper()
+        done = profiling(script, "triton_examples.py", "softmax", env={variable: "/nowhere/tool"})
+        assert (done.returncode, f"{variable}=/nowhere/tool: no such program" in done.stderr) == (1, True)
     if installed(TOOLS[script]):  # it would really profile
         pytest.skip(f"{TOOLS[script]} is installed here")
     done = profiling(script, "triton_examples.py", "softmax")
-    assert done.returncode == 1
-    assert done.stderr.count("\n") == 1
+    assert (done.returncode, done.stderr.count("\n")) == (1, 1)
     assert done.stderr.startswith(f"{TOOLS[script]} is not here: it ")
     assert "Without it: " in done.stderr
-
-
-@pytest.mark.parametrize(("script", "variable"), [("ncu.sh", "NCU"), ("nsys.sh", "NSYS")])
-def test_a_profiler_that_is_named_and_is_not_there(profiling, script, variable):
-    done = profiling(script, "triton_examples.py", "softmax", env={variable: "/nowhere/tool"})
-    assert done.returncode == 1
-    assert f"{variable}=/nowhere/tool: no such program" in done.stderr
 
 
 def test_a_python_without_torch_is_said(profiling, tmp_path):
@@ -175,12 +167,12 @@ def test_ncu_sees_the_named_calls_alone_and_leaves_the_clocks(profiling):
     assert "PROFILING_SECONDS=120" in done.stderr
     assert export[export.index("--page") + 1] == "raw"
     assert f"report: {out}-rep" in done.stdout
-    assert "triton softmax_kernel 1 16.0 4.19 32" in " ".join(done.stdout.split())
+    assert "triton softmax_kernel 1 16.0 4.19 32" in flat(done.stdout)
     assert f"table: {out}.txt" in done.stdout
-    text = (profiling.out / "triton_examples-softmax.ncu.txt").read_text()
-    assert text.startswith("# profiling/ncu.sh triton_examples.py softmax --quick\n# ")
-    assert "Nsight Compute 2025.3.1.0" in text.splitlines()[1]
-    assert "softmax_kernel" in text
+    command, tool, *table = (profiling.out / "triton_examples-softmax.ncu.txt").read_text().splitlines()
+    assert command == "# profiling/ncu.sh triton_examples.py softmax --quick"
+    assert "Nsight Compute 2025.3.1.0" in tool
+    assert "softmax_kernel" in " ".join(table)
 
 
 def test_ncu_counts_less_when_it_is_told_to_and_puts_it_beside_a_record(profiling, tmp_path):
@@ -200,22 +192,8 @@ def test_ncu_counts_less_when_it_is_told_to_and_puts_it_beside_a_record(profilin
     assert not [arg for arg in profile if arg.startswith("--section")]
     assert "dram__bytes_read.sum" in profile[profile.index("--metrics") + 1]
     assert "PROFILING_SECONDS=7" in done.stderr
-    assert f"{CALL} 99.0% 99.9%" in " ".join(done.stdout.split())
+    assert f"{CALL} 99.0% 99.9%" in flat(done.stdout)
     assert "1 of 1 calls agree within 5% with r.json" in done.stdout
-
-
-@pytest.mark.parametrize(
-    ("args", "complaint"),
-    [
-        (["--seconds", "soon"], "--seconds needs a number"),
-        (["--agree"], "--agree needs the record of a run"),
-        (["--agree", "nowhere.json"], "nowhere.json: no such record"),
-    ],
-)
-def test_wrong_usage_of_the_options_of_ncu(profiling, args, complaint):
-    done = profiling("ncu.sh", *args, ncu=NCU)
-    assert done.returncode == 2
-    assert f"error: {complaint}" in done.stderr
 
 
 HANGING = f"""
@@ -235,19 +213,19 @@ else:
 
 
 def test_ncu_goes_on_after_a_technique_that_it_does_not_come_back_from(profiling):
+    stem = profiling.out / "triton_examples-matmul-softmax-vector_add"
+    profiling.out.mkdir()
+    (profiling.out / f"{stem.name}.3.ncu.csv").touch()  # of an earlier run
     done = profiling("ncu.sh", "triton_examples.py", "matmul", "softmax", "vector_add", ncu=HANGING)
     assert done.returncode == 1
     runs = [call for call in profiling.calls() if "--profile" in call]
     assert [run[run.index("bounded") + 3 : run.index("--profile")] for run in runs] == [
         ["matmul", "softmax", "vector_add"], ["matmul"]
     ]  # fmt: skip
-    stem = profiling.out / "triton_examples-matmul-softmax-vector_add"
     assert [run[run.index("--export") + 1] for run in runs] == [f"{stem}.ncu-rep", f"{stem}.2.ncu-rep"]
     assert "softmax failed: it ended the process, and the profile goes on after it" in done.stdout
     assert "vector_add: not profiled: it calls nothing" in done.stdout
     assert "matmul: not profiled: it calls nothing" in done.stdout
-    (profiling.out / "triton_examples-matmul-softmax-vector_add.3.ncu.csv").touch()  # of an earlier run
-    profiling("ncu.sh", "triton_examples.py", "matmul", "softmax", "vector_add", ncu=HANGING)
     assert not list(profiling.out.glob("*.3.ncu.*"))
 
 
@@ -271,28 +249,21 @@ if __name__ == "__main__":
 '''
 
 
-def bounded(tmp_path, cli, sleep):
-    script, left = tmp_path / "made.py", tmp_path / "left"
+@pytest.mark.parametrize(("sleep", "status"), [(0.3, 0), (1.5, 1)])
+def test_a_technique_has_so_many_seconds_and_a_call_that_does_not_come_back_ends_the_process(
+    tmp_path, cli, sleep, status
+):
+    script, left, path = (tmp_path / name for name in ("made.py", "left", "r.json"))
     script.write_text(MANY.replace("SLEEP", str(sleep)))
-    args = ("bounded", left, script, "--profile", "--json", tmp_path / "r.json")
+    args = ("bounded", left, script, "--profile", "--json", path)
     done = cli(("-m", "profiling.run"), *args, PROFILING_SECONDS="0.5")
-    return done, json.loads(left.read_text()) if left.exists() else {}
-
-
-def test_a_technique_has_so_many_seconds_of_the_profiler(tmp_path, cli):
-    done, left = bounded(tmp_path, cli, 0.3)
-    assert done.returncode == 0, done.stderr
-    assert left == {f"made 8 float32: torch {i}": "not at all: its technique's 0.5 s were spent" for i in (2, 3)}
-    done, left = bounded(tmp_path, cli, 0.01)
-    assert (done.returncode, left) == (0, {})
-
-
-def test_a_call_that_does_not_come_back_ends_the_process_and_is_known_by_its_record(tmp_path, cli):
-    done, _ = bounded(tmp_path, cli, 1.5)
-    assert done.returncode == 1
-    assert "Timeout" in done.stderr
-    held = json.loads((tmp_path / "r.json").read_text())
-    assert (held["running"], held["examples"]) == ("made", [])
+    assert (done.returncode, "Timeout" in done.stderr) == (status, status == 1), done.stderr
+    held = json.loads(path.read_text())
+    if status:  # it is known by its record
+        assert (held["running"], held["examples"]) == ("made", [])
+    else:
+        said = "not at all: its technique's 0.5 s were spent"
+        assert json.loads(left.read_text()) == {f"made 8 float32: torch {i}": said for i in (2, 3)}
 
 
 def test_ncu_that_may_not_count_is_explained(profiling):
@@ -304,13 +275,6 @@ def test_ncu_that_may_not_count_is_explained(profiling):
     assert done.returncode == 1
     assert "ERR_NVGPUCTRPERM" in done.stderr
     assert "no kernel was captured" in done.stdout
-
-
-def test_a_technique_that_fails_under_ncu_fails_the_script(profiling):
-    done = profiling("ncu.sh", "triton_examples.py", "softmax", ncu=NCU.replace('"passed"', '"failed"'))
-    assert done.returncode == 1
-    assert "softmax failed" in done.stdout
-    assert "softmax_kernel" in done.stdout
 
 
 NSYS_ROWS = (
@@ -374,11 +338,9 @@ def test_torch_profiler_writes_a_trace_for_each_call(profiling, tmp_path):
         events = json.loads((folder / file).read_text())["traceEvents"]
         assert any(e["name"] == name for e in events)
         assert sum(e["name"] == "aten::mm" for e in events) == 1  # one call, and not those that warmed it
-    lines = flat(done.stdout)
-    assert lines[lines.index("made") + 1] == "made 64x64 float32"
-    assert any(re.match(r"ours \d+ operators ", line) for line in lines)
-    assert any(line.startswith("aten::clamp_min 1 ") or line.startswith("aten::relu 1 ") for line in lines)
-    assert any("TFLOP/s" in line for line in lines)
+    table = flat(done.stdout)
+    for row in (r"made\nmade 64x64 float32\n", r"ours \d+ operators ", r"aten::(clamp_min|relu) 1 ", ".*TFLOP/s"):
+        assert re.search(f"^{row}", table, re.M), row
     work = json.loads((profiling.out / "made.torch.json").read_text())["examples"][0]["profiled"]
     assert work["made 64x64 float32: ours"] == {
         "bytes": 2 * 64 * 64 * 4, "flops": 2 * 64**3, "dtype": "float32", "steps": []
@@ -430,14 +392,14 @@ sys.exit(99 if found else 0)
 """
 
 
-def sanitizer(*found):
-    return f"FOUND = {found!r}\n" + SANITIZER
+def sanitizer(*found, year=2025):
+    return f"FOUND = {found!r}\n" + SANITIZER.replace("YEAR", str(year))
 
 
 def test_sanitize_runs_all_tools_over_the_kernels_of_the_technique(profiling):
     done = profiling("sanitize.sh", "triton_examples.py", "softmax", compute_sanitizer=sanitizer())
     assert done.returncode == 0, done.stdout + done.stderr
-    runs = [call for call in profiling.calls() if not {"--help", "--version"} & set(call)]
+    runs = profiling.runs()
     assert [run[run.index("--tool") + 1] for run in runs] == ["memcheck", "racecheck", "initcheck", "synccheck"]
     for run in runs:
         tool = run[run.index("--tool") + 1]
@@ -453,28 +415,18 @@ def test_sanitize_runs_all_tools_over_the_kernels_of_the_technique(profiling):
         assert (profiling.out / f"triton_examples-softmax.{tool}.log").exists()
     assert "PYTORCH_NO_CUDA_MEMORY_CACHING=1" in done.stderr
     assert "--check-tensor-ops" not in done.stderr
+    assert done.stderr.count("pip install -U nvidia-cuda-sanitizer-api") == 1, "an old racecheck is not to be believed"
 
 
-def test_sanitize_fails_when_one_tool_finds_something(profiling):
-    fake = sanitizer("racecheck")
-    done = profiling(
-        "sanitize.sh", "--tool", "memcheck,racecheck", "triton_examples.py", "softmax", compute_sanitizer=fake
-    )
+@pytest.mark.parametrize(("year", "old"), [(2025, 1), (2026, 0)])
+def test_sanitize_fails_when_one_tool_finds_something(profiling, year, old):
+    fake = sanitizer("racecheck", year=year)
+    args = ("--tool", "memcheck,racecheck", "triton_examples.py", "softmax")
+    done = profiling("sanitize.sh", *args, compute_sanitizer=fake)
     assert done.returncode == 1
     assert "racecheck: softmax_rows_kernel: 1 printed, first: Invalid __global__ read" in done.stdout
     assert "memcheck: " not in done.stdout.replace("memcheck: triton_examples.py", "")
-    done = profiling("sanitize.sh", "--tool=memcheck", "triton_examples.py", "softmax", compute_sanitizer=fake)
-    assert done.returncode == 0, done.stdout + done.stderr
-
-
-@pytest.mark.parametrize(
-    ("year", "tool", "said"), [(2025, "racecheck", 1), (2025, "memcheck", 0), (2026, "racecheck", 0)]
-)
-def test_an_old_racecheck_is_not_to_be_believed(profiling, year, tool, said):
-    fake = sanitizer().replace("YEAR", str(year))
-    done = profiling("sanitize.sh", "--tool", tool, "triton_examples.py", "softmax", compute_sanitizer=fake)
-    assert done.returncode == 0, done.stdout + done.stderr
-    assert done.stderr.count("pip install -U nvidia-cuda-sanitizer-api") == said
+    assert done.stderr.count("pip install -U nvidia-cuda-sanitizer-api") == old
 
 
 def test_tools_that_run_at_the_same_time_end_alone_and_have_ports_of_their_own(profiling):
@@ -484,7 +436,7 @@ def test_tools_that_run_at_the_same_time_end_alone_and_have_ports_of_their_own(p
     args = ("--parallel", "--seconds", 2, "--tool", "memcheck,racecheck,synccheck", "triton_examples.py", "softmax")
     done = profiling("sanitize.sh", *args, compute_sanitizer=slow)
     assert done.returncode == 1
-    runs = [call for call in profiling.calls() if not {"--help", "--version"} & set(call)]
+    runs = profiling.runs()
     assert len({run[run.index("--port") + 1] for run in runs}) == 3
     said = " ".join(done.stdout.split())
     assert "memcheck 1 passed " in said
@@ -497,35 +449,17 @@ def test_tools_that_run_at_the_same_time_end_alone_and_have_ports_of_their_own(p
     assert str(profiling.out) not in text
 
 
-@pytest.mark.parametrize("seconds", ["", "soon", "0"])
-def test_seconds_of_the_sanitizer_are_a_number(profiling, seconds):
-    done = profiling("sanitize.sh", "--seconds", seconds, "triton_examples.py", compute_sanitizer=sanitizer())
-    assert done.returncode == 2
-    assert "--seconds needs a number" in done.stderr
-
-
-def test_sanitize_runs_at_small_sizes_alone(profiling):
-    done = profiling("sanitize.sh", "--full", "triton_examples.py", "softmax", compute_sanitizer=sanitizer())
-    assert done.returncode == 2
-    assert "only small sizes" in done.stderr
-
-
-def test_sanitize_looks_at_all_kernels_when_it_is_told_to(profiling):
-    args = ("--all-kernels", "--tool=memcheck", "triton_examples.py", "softmax")
-    done = profiling("sanitize.sh", *args, compute_sanitizer=sanitizer())
+def test_sanitize_looks_at_all_kernels_when_it_is_told_to_and_uses_what_a_newer_tool_knows(profiling):
+    args = ("--all-kernels", "--tool=memcheck,", "triton_examples.py", "softmax")  # a comma too many is understood
+    done = profiling("sanitize.sh", *args, compute_sanitizer=sanitizer("racecheck"))
     assert done.returncode == 0, done.stdout + done.stderr
     assert "--kernel-name" not in done.stderr
-
-
-def test_sanitize_uses_what_a_newer_tool_knows(profiling):
-    options = "--initcheck-track-filtered-global-memory arg (=yes)"
-    fake = sanitizer().replace("HELP", options)
-    done = profiling(
-        "sanitize.sh", "--tool=memcheck,initcheck", "triton_examples.py", "softmax", compute_sanitizer=fake
-    )
+    assert "pip install" not in done.stderr
+    newer = sanitizer().replace("HELP", "--initcheck-track-filtered-global-memory arg (=yes)")
+    args = ("--tool=memcheck,initcheck", "triton_examples.py", "softmax")
+    done = profiling("sanitize.sh", *args, compute_sanitizer=newer)
     assert done.returncode == 0, done.stdout + done.stderr
-    _, initcheck = (call for call in profiling.calls() if not {"--help", "--version"} & set(call))
-    assert "kernel_name=softmax_rows_kernel" in initcheck
+    assert "kernel_name=softmax_rows_kernel" in profiling.runs()[-1]
 
 
 def test_a_sanitizer_that_never_starts_the_program_is_a_failure(profiling):
@@ -538,16 +472,6 @@ def test_a_sanitizer_that_never_starts_the_program_is_a_failure(profiling):
     done = profiling("sanitize.sh", "--tool=synccheck", "triton_examples.py", "softmax", compute_sanitizer=fake)
     assert done.returncode == 1
     assert "synccheck did not come to its end: Error: Device not supported" in done.stdout
-
-
-@pytest.mark.parametrize("wrong", ["leakcheck", "memcheck,", ",", ""])
-def test_an_unknown_tool_is_wrong_usage(profiling, wrong):
-    done = profiling("sanitize.sh", "--tool", wrong, "triton_examples.py", compute_sanitizer=sanitizer())
-    if wrong == "memcheck,":  # a comma too many is understood
-        assert done.returncode == 0
-        return
-    assert done.returncode == 2
-    assert "--tool" in done.stderr
 
 
 @pytest.mark.parametrize("guarded", [True, False])

@@ -30,8 +30,13 @@ ODD = ("torch eager", "torch x[x > 0]", "torch [/b]", "a [red] one")
 MANY = ("cuBLAS", *(f"variant number {i}" for i in range(6)))
 
 
-@pytest.mark.parametrize("names", [ODD, MANY[:3], MANY])
-@pytest.mark.parametrize("cases", [("8x8",), ("8x8 [0]", "16x16 [1]"), tuple(f"{8 * i} by {i}" for i in range(9))])
+@pytest.mark.parametrize(
+    ("names", "cases"),
+    [
+        (ODD, ("8x8",)), (MANY[:3], ("8x8 [0]", "16x16 [1]")), (MANY, ("8x8 [0]", "16x16 [1]")),
+        (ODD, tuple(f"{8 * i} by {i}" for i in range(9))), (MANY, tuple(f"{8 * i} by {i}" for i in range(9))),
+    ],
+)  # fmt: skip
 def test_tables_of_one_title_are_one_that_fits(names, cases):
     """A row for each case, unless only a column for each fits; every name and number is whole."""
     tables = [made(case, *names, peer=i == 1) for i, case in enumerate(cases)]
@@ -41,8 +46,7 @@ def test_tables_of_one_title_are_one_that_fits(names, cases):
     whole = " ".join(text.split())
     fits = len(names) < 7 or len(cases) < 3
     assert max(map(len, lines)) <= 80 or not fits
-    assert "…" not in text
-    assert whole.count("the power limit held") == 1
+    assert ("…" in text, whole.count("the power limit held")) == (False, 1)
     for case in cases if fits else ():
         assert case in whole
     for i, name in enumerate(names) if len(cases) == 1 else ():
@@ -52,7 +56,14 @@ def test_tables_of_one_title_are_one_that_fits(names, cases):
     assert text.count("48%") == (len(names) if len(cases) == 1 else len(cases))
 
 
-def test_cases_without_times_or_without_a_variant():
+@pytest.mark.parametrize("width", [50, 200])
+def test_one_table_at_any_width_and_cases_without_times_or_without_a_variant(width):
+    lines = said(console.show_comparison, made("8x8 [0]", *ODD), width=width)
+    assert lines[0] == "made  8x8 [0]"
+    assert not any("…" in line for line in lines)
+    for i, name in enumerate(ODD):
+        row = rf" ?{re.escape(name)} +{i + 1}\.0000 +1\.0000 - 2\.0000 +.* {1 / (i + 1):.2f} +0\.50 +0\.10 *"
+        assert any(re.fullmatch(row, line) for line in lines)
     untimed = made("8x8", "torch", "ours")
     for row in untimed.rows:
         row.ms = None
@@ -62,25 +73,11 @@ def test_cases_without_times_or_without_a_variant():
     assert [line.split() for line in lines[-2:]] == [["one", "1", "0.50", "48%"], ["two", "1", "0.50", "0.33", "48%"]]
 
 
-@pytest.mark.parametrize("width", [50, 80, 200])
-def test_no_number_is_cut_short_in_a_narrow_terminal(width):
-    lines = said(console.show_comparison, made("8x8 [0]", *ODD), width=width)
-    assert lines[0] == "made  8x8 [0]"
-    assert not any("…" in line for line in lines)
-    for i, name in enumerate(ODD):
-        row = rf" ?{re.escape(name)} +{i + 1}\.0000 +1\.0000 - 2\.0000 +.* {1 / (i + 1):.2f} +0\.50 +0\.10 *"
-        assert any(re.fullmatch(row, line) for line in lines)
-
-
-def test_rows_of_facts_are_kept_whole():
+def test_rows_of_facts_and_the_closing_table_are_whole():
     rows = {"one [0]": {"x": 1.5, "y": [1, 2]}, "two": {"z": "[red]"}}
     lines = [line.split() for line in said(console.show_rows, "a title longer than the table", rows, width=20)]
-    assert lines[1] == ["a", "title", "longer", "than", "the", "table"]
-    for line in (["x", "y", "z"], ["one", "[0]", "1.5", "1", "/", "2"], ["two", "[red]"]):
-        assert line in lines
-
-
-def test_the_closing_table_has_each_technique_with_its_answer_or_why_not():
+    for line in ("a title longer than the table", "x y z", "one [0] 1.5 1 / 2", "two [red]"):
+        assert line.split() in lines
     study = ExampleRecord("b", "failed", "CheckError: of the study\nmore")
     examples = [
         ExampleRecord("a", "passed", answer="Twice [as] fast: " + "and so on, " * 20),
@@ -156,18 +153,13 @@ def test_the_table_of_architectures_says_what_each_technique_becomes():
     assert closing(MATMUL, sms=())[0] == closing(ExampleRecord("t", "passed"))[0] == []
 
 
-@pytest.mark.parametrize("width", [40, 80, 140, 170])
+@pytest.mark.parametrize("width", [40, 140])
 def test_the_table_of_architectures_keeps_to_the_terminal(width):
     lines, rows = closing(MATMUL, width=width)
     assert max(map(len, lines)) <= max(width, 80)
     words = "wgmma x4 cp.async.bulk.tensor x12 mbarrier x3 100 8 2.0"
     assert set(rows["tma_matmul"]["sm_90"].replace(",", "").split()) == set(words.split())
     assert not any(re.match(r" +x\d", line) for line in lines)  # no count without its name
-    heads = next(line for line in lines if "registers" in line)
-    numbers = next(line for line in lines if line.startswith("   sm_100"))
-    for column, value in (("registers", "100"), ("bytes", "0"), ("KiB", "2.0"), ("memory", "256")):
-        end = heads.index(column) + len(column)
-        assert numbers[:end].endswith(" " + value)
 
 
 def test_tensor_memory_has_a_column_where_there_is_some():
@@ -176,5 +168,3 @@ def test_tensor_memory_has_a_column_where_there_is_some():
     assert ("tensor memory" in one, "tensor memory" in both) == (False, True)
     assert re.search(r"sm_100 +- +100 +0 +2\.0 +128", both)
     assert re.search(r"sm_90 +- +100 +0 +2\.0 *$", both, re.M)
-    over = said(console.show_codegen, [Kernel("k", 90, **(GIVEN | {"shared": 300 * 1024}))], width=200)
-    assert any("300.0 KiB" in line for line in over)

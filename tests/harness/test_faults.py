@@ -52,7 +52,6 @@ WRAPS = (lambda error: error, wrapped, cause, lambda error: cause(wrapped(error)
         (GPU, "out of GPU memory: CUDA out of memory. Tried to allocate 9 GiB.; try --quick, or free the GPU"),
         (MemoryError(), "out of memory: MemoryError; try --quick"),
         (RuntimeError("CUDA error: out of memory\nfor debugging"), "out of GPU memory: CUDA error: out of memory; try"),
-        (RuntimeError("CUDA error: CUBLAS_STATUS_ALLOC_FAILED when calling"), "out of GPU memory: CUBLAS_STATUS"),
         (RuntimeError("Failed to find C compiler. Please specify via CC"), "install gcc (apt install gcc), or set CC"),
         (RuntimeError("Compiler: /x/g++ is not found.InvalidCxxCompiler"), "and /x/g++ does not work; install one"),
         (RuntimeError(f"{CPP}/a.h:3:10: fatal error: Python.h: No such file or directory"), "install Python's headers"),
@@ -67,7 +66,7 @@ def test_each_fault_as_itself_and_inside_others(error, said, monkeypatch):
         assert said in explain(wrap(error))
 
 
-def test_caches_that_cannot_be_written(monkeypatch):
+def test_caches_that_cannot_be_written(monkeypatch, tmp_path):
     variables = ("TORCHINDUCTOR_CACHE_DIR", "TRITON_CACHE_DIR")
     for variable, other in (variables, variables[::-1]):
         monkeypatch.delenv(other, raising=False)
@@ -78,8 +77,8 @@ def test_caches_that_cannot_be_written(monkeypatch):
             assert f"{said}: /mine/cache{below}; set {variable} to a folder" in explain(wrapped(error))
             assert f"set {variable} to" in explain(OSError(number, said, "/mine"))  # it would be made in
             assert explain(OSError(number, said, "/other/cache")) is None
-    monkeypatch.delenv(variables[0], raising=False)  # where nobody chose one
-    monkeypatch.delenv(variables[1], raising=False)
+    for variable in variables:
+        monkeypatch.delenv(variable, raising=False)  # where nobody chose one
     for path, variable in [
         (os.path.join(tempfile.gettempdir(), "torchinductor_someone", "5y"), "TORCHINDUCTOR_CACHE_DIR"),
         (os.path.expanduser("~/.triton/cache/X"), "TRITON_CACHE_DIR"),
@@ -93,15 +92,19 @@ def test_caches_that_cannot_be_written(monkeypatch):
     monkeypatch.setenv(variables[0], "some/where")
     error = RuntimeError(f"{CPP}cc1plus: fatal error: some/where/x.cpp: No such file or directory")
     assert "'some/where' is not found; set TORCHINDUCTOR_CACHE_DIR to an absolute path" in explain(error)
+    (tmp_path / "file").touch()
+    again = AssertionError("Artifact of type=precompile already registered in mega-cache artifact factory")
+    for place, said in (("cache", "the first technique that failed says"), ("file/cache", "Not a directory")):
+        monkeypatch.setenv(variables[0], str(tmp_path / place))  # a compiler whose first import failed
+        assert said in explain(again)
 
 
 def test_an_option_that_torch_compile_does_not_have():
     for name, hint in [("max_autotun", "did you mean max_autotune"), ("zzz", "list_options() names them")]:
         with pytest.raises(RuntimeError) as failure:
             torch.compile(lambda x: x, options={name: True})
-        assert f"no option '{name}'; " in explain(failure.value)
-        assert hint in explain(failure.value)
-        assert len(explain(failure.value)) < 200
+        message = explain(failure.value)
+        assert (f"no option '{name}'; " in message, hint in message, len(message) < 200) == (True, True, True)
         assert all(len(line) < 400 for line in where(failure.value))
 
 
@@ -109,21 +112,16 @@ def test_what_is_not_known_is_not_explained():
     elsewhere = PermissionError(errno.EACCES, "Permission denied", "/somewhere/data")
     for error in (ValueError("no"), KeyError(), SystemExit(3), elsewhere, OSError("no number")):
         assert explain(error) is explain(cause(error)) is None
-    own_words = CheckError("matmul: 3 of 4 elements are wrong; CUDA error: out of memory")
-    assert explain(own_words) is None
     one, two = ValueError("one"), ValueError("two")
     one.__cause__, two.__cause__ = two, one
     assert explain(one) is None
-
-
-def test_a_compiler_that_is_imported_again_after_its_import_has_failed(monkeypatch, tmp_path):
-    error = AssertionError("Artifact of type=precompile already registered in mega-cache artifact factory")
-    monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path / "cache"))
-    assert "the first technique that failed says" in explain(error)
-    (tmp_path / "file").write_text("")
-    monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path / "file" / "cache"))
-    assert "Not a directory" in explain(error)
-    assert "set TORCHINDUCTOR_CACHE_DIR to a folder" in explain(error)
+    assert explain(CheckError("matmul: 3 of 4 elements are wrong; CUDA error: out of memory")) is None
+    for text in (  # devices that are not XLA's
+        "found two different devices cuda:0, cpu",
+        "Expected query, key, and value to have the same device type, but got query.device: xla:0 key.device: xla:1",
+        "undefined symbol: _ZN5torch8autograd10deleteNodeEPNS0_4NodeE",
+    ):
+        assert explain(RuntimeError(text)) is None
 
 
 def test_where_names_the_readers_lines_only():
@@ -160,12 +158,10 @@ TOO_MUCH = "Error dispatching computation: Error preparing: Out of memory alloca
     ("error", "said"),
     [
         (RuntimeError(NO_PLUGIN.format("FOO")), f"PJRT_DEVICE=FOO: there is no such device here; {UNSET}"),
-        (RuntimeError(NO_PLUGIN.format("cpu")), f"PJRT_DEVICE=cpu: there is no such device here; {UNSET}"),
         (RuntimeError(NO_PLUGIN.format("CUDA")), "PJRT_DEVICE=CUDA: torch_xla has no CUDA plugin any more"),
         (RuntimeError(NO_PLUGIN.format("GPU")), f"removed upstream after 2.8; {UNSET}; on a GPU use torch.comp"),
         (RuntimeError("$PJRT_DEVICE is not set."), f"PJRT_DEVICE is empty; {UNSET}"),
         (OSError("libtpu not found"), "=TPU: there is no libtpu here; on a TPU pip install 'torch_xla[tpu]'"),
-        (ModuleNotFoundError("No module named 'libneuronxla'"), "PJRT_DEVICE=NEURON: there is no libneuronxla here"),
         (ChildFailed(f"{LAST}OSError: libtpu not found\n"), f"; elsewhere {UNSET}"),
         (
             ImportError(OTHER_TORCH),
@@ -185,41 +181,20 @@ def test_each_fault_of_xla(error, said):
         assert "\n" not in explain(wrap(error))
 
 
-def test_devices_that_are_not_xlas_are_another_matter():
-    for text in (
-        "found two different devices cuda:0, cpu",
-        "invalid gradient at index 0 - expected device cuda:0 but got cpu",
-        "Expected query, key, and value to have the same device type, but got query.device: cuda:0 key.device: cpu",
-        "Expected query, key, and value to have the same device type, but got query.device: xla:0 key.device: xla:1",
-        "undefined symbol: _ZN5torch8autograd10deleteNodeEPNS0_4NodeE",
-    ):
-        assert explain(RuntimeError(text)) is None
-
-
 # A matrix x on the device and a matrix w on the CPU, both 4 x 4; for each call that does not move w there by itself.
 LEFT_BEHIND = {
     "mm": lambda x, w: x @ w,
-    "mm, the other way round": lambda x, w: w @ x,
-    "bmm": lambda x, w: x[None] @ w[None],
     "addmm": lambda x, w: torch.addmm(w, x, x),
     "add, compiled": lambda x, w: torch.compile(torch.add, backend="openxla")(x, w),
-    "linear": lambda x, w: functional.linear(x, w),
     "a model that stayed": lambda x, w: nn.Linear(4, 4)(x),
-    "an input that stayed": lambda x, w: nn.Linear(4, 4).to(x.device)(w),
     "a model that stayed, compiled": lambda x, w: torch.compile(nn.Linear(4, 4), backend="openxla")(x),
-    "cat": lambda x, w: torch.cat([x, w]),
-    "cat, the other way round": lambda x, w: torch.cat([w, x]),
-    "stack": lambda x, w: torch.stack([x, w]),
-    "index": lambda x, w: w[torch.tensor([0, 1], device=x.device)],
+    "cat": lambda x, w: torch.cat([w, x]),
     "index_select": lambda x, w: x.index_select(0, torch.tensor([0, 1])),
-    "gather": lambda x, w: x.gather(0, torch.tensor([[0, 1]])),
     "embedding": lambda x, w: nn.Embedding(4, 4).to(x.device)(torch.tensor([0, 1])),
     "a mask": lambda x, w: x.masked_fill(w > 0, 0.0),
-    "where": lambda x, w: torch.where(w > 0, x, x),
     "layer norm": lambda x, w: nn.LayerNorm(4)(x),
     "attention": lambda x, w: functional.scaled_dot_product_attention(x[None], w[None], w[None]),
     "a recurrent network": lambda x, w: nn.LSTM(4, 4).to(x.device)(w),
-    "cross entropy": lambda x, w: functional.cross_entropy(x, torch.tensor([0, 1, 2, 3])),
     "a gradient": lambda x, w: nn.Linear(4, 4).to(x.device)(x).backward(torch.ones(4, 4)),
 }
 
@@ -239,13 +214,3 @@ def test_tensors_left_on_the_cpu_are_told_by_the_call(name):
     assert f' in <lambda>: "{name}": lambda x, w: ' in said
     assert said.endswith("; move them, or the model, with .to(xla.device())")
     assert len(said) < 400
-
-
-@needs_xla
-def test_memory_that_xla_does_not_have():
-    from examples.common import xla
-
-    with pytest.raises(RuntimeError) as failure:
-        xla.waited(lambda: torch.empty(2**45, device=xla.device()) + 1)()
-    xla.start_clean()
-    assert explain(failure.value).startswith("out of memory on XLA's device: Out of memory allocating 1407374883553")
