@@ -50,7 +50,7 @@ def test_the_demo(h, tmp_path, monkeypatch):
     if not torch.cuda.is_available():  # what a GPU runs needs no C++ compiler once Triton's driver is built
         torch.save([torch.randn(4, WIDTH), torch.randn(WIDTH, HIDDEN), torch.randn(HIDDEN, WIDTH)], tmp_path / "inputs")
         monkeypatch.setenv("CXX", str(tmp_path / "no-such-compiler"))
-        with pytest.raises(CannotCompile, match="cold: .*InvalidCxxCompiler.*; install"):
+        with pytest.raises(CannotCompile, match=r"cold: .*InvalidCxxCompiler.*; install"):
             caching.timed(h, tmp_path, [])
 
 
