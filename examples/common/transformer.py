@@ -194,3 +194,8 @@ def pieces(c: Config, batch: int, tokens: int, itemsize: int) -> list[Piece]:
         passes("last residual, norm", 1, 3 * batch * c.width),
         gemm("head", 1, batch, c.width, c.vocab),
     ]  # fmt: skip
+
+
+def steps(config: Config, batch: int, tokens: int, itemsize: int) -> list[tuple[int, int]]:
+    """(bytes, FLOPs) of each step of the forward pass: what is left when everything between the products is fused."""
+    return [(p.bytes, p.flops) for p in pieces(config, batch, tokens, itemsize) for _ in range(p.count)]

@@ -28,24 +28,21 @@ from io import StringIO
 from harness import Harness, Timing, Work, run
 
 import torch
-from torch.utils._python_dispatch import TorchDispatchMode
 
-from compile_inspect import fresh_cache, kernels_run, logs, warm_up, watch
-from examples.common.transformer import ONE_BILLION, SMALL, TINY, Transformer, pieces
+from compile_inspect import fresh_cache, kernels_run, logs, warm_up
+from examples.common.transformer import ONE_BILLION, SMALL, TINY, Transformer, steps
 
 MODES = ("default", "reduce-overhead", "max-autotune-no-cudagraphs", "max-autotune")
 WITHOUT_GRAPHS = ("default", "max-autotune-no-cudagraphs")  # what differs on a CPU, where there are no CUDA graphs
 CALLS = 14  # the first of which compiles
 STABLE = 1.10  # of the median of the last calls
 EAGER = "torch eager"
-# What shares a cache folder: the tuned modes time the same choices, and one round of that is long enough.
-FOLDERS = (("default",), ("reduce-overhead",), ("max-autotune-no-cudagraphs", "max-autotune"))
 
 
-def first_calls(fn: Callable, tokens: torch.Tensor, calls: int = CALLS) -> list[float]:
+def first_calls(fn: Callable, tokens: torch.Tensor) -> list[float]:
     """Milliseconds of each of the first calls, waiting for the GPU after each."""
     times = []
-    for _ in range(calls):
+    for _ in range(CALLS):
         started = time.perf_counter()
         fn(tokens)
         if tokens.is_cuda:
@@ -68,18 +65,6 @@ def calls_until_stable(times: list[float]) -> int:
     return len(times)
 
 
-class CountOps(TorchDispatchMode):
-    """Operations that eager execution dispatches, less views."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.count = 0
-
-    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        self.count += not func.is_view
-        return func(*args, **(kwargs or {}))
-
-
 def memory_in_use() -> int:
     """Bytes of the GPU that are taken, by whomever, once torch has given back what it only caches."""
     torch.cuda.synchronize()
@@ -88,63 +73,32 @@ def memory_in_use() -> int:
     return total - free
 
 
-def start(fn: Callable, tokens: torch.Tensor) -> dict:
-    """The first calls of fn, and what they left: seconds, calls until stable, kernels, CUDA graphs, memory."""
-    from torch._inductor import metrics
+@contextmanager
+def quiet() -> Iterator[None]:
+    """Keep the tables of max-autotune, and the choices that it cannot run, from the console."""
+    shown = torch._inductor.config.patch(autotune_num_choices_displayed=0)
+    with shown, warnings.catch_warnings(), logs(), redirect_stderr(StringIO()):
+        warnings.simplefilter("ignore")
+        yield
 
+
+def start(fn: Callable, tokens: torch.Tensor) -> dict:
+    """The first calls of fn from an empty cache; on a GPU also what a call launches, and the memory left taken."""
     before = memory_in_use() if tokens.is_cuda else 0
-    metrics.reset()
-    with watch() as seen:
+    with fresh_cache(), quiet():
         times = first_calls(fn, tokens)
     facts = {"first call s": float(f"{times[0] / 1000:.3g}"), "calls until stable": calls_until_stable(times)}
-    facts["calls ms"] = [round(ms, 2) for ms in times[1:]]
-    inductor = seen.counters.get("inductor", {})
     if tokens.is_cuda:
         facts["extra MiB"] = round((memory_in_use() - before) / 2**20)
-        names, graphs = kernels_run(fn, tokens)
-        facts["kernels"], facts["CUDA graphs"] = len(names), graphs
-    elif seen.frames:
-        facts["kernels"] = metrics.generated_kernel_count + inductor.get("extern_calls", 0)
-        facts["CUDA graphs skipped"] = inductor.get("cudagraph_skips", 0)
-    else:
-        with CountOps() as ops:
-            fn(tokens)
-        facts["kernels"] = ops.count
+        names, facts["CUDA graphs"] = kernels_run(fn, tokens)
+        facts["kernels"] = len(names)
     return facts
 
 
-@contextmanager
-def quiet() -> Iterator[list[str]]:
-    """Keep the tables of max-autotune from the console; what is yielded collects the choices that a GPU cannot run."""
-    refused: list[str] = []
-    with (
-        torch._inductor.config.patch(autotune_num_choices_displayed=0),
-        warnings.catch_warnings(),
-        logs() as lines,
-        redirect_stderr(StringIO()),
-    ):
-        warnings.simplefilter("ignore")
-        yield refused
-    refused += [text for _, text in lines if "Ignoring this choice" in text]
-
-
-def start_each(variants: dict[str, Callable], tokens: torch.Tensor) -> dict[str, dict]:
-    """start() of each variant, from an empty cache; max-autotune finds the tuning of the mode without CUDA graphs."""
-    facts = {EAGER: start(variants[EAGER], tokens)}
-    for modes in FOLDERS:
-        with fresh_cache():
-            for name in (f"torch {mode}" for mode in modes if f"torch {mode}" in variants):
-                with quiet() as refused:
-                    facts[name] = start(variants[name], tokens)
-                if refused:
-                    facts[name]["choices that did not fit"] = len(refused)
-    return facts
-
-
-def paid_after(table, variant: str, first_call_s: float) -> str:
-    """After how many calls a compiled variant has made up for its first one."""
+def paid(table, variant: str, first_call_s: float) -> str:
+    """When a compiled variant has made up for its first call."""
     saved = table[EAGER].ms - table[variant].ms
-    return f"{first_call_s / saved * 1000:.0f} calls" if saved > 0 else "never"
+    return f"after {first_call_s / saved * 1000:.0f} calls" if saved > 0 else "never"
 
 
 def demo(h: Harness) -> None:
@@ -158,11 +112,11 @@ def demo(h: Harness) -> None:
     for tokens in h.pick(quick=(16,), full=(1, 128)):
         case, ids = f"1x{tokens} tokens", h.randint(config.vocab, 1, tokens)
         variants = {EAGER: model} | {f"torch {mode}": h.compiled(model, mode=mode) for mode in modes}
-        steps = ((p.bytes, p.flops) for p in pieces(config, 1, tokens, dtype.itemsize) for _ in range(p.count))
         with torch.no_grad(), h.progress(f"first calls at {case}"):
-            facts[case] = {} if h.profile else start_each(variants, ids)
+            facts[case] = {} if h.profile else {name: start(fn, ids) for name, fn in variants.items()}
             tables[case] = h.compare(
-                variants, model.float64, ids, baseline=EAGER, work=Work.in_steps(steps, dtype), case=case,
+                variants, model.float64, ids, baseline=EAGER, case=case,
+                work=Work.in_steps(steps(config, 1, tokens, dtype.itemsize), dtype),
                 timing=Timing(end_to_end=True, first_calls={n: f["first call s"] for n, f in facts[case].items()}),
                 max_error_ratio=2.0, dtype=dtype,
             )  # fmt: skip
@@ -172,25 +126,20 @@ def demo(h: Harness) -> None:
 def report(h: Harness, tables: dict, facts: dict) -> None:
     rows = {}
     for case, variants in facts.items():
-        h.fact(f"{case}: ms of each call after the first", {n: f.pop("calls ms") for n, f in variants.items()})
-        h.fact(case, variants)
-        for name in list(variants)[1:]:
-            known = ("first call s", "calls until stable", "kernels")
-            row = rows[f"{case}, {name.removeprefix('torch ')}"] = {key: variants[name][key] for key in known}
-            if tables[case].timed:
-                row["paid after"] = paid_after(tables[case], name, variants[name]["first call s"])
+        for name, fact in variants.items():
+            row = rows[f"{case}, {name.removeprefix('torch ')}"] = dict(fact)
+            if tables[case].timed and name != EAGER:
+                row["paid"] = paid(tables[case], name, fact["first call s"])
     h.table("first calls", rows)
 
     def answer() -> str:
         parts = []
         for case, table in tables.items():
             best = table.best.variant
-            paid = paid_after(table, best, facts[case][best]["first call s"])
-            parts.append(f"{case}: {best.removeprefix('torch ')}, {table.over(EAGER):.2f}x eager, paid {paid}")
+            when = paid(table, best, facts[case][best]["first call s"])
+            parts.append(f"{case}: {best.removeprefix('torch ')}, {table.over(EAGER):.2f}x eager, paid {when}")
         settled = max(row["calls until stable"] for row in rows.values())
-        return f"{'; '.join(parts).replace('paid ', 'paid after ').replace('after never', 'never')}. " + (
-            f"All settle within {settled} calls."
-        )
+        return f"{'; '.join(parts)}. All settle within {settled} calls."
 
     h.answer(answer)
 
