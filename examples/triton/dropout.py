@@ -13,6 +13,7 @@ less randomness than torch's: an option, and not what the comparison with torch 
 Question   What does it cost to draw a dropout mask again in backward, and what does it save against storing it?
 Needs      triton
 Wins when  memory is the limit: large tensors in 16 bits, and activations that must fit.
+Variants   dropout_reference.py (no kernel: the same masks in torch, to check against)
 Study      studies/triton/dropout.py
 Source     goes beyond the chapter; Triton tutorial 04 (low-memory dropout); Philox: Salmon et al. 2011, "Parallel
            random numbers: as easy as 1, 2, 3".
@@ -30,7 +31,9 @@ import triton
 import triton.language as tl
 
 from examples.common.device import require_triton_device
-from examples.common.operands import check_choice
+from examples.common.operands import check_choice, check_elementwise
+from examples.common.training import forward_backward
+from examples.triton.dropout_reference import dropped_of, own_mask, reference, same_mask
 
 DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 PER_CALL = (1, 4, 8)  # elements that one call of Philox serves: one number, all four, or both halves of each
@@ -73,12 +76,6 @@ def dropout_kernel(
     tl.store(y_ptr + offsets, (x * factor).to(y_ptr.dtype.element_ty), mask=inside)
 
 
-def dropped_of(p: float, per_call: int) -> tuple[int, int]:
-    """p as a fraction of integers: how many of how many values of a random number drop the element."""
-    values = 2**16 if per_call == 8 else 2**32
-    return round(p * values), values
-
-
 class _Dropout(torch.autograd.Function):
     @staticmethod
     def forward(ctx, x, p, seed, start, per_call):
@@ -116,92 +113,23 @@ def dropout(
     per_call: how many elements a call of Philox serves. 4 take 32 bits each, as torch draws; 8 take 16 bits each; 1
     leaves three of four numbers unused. p counts in steps of 2**-32, with per_call=8 of 2**-16.
 
-    Raises TypeError for another dtype, or a seed, p or start of another type; ValueError for p outside [0, 1], a layout
-    that is not contiguous, and other options than these; RuntimeError for a device without Triton.
+    Raises TypeError for another dtype or seed; ValueError for p outside [0, 1], a layout that is not contiguous, and
+    other options than these; RuntimeError for a device without Triton.
     """
     name = "dropout"
-    if seed is not None and not isinstance(seed, torch.Tensor):
-        raise TypeError(f"{name}: seed is {seed!r}; pass torch.tensor([7], device=x.device), an int64")
     with torch.no_grad():  # this kernel has a backward
-        require_triton_device(name, x, *(() if seed is None else (seed,)))
-    if x.dtype not in DTYPES:
-        raise TypeError(f"{name}: dtype {x.dtype} is not one of {DTYPES}; convert with x.float() first")
-    if not x.is_contiguous():
-        raise ValueError(f"{name}: strides {x.stride()}; call x.contiguous() first")
-    if isinstance(p, bool) or not isinstance(p, (int, float)):
-        raise TypeError(f"{name}: p is a {type(p).__name__}; pass a Python number")
-    if not 0 <= p <= 1:  # NaN is not
-        raise ValueError(f"{name}: p is {p}; a probability lies between 0 and 1")
-    if type(start) is not int:
-        raise TypeError(f"{name}: start is a {type(start).__name__}; pass an int")
-    if not 0 <= start <= 2**62 or start % ALIGN:
-        raise ValueError(f"{name}: start is {start}; pass a multiple of {ALIGN} from 0 to 2**62")
+        check_elementwise(name, DTYPES, x)
+        if seed is None:
+            seed = torch.randint(-(2**63), 2**63 - 1, (1,), device=x.device)
+        elif not isinstance(seed, torch.Tensor) or seed.dtype is not torch.int64 or seed.numel() != 1:
+            raise TypeError(f"{name}: seed is {seed!r}; pass one int64: torch.tensor([7], device=x.device)")
+        require_triton_device(name, x, seed)
+    if isinstance(p, bool) or not isinstance(p, (int, float)) or not 0 <= p <= 1:  # NaN is not
+        raise ValueError(f"{name}: p is {p!r}; pass a Python number from 0 to 1")
+    if type(start) is not int or not 0 <= start <= 2**62 or start % ALIGN:
+        raise ValueError(f"{name}: start is {start!r}; pass a multiple of {ALIGN} from 0 to 2**62")
     check_choice(name, PER_CALL, per_call=per_call)
-    if seed is None:
-        seed = torch.randint(-(2**63), 2**63 - 1, (1,), device=x.device)
-    elif seed.dtype is not torch.int64:
-        raise TypeError(f"{name}: seed has dtype {seed.dtype}; pass torch.tensor([7], device=x.device), an int64")
-    elif seed.numel() != 1:
-        raise ValueError(f"{name}: seed has shape {tuple(seed.shape)}; pass one element")
     return x if p == 0 else _Dropout.apply(x, p, seed, start, per_call)
-
-
-WORD = 2**32 - 1
-
-
-def philox(counter: list[torch.Tensor], seed: int) -> list[torch.Tensor]:
-    """The four numbers of Philox-4x32-10 for counters of four words, all in int64: the published algorithm in torch."""
-    c0, c1, c2, c3 = counter
-    k0, k1 = seed & WORD, seed >> 32 & WORD
-    for _ in range(10):
-        a, b = c0 * 0xD2511F53, c2 * 0xCD9E8D57  # 64-bit products; int64 wraps to the right bits
-        c0, c1, c2, c3 = (b >> 32 & WORD) ^ c1 ^ k0, b & WORD, (a >> 32 & WORD) ^ c3 ^ k1, a & WORD
-        k0, k1 = k0 + 0x9E3779B9 & WORD, k1 + 0xBB67AE85 & WORD
-    return [c0, c1, c2, c3]
-
-
-def keep_mask(n: int, p: float, seed: torch.Tensor, start: int = 0, per_call: int = 4) -> torch.Tensor:
-    """Which of n elements stay: what the kernel must do, in torch."""
-    dropped, values = dropped_of(p, per_call)
-    calls = torch.arange(start // per_call, -(-(start + n) // per_call), device=seed.device)
-    zero = torch.zeros_like(calls)
-    numbers = philox([calls & WORD, calls >> 32, zero, zero], seed.item())
-    if per_call == 8:
-        numbers = [half for number in numbers for half in (number >> 16, number & 0xFFFF)]
-    # The order of an int32, whose sign bit counts down.
-    return (torch.stack(numbers[:per_call], dim=1).reshape(-1)[:n] ^ values // 2) >= dropped
-
-
-def masked(x: torch.Tensor, keep: torch.Tensor, p: float, per_call: int = 4) -> torch.Tensor:
-    """x * keep / (1 - p) in float64, for the p that is meant: rounded as dropped_of does."""
-    dropped, values = dropped_of(p, per_call)
-    return x.double() * keep.view(x.shape) * (values / (values - dropped) if dropped < values else 0.0)
-
-
-def reference(x: torch.Tensor, p: float, seed: torch.Tensor, start: int = 0, per_call: int = 4) -> torch.Tensor:
-    return masked(x, keep_mask(x.numel(), p, seed, start, per_call), p, per_call)
-
-
-def own_mask(fn, p: float):
-    """The reference of a library's dropout: with its own mask, which ones show, called in the same random state."""
-
-    def on_ones(*inputs: torch.Tensor):
-        out = fn(*map(torch.ones_like, inputs))
-        return tuple(masked(x, (out[0] if isinstance(out, tuple) else out) != 0, p) for x in inputs)
-
-    return on_ones
-
-
-def step(fn):
-    """Forward and backward of fn as one call: (x, g) -> (y, dx)."""
-
-    def both(x: torch.Tensor, g: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        x = x.detach().requires_grad_()
-        y = fn(x)
-        (dx,) = torch.autograd.grad(y, x, g)
-        return y.detach(), dx
-
-    return both
 
 
 def demo(h: Harness) -> None:
@@ -213,21 +141,18 @@ def demo(h: Harness) -> None:
     find = dict.fromkeys((80, 90, 100, 120), ("ld.global.v4", "st.global.v4", "mul.hi"))
     h.codegen(dropout, h.meta(1 << 20), p, h.meta(1, dtype=torch.int64), find=find)
 
-    def wants(*inputs, per_call=4):
-        return tuple(reference(x, p, seed, per_call=per_call) for x in inputs)
-
     n = h.fit(h.pick(interpreted=1 << 15, quick=1 << 26, full=1 << 28), bytes_each=64)
     variants = {
-        "torch": step(lambda x: F.dropout(x, p)),
-        "torch.compile": step(h.compiled(lambda x: F.dropout(x, p))),
-        "triton": step(lambda x: dropout(x, p, seed)),
-        BITS16: step(lambda x: dropout(x, p, seed, per_call=8)),
+        "torch": forward_backward(lambda x: F.dropout(x, p)),
+        "torch.compile": forward_backward(h.compiled(lambda x: F.dropout(x, p))),
+        "triton": forward_backward(lambda x: dropout(x, p, seed)),
+        BITS16: forward_backward(lambda x: dropout(x, p, seed, per_call=8)),
     }
     own = {name: own_mask(variants[name], p) for name in ("torch", "torch.compile")}
     table = h.compare(
-        variants, wants, *(h.randn(n, dtype=h.half) for _ in range(2)), baseline="torch", title="forward + backward",
-        work=Work(bytes=4 * n * h.half.itemsize), references=own | {BITS16: functools.partial(wants, per_call=8)},
-        peers=(BITS16,), terms=0,
+        variants, same_mask(p, seed), *(h.randn(n, dtype=h.half) for _ in range(2)), baseline="torch",
+        title="forward + backward", work=Work(bytes=4 * n * h.half.itemsize),
+        references=own | {BITS16: same_mask(p, seed, per_call=8)}, peers=(BITS16,), terms=0,
     )  # fmt: skip
     h.answer(lambda: (
         f"Drawing the mask again {'saves' if table.over('torch') > 1 else 'costs'} time: {table.over('torch'):.2f}x as "
