@@ -19,6 +19,7 @@ Source     chapter section "Pipelined Kernels", which stops at double-buffering;
 from __future__ import annotations
 
 import itertools
+from functools import partial
 
 from harness import Harness, Work, near, run
 
@@ -28,12 +29,12 @@ import triton.language as tl
 
 from examples.common.device import architecture, device_limits
 from examples.common.operands import check_choice, check_gemm
+from examples.common.pointers import load_tiles, store_tile, tile_pointers
 from examples.common.tiles import tile_coords
 
 DTYPES = (torch.float16, torch.bfloat16)
 STAGES = (1, 2, 3, 4, 5)
-BLOCK_M, BLOCK_K, NUM_WARPS = 128, 64, 8
-BLOCK_NS = (128, 256)  # 32 and 48 KiB a stage: five of the second fit no GPU there is
+BLOCK_M, BLOCK_N, BLOCK_K, NUM_WARPS = 128, 128, 64, 8
 
 
 @triton.jit
@@ -42,35 +43,20 @@ def matmul_pipelined_kernel(
     EVEN_K: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
 ):  # fmt: skip
     row, col = tile_coords(tl.program_id(0), M, N, BLOCK_M, BLOCK_N, 8)
-
-    # Rows and columns past the edge wrap around to valid ones; the masked store discards what they make.
-    rows = (row + tl.arange(0, BLOCK_M)) % M
-    cols = (col + tl.arange(0, BLOCK_N)) % N
-    inner = tl.arange(0, BLOCK_K)
-    a_ptrs = a_ptr + rows[:, None].to(tl.int64) * stride_am + inner[None, :].to(tl.int64) * stride_ak
-    b_ptrs = b_ptr + inner[:, None].to(tl.int64) * stride_bk + cols[None, :].to(tl.int64) * stride_bn
-    step_a, step_b = BLOCK_K * tl.cast(stride_ak, tl.int64), BLOCK_K * tl.cast(stride_bk, tl.int64)
-
+    a_ptrs, b_ptrs, step_a, step_b = tile_pointers(
+        a_ptr, b_ptr, row, col, M, N, stride_am, stride_ak, stride_bk, stride_bn, BLOCK_M, BLOCK_N, BLOCK_K
+    )
     acc = tl.zeros((BLOCK_M, BLOCK_N), dtype=tl.float32)
     # The loop that num_stages is about. Its loads depend on nothing that it computes, so they can be issued ahead.
     for k in range(0, K, BLOCK_K):
-        if EVEN_K:
-            a = tl.load(a_ptrs)
-            b = tl.load(b_ptrs)
-        else:
-            a = tl.load(a_ptrs, mask=inner[None, :] < K - k, other=0.0)
-            b = tl.load(b_ptrs, mask=inner[:, None] < K - k, other=0.0)
+        a, b = load_tiles(a_ptrs, b_ptrs, K - k, EVEN_K)
         acc = tl.dot(a, b, acc)
         a_ptrs += step_a
         b_ptrs += step_b
-
-    rows = row + tl.arange(0, BLOCK_M)
-    cols = col + tl.arange(0, BLOCK_N)
-    c_ptrs = c_ptr + rows[:, None].to(tl.int64) * stride_cm + cols[None, :].to(tl.int64) * stride_cn
-    tl.store(c_ptrs, acc.to(c_ptr.dtype.element_ty), mask=(rows[:, None] < M) & (cols[None, :] < N))
+    store_tile(c_ptr, acc, row, col, M, N, stride_cm, stride_cn)
 
 
-def shared_bytes(num_stages: int, block_n: int, sm: int) -> int:
+def shared_bytes(num_stages: int, sm: int) -> int:
     """Shared memory of the loop on architecture `sm`, for values of two bytes.
 
     mma.sync has read its operands into registers when the next copy starts, so s stages need s - 1 buffers. wgmma
@@ -80,37 +66,34 @@ def shared_bytes(num_stages: int, block_n: int, sm: int) -> int:
     reads_later = sm // 10 in (9, 10, 11)
     buffers = max(1, num_stages - (not reads_later))
     barriers = 8 * min(num_stages, 2) if sm // 10 in (10, 11) else 0
-    return (BLOCK_M + block_n) * BLOCK_K * 2 * buffers + barriers
+    return (BLOCK_M + BLOCK_N) * BLOCK_K * 2 * buffers + barriers
 
 
-def stages_that_fit(block_n: int, sm: int, shared: int) -> tuple[int, ...]:
+def stages_that_fit(sm: int, shared: int) -> tuple[int, ...]:
     """The counts whose buffers fit `shared` bytes."""
-    return tuple(s for s in STAGES if shared_bytes(s, block_n, sm) <= shared)
+    return tuple(s for s in STAGES if shared_bytes(s, sm) <= shared)
 
 
-def matmul_pipelined(a: torch.Tensor, b: torch.Tensor, num_stages: int = 3, block_n: int = 128) -> torch.Tensor:
-    """a [M, K] @ b [K, N] in tiles of 128 x block_n x 64 with num_stages stages: c [M, N], contiguous, dtype of a.
+def matmul_pipelined(a: torch.Tensor, b: torch.Tensor, num_stages: int = 3) -> torch.Tensor:
+    """a [M, K] @ b [K, N] in tiles of 128 x 128 x 64 with num_stages stages: c [M, N], contiguous, dtype of a.
 
     Any strides and sizes (0 too); float16 or bfloat16, both the same, with a float32 accumulator. Raises TypeError for
-    another dtype or two dtypes; ValueError for rank, inner sizes that differ, num_stages outside 1 to 5, block_n other
-    than 128 or 256, or stages that do not fit shared memory; RuntimeError for a device without Triton or an input that
-    requires grad.
+    another dtype or two dtypes; ValueError for rank, inner sizes that differ, num_stages outside 1 to 5, or stages that
+    do not fit shared memory; RuntimeError for a device without Triton or an input that requires grad.
     """
     M, N, K = check_gemm("matmul_pipelined", a, b, DTYPES)
     check_choice("matmul_pipelined", STAGES, num_stages=num_stages)
-    check_choice("matmul_pipelined", BLOCK_NS, block_n=block_n)
     sm, limit = architecture(a.device), device_limits(a.device).shared_bytes
-    if (need := shared_bytes(num_stages, block_n, sm)) > limit:
+    if (need := shared_bytes(num_stages, sm)) > limit:
         raise ValueError(
-            f"matmul_pipelined: {num_stages} stages of 128x{block_n}x64 tiles need {need} bytes of shared memory, and "
-            f"a program may have {limit} here; take one of {stages_that_fit(block_n, sm, limit)}"
+            f"matmul_pipelined: {num_stages} stages need {need} bytes of shared memory, and a program may have {limit} "
+            f"here; take one of {stages_that_fit(sm, limit)}"
         )
     c = torch.empty((M, N), dtype=a.dtype, device=a.device)
     if M and N:
-        matmul_pipelined_kernel[(triton.cdiv(M, BLOCK_M) * triton.cdiv(N, block_n),)](
-            a, b, c, M, N, K, *a.stride(), *b.stride(), *c.stride(),
-            EVEN_K=K % BLOCK_K == 0, BLOCK_M=BLOCK_M, BLOCK_N=block_n, BLOCK_K=BLOCK_K,
-            num_warps=NUM_WARPS, num_stages=num_stages,
+        matmul_pipelined_kernel[(triton.cdiv(M, BLOCK_M) * triton.cdiv(N, BLOCK_N),)](
+            a, b, c, M, N, K, *a.stride(), *b.stride(), *c.stride(), EVEN_K=K % BLOCK_K == 0,
+            BLOCK_M=BLOCK_M, BLOCK_N=BLOCK_N, BLOCK_K=BLOCK_K, num_warps=NUM_WARPS, num_stages=num_stages,
         )  # fmt: skip
     return c
 
@@ -131,12 +114,11 @@ def recommended(table) -> str:
 
 
 def demo(h: Harness) -> None:
-    counts = stages_that_fit(128, architecture(h.device), device_limits(h.device).shared_bytes)
+    counts = stages_that_fit(architecture(h.device), device_limits(h.device).shared_bytes)
     edges = [(1, 1, 1), (37, 53, 61), (129, 257, 65), (130, 70, 320), (5, 7, 0)]
     for (M, N, K), s in zip(edges, itertools.cycle(counts), strict=False):
         a, b = h.randn(M, K, dtype=h.half), h.randn(K, N, dtype=h.half)
-        what = f"matmul_pipelined {M}x{N}x{K}, stages: {s}"
-        h.check(lambda a, b, s=s: matmul_pipelined(a, b, s), reference, a, b, terms=K, what=what)
+        h.check(partial(matmul_pipelined, num_stages=s), reference, a, b, terms=K, what=f"{M}x{N}x{K}, stages: {s}")
 
     x, tensor_cores = h.meta(8192, 8192), {80: "mma.sync", 90: "wgmma", 100: "tcgen05.mma"}
     h.codegen(matmul_pipelined, x, x, find={sm: ("cp.async", name) for sm, name in tensor_cores.items()})
@@ -147,8 +129,7 @@ def demo(h: Harness) -> None:
         a, b = h.randn(n, n, dtype=h.half), h.randn(n, n, dtype=h.half)
         baseline = "cuBLAS" if a.is_cuda else "torch"
         variants = {baseline: torch.matmul}
-        for s in counts:
-            variants[f"{s} stage{'s' * (s > 1)}"] = lambda a, b, s=s: matmul_pipelined(a, b, s)
+        variants |= {f"{s} stage{'s' * (s > 1)}": partial(matmul_pipelined, num_stages=s) for s in counts}
         work, case = Work(bytes=6 * n * n, flops=2 * n**3, dtype=h.half), f"{n}x{n}x{n}"
         tables.append(h.compare(variants, reference, a, b, baseline=baseline, work=work, case=case, terms=n))
     h.answer(lambda: "the fewest within 2 % of the best: " + "; ".join(recommended(table) for table in tables))
