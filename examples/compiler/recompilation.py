@@ -17,11 +17,7 @@ Source     chapter sections "Common Issues" and "Compiler Stances".
 
 from __future__ import annotations
 
-import itertools
-import types
 from collections.abc import Callable
-from contextlib import nullcontext
-from dataclasses import dataclass
 
 from harness import Harness, Timing, Work, run
 
@@ -29,7 +25,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from compile_inspect import Entries, count_entries, logs, warm_up
+from compile_inspect import Entries, count_entries, logs, own_code, warm_up
 
 CALLS = 12  # more than recompile_limit
 BUDGET = {"terms": 1, "roundings": 32}
@@ -56,19 +52,12 @@ def repeats_masked(x, k):
 
 
 class CountsCalls(nn.Module):
-    def __init__(self) -> None:
+    def __init__(self, calls: int | torch.Tensor) -> None:
         super().__init__()
-        self.calls = 0
-
-    def forward(self, x):
-        self.calls += 1
-        return scales(x, self.calls)
-
-
-class CountsCallsInABuffer(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.register_buffer("calls", torch.tensor(0))
+        if isinstance(calls, torch.Tensor):
+            self.register_buffer("calls", calls)
+        else:
+            self.calls = calls
 
     def forward(self, x):
         self.calls += 1
@@ -101,11 +90,11 @@ class RemembersInPlace(nn.Module):
         return self.seen.sum(0) / self.count
 
 
-def sgd_steps(x: torch.Tensor, lr: float | torch.Tensor) -> tuple[Callable, list[Callable]]:
+def steps(x: torch.Tensor, kind: type = torch.optim.SGD, **options) -> tuple[Callable, list[Callable]]:
     """An optimizer's step and its calls, with a scheduler that changes lr after each; the outputs are the weights."""
     weight = nn.Parameter(x.clone())
     weight.grad = torch.tanh(x)
-    optimizer = torch.optim.SGD([weight], lr=lr)
+    optimizer = kind([weight], **options)
     scheduler = torch.optim.lr_scheduler.ExponentialLR(optimizer, gamma=0.9)
 
     def call(step: Callable) -> torch.Tensor:
@@ -116,48 +105,26 @@ def sgd_steps(x: torch.Tensor, lr: float | torch.Tensor) -> tuple[Callable, list
     return optimizer.step, [call] * CALLS
 
 
-@dataclass(frozen=True)
-class Case:
-    """A function with its calls, made anew by each of two: as found, and mended."""
-
-    broken: Callable[[], tuple[Callable, list[Callable]]]
-    fix: str
-    mended: Callable[[], tuple[Callable, list[Callable]]]
-    want: list[torch.Tensor]  # float64, one for each call
-
-
-def passing(fn: Callable, x: torch.Tensor, values: list) -> Callable:
-    return lambda: (fn, [lambda f, v=v: f(x, v) for v in values])
-
-
-def cases(x: torch.Tensor) -> dict[str, Case]:
-    exact, counts = x.double(), list(range(1, CALLS + 1))
+def cases(x: torch.Tensor) -> dict[str, tuple]:
+    """By cause: a function with its calls, what mends it, and the mended function with the same calls."""
+    counts = list(range(1, CALLS + 1))
     floats = [k / 10 for k in counts]
 
-    same, shifted = [lambda f: f(x)] * CALLS, [lambda f, i=i: f(x + i) for i in counts]
-    step, calls = sgd_steps(exact, 0.1)
+    def given(values: list) -> list[Callable]:
+        return [lambda f, v=v: f(x, v) for v in values]
+
+    def tensors(values: list) -> list[Callable]:
+        return given([*torch.tensor(values, device=x.device)])
+
+    same, shifted = [lambda f: f(x)] * CALLS, [lambda f, k=k: f(x + k) for k in counts]
+    zero, lr = torch.tensor(0, device=x.device), torch.tensor(0.1, device=x.device)
     return {
-        "float argument": Case(
-            passing(scales, x, floats), "tensor", passing(scales, x, [*torch.tensor(floats, device=x.device)]),
-            [scales(exact, k) for k in floats],
-        ),
-        "int that a loop runs to": Case(
-            passing(repeats, x, counts), "fixed loop, masked",
-            passing(repeats_masked, x, [*torch.tensor(counts, device=x.device)]), [repeats(exact, k) for k in counts],
-        ),
-        "int attribute of a module": Case(
-            lambda: (CountsCalls(), same), "buffer", lambda: (CountsCallsInABuffer().to(x.device), same),
-            [scales(exact, k) for k in counts],
-        ),
-        "growing list": Case(
-            lambda: (Remembers(), shifted), "buffer of fixed size", lambda: (RemembersInPlace(x), shifted),
-            [torch.stack([(x + i).double() for i in counts[:k]]).mean(0) for k in counts],
-        ),
-        "learning rate": Case(
-            lambda: sgd_steps(x, 0.1), "tensor", lambda: sgd_steps(x, torch.tensor(0.1, device=x.device)),
-            [call(step) for call in calls],
-        ),
-    }  # fmt: skip
+        "float argument": ((scales, given(floats)), "tensor", (scales, tensors(floats))),
+        "int that a loop runs to": ((repeats, given(counts)), "fixed loop, masked", (repeats_masked, tensors(counts))),
+        "int attribute of a module": ((CountsCalls(0), same), "buffer", (CountsCalls(zero), same)),
+        "growing list": ((Remembers(), shifted), "buffer of fixed size", (RemembersInPlace(x), shifted)),
+        "learning rate": (steps(x, lr=0.1), "tensor", steps(x, lr=lr)),
+    }
 
 
 # --- what it costs
@@ -168,43 +135,35 @@ def chain(x, k):
     return torch.tanh(y + k) * y + x
 
 
+EAGER, PER_FLOAT, TENSOR = "torch eager", "torch.compile, an entry per float", "torch.compile, tensor"
+PAST = "torch.compile, past the limit"
 EARLIER, VALUE = 0.5, 0.75  # exact in every dtype
-COPIES = itertools.count()
 
 
-def called_with(value, earlier: tuple = (), config: dict | None = None, **options) -> Callable:
-    """chain(x, value), compiled for the `earlier` values first, within the first call. A limit is per code object,
-    whoever compiles it, and which values have changed is remembered by name: so each gets a copy with its own."""
-    own = types.FunctionType(chain.__code__.replace(co_name=f"chain_{next(COPIES)}"), chain.__globals__)
-    fn, ready = torch.compile(own, **options), False
+def called_with(*values, limit: int = 8, **options) -> Callable:
+    """chain(x, the last value), compiled for the values before it too, within the first call."""
+    fn, waiting = torch.compile(own_code(chain), **options), list(values)
 
     def call(x: torch.Tensor) -> torch.Tensor:
-        nonlocal ready
-        if ready:
-            return fn(x, value)
-        ready = True
-        with torch._dynamo.config.patch(**config) if config else nullcontext():
-            for each in earlier:
-                fn(x, each)
-            return fn(x, value)
+        if waiting:
+            with torch._dynamo.config.patch(recompile_limit=limit):
+                while waiting:
+                    fn(x, waiting.pop(0))
+        return fn(x, values[-1])
 
     return call
 
 
-EAGER, PER_FLOAT, TENSOR = "torch eager", "torch.compile, an entry per float", "torch.compile, tensor"
-PAST = "torch.compile, past the limit"
-
-
 def cost(h: Harness, x: torch.Tensor):
-    """A call once all entries exist: of an entry per value, of the dynamic one, with a tensor, and past the limit."""
+    """A call once all entries exist."""
     warm_up(h.device)
     torch.compiler.reset()
     variants = {
         EAGER: lambda x: chain(x, VALUE),
-        PER_FLOAT: called_with(VALUE, (EARLIER,), dynamic=False),
-        "torch.compile, float made dynamic": called_with(VALUE, (EARLIER,)),
+        PER_FLOAT: called_with(EARLIER, VALUE, dynamic=False),
+        "torch.compile, float made dynamic": called_with(EARLIER, VALUE),
         TENSOR: called_with(torch.tensor(VALUE, device=x.device)),
-        PAST: called_with(VALUE, (EARLIER,), {"recompile_limit": 1}, dynamic=False),
+        PAST: called_with(EARLIER, VALUE, limit=1, dynamic=False),
     }
     with logs():  # that the limit was hit is what is shown
         return h.compare(
@@ -219,16 +178,19 @@ def check_outputs(h: Harness, what: str, found: Entries, want: list[torch.Tensor
 
 
 def demo(h: Harness) -> None:
-    rows = {}
-    for name, case in {} if h.profile else cases(h.randn(16, 64)).items():
-        found, mended = count_entries(*case.broken()), count_entries(*case.mended())
-        check_outputs(h, name, found, case.want)
-        check_outputs(h, f"{name}, mended", mended, case.want)
+    rows, x = {}, h.randn(16, 64)
+    exact = cases(x.double())
+    for name, (broken, fix, mended) in {} if h.profile else cases(x).items():
+        fn, calls = exact[name][0]
+        want = [call(fn) for call in calls]
+        found, after = count_entries(*broken), count_entries(*mended)
+        check_outputs(h, name, found, want)
+        check_outputs(h, f"{name}, mended", after, want)
         rows[name] = {
             "entries": found.compiled,
             "eager": found.eager_calls,
             "guard that fails first": found.reasons[0].partition(": ")[2],
-            "mended": f"{case.fix}: {mended.compiled}",
+            "mended": f"{fix}: {after.compiled}",
         }
     h.table(f"{CALLS} calls each: cache entries, and calls left to eager", rows)
     table = cost(h, h.randn(*h.pick(quick=(256, 1024), full=(4096, 4096))))
