@@ -39,19 +39,11 @@ NO_FUSION = {"max_fusion_size": 1, "realize_opcount_threshold": 0}
 def refill(held: Sequence[torch.Tensor], inputs: Sequence[torch.Tensor]) -> None:
     """Copy inputs into the tensors that a graph reads.
 
-    Raises ValueError for another number of inputs, shape or device, and TypeError for another dtype: copy_ would
-    broadcast and cast without a word.
+    Raises ValueError for another number of inputs, shape, dtype or device: copy_ would broadcast and cast in silence.
     """
-    if len(inputs) != len(held):
-        raise ValueError(f"refill: {len(inputs)} inputs, but {len(held)} were captured; pass as many")
-    for i, (to, given) in enumerate(zip(held, inputs, strict=True)):
-        if given.dtype != to.dtype:
-            raise TypeError(f"refill: input {i} is {given.dtype}, captured as {to.dtype}; cast it, or capture again")
-        if given.shape != to.shape or given.device != to.device:
-            raise ValueError(
-                f"refill: input {i} is {tuple(given.shape)} on {given.device}, captured as {tuple(to.shape)} on "
-                f"{to.device}; pad or move it, or capture another graph for it"
-            )
+    got, captured = ([f"{tuple(x.shape)} {x.dtype} {x.device}" for x in tensors] for tensors in (inputs, held))
+    if got != captured:
+        raise ValueError(f"refill: got {got}, captured {captured}; pad, cast or move them, or capture another graph")
     for to, given in zip(held, inputs, strict=True):
         to.copy_(given)
 
@@ -60,14 +52,12 @@ class Captured:
     """fn, recorded on inputs of one shape and replayed. Its result is overwritten by the next call: clone what stays.
 
     `pool` is the memory of graphs that are replayed one after the other: torch.cuda.graph_pool_handle() makes one.
-    Raises ValueError for no input, or for one that is not on a GPU; a call raises what refill() does.
+    Raises ValueError for an input that is not on a GPU; a call raises what refill() does.
     """
 
     def __init__(self, fn: Callable, *inputs: torch.Tensor, pool=None) -> None:
-        if not inputs:
-            raise ValueError("Captured: no inputs; pass an example of each")
-        if wrong := [f"input {i} is on {x.device}" for i, x in enumerate(inputs) if not x.is_cuda]:
-            raise ValueError(f"Captured: {wrong[0]}; a CUDA graph holds the GPU's work only, pass x.cuda()")
+        if not all(x.is_cuda for x in inputs):
+            raise ValueError("Captured: an input is not on a GPU, and a CUDA graph holds nothing else; pass x.cuda()")
         self.inputs = [x.clone() for x in inputs]
         side = torch.cuda.Stream()
         side.wait_stream(torch.cuda.current_stream())
@@ -121,59 +111,60 @@ def make_chain(h: Harness, width: int = WIDTH) -> Chain:
     return Chain(1 + h.randn(width, scale=0.01), h.randn(width, scale=0.02))
 
 
+def variants_of(chain: Chain, x: torch.Tensor) -> dict[str, Callable]:
+    torch.compiler.reset()
+    variants = {EAGER: chain, FUSED: torch.compile(chain, fullgraph=True)}
+    if x.is_cuda:
+        variants[BY_HAND] = Captured(chain, x)
+        variants[UNFUSED] = torch.compile(chain, fullgraph=True, options=NO_FUSION)
+        variants[REDUCED] = torch.compile(chain, fullgraph=True, mode="reduce-overhead")
+    return variants
+
+
 def which(got: torch.Tensor, candidates: dict[str, torch.Tensor]) -> str:
     """Whose result this is."""
     return next((name for name, want in candidates.items() if torch.allclose(got, want, 1e-3, 1e-3)), "none of them")
 
 
-def rules(h: Harness, chain: Chain) -> dict[str, dict]:
+def rules(h: Harness, chain: Chain) -> dict[str, str]:
     """What a replay reads is at the addresses of its capture: each change, and whose result the replay gives."""
     first, second = h.randn(WIDTH), h.randn(WIDTH)
-    held = first.clone()
-    captured, weight = Captured(chain, held), chain.shift.weight
+    captured, weight, found = Captured(chain, first), chain.shift.weight, {}
     wants = {"stale": chain(first), "right": chain(second)}
-    held.copy_(second)  # the caller's tensor, which the graph does not know
+    first.copy_(second)  # the caller's tensor, which the graph does not know
     captured.graph.replay()
-    rows = {"the input in a new tensor": {"result": which(captured.output, wants)}}
-    h.check(lambda x: captured(x), chain.float64, second, terms=STEPS, what="copied in", poison=False)
-    rows["the input copied in"] = {"result": which(captured.output, wants)}
+    found["the input in a new tensor"] = which(captured.output, wants)
     result = captured(second)
-    captured(first)
-    rows["a result read after the next call"] = {"result": which(result, {"overwritten": wants["stale"], **wants})}
-    old = chain(second)
+    found["the input copied in"] = which(result, wants)
+    captured(torch.zeros_like(second))
+    wants = {"overwritten": chain(torch.zeros_like(second)), **wants}
+    found["a result read after the next call"] = which(result, wants)
     chain.shift.weight = nn.Parameter(weight + 1, requires_grad=False)
-    wants = {"stale": old, "right": chain(second)}
-    rows["a weight replaced"] = {"result": which(captured(second), wants)}
+    wants = {"stale": wants["right"], "right": chain(second)}
+    found["a weight replaced"] = which(captured(second), wants)
     weight.add_(1)
-    rows["a weight changed in place"] = {"result": which(captured(second), wants)}
+    found["a weight changed in place"] = which(captured(second), wants)
     chain.shift.weight = weight.sub_(1)
-    return rows
+    return found
 
 
 def demo(h: Harness) -> None:
     chain, x = make_chain(h), h.randn(WIDTH)
-    on_gpu = h.machine.mode == "gpu"
-    variants = {EAGER: chain, FUSED: h.compiled(chain, fullgraph=True)}
-    if on_gpu:
-        variants[BY_HAND] = Captured(chain, x)
-        variants[UNFUSED] = torch.compile(chain, fullgraph=True, options=NO_FUSION)
-        variants[REDUCED] = torch.compile(chain, fullgraph=True, mode="reduce-overhead")
     table = h.compare(
-        variants, chain.float64, x, baseline=EAGER, work=Work(), title=f"{STEPS} tiny kernels",
+        variants_of(chain, x), chain.float64, x, baseline=EAGER, work=Work(), title=f"{STEPS} tiny kernels",
         timing=Timing(end_to_end=True), terms=STEPS,
     )  # fmt: skip
-    outcome = rules(h, chain) if on_gpu and not h.profile else {}
-    if outcome:
-        h.table("after a capture", outcome)
+    found = rules(h, chain) if x.is_cuda and not h.profile else {}
+    h.table("after a capture", {what: {"result": result} for what, result in found.items()})
 
     def answer() -> str:
         fused = table.over(EAGER, FUSED)
-        if not on_gpu:
+        if not x.is_cuda:
             cause = "most of eager's time was dispatch" if fused > 2 else "dispatch was not most of eager's time"
             return (
                 f"{STEPS} operations as one compiled function: {fused:.1f}x eager, so {cause}. No CUDA graphs on a CPU."
             )
-        wrong = [what for what, row in outcome.items() if row["result"] != "right"]
+        wrong = [what for what, result in found.items() if result != "right"]
         return (
             f"{STEPS} tiny kernels against eager: replayed {table.over(EAGER, BY_HAND):.1f}x, fused {fused:.1f}x, both "
             f"{table.over(EAGER, REDUCED):.1f}x. Wrong after a capture: {', '.join(wrong) or 'nothing'}."
