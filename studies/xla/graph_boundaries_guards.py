@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import linecache
 from collections.abc import Callable
-from pathlib import Path
 
 from harness import Harness
 
@@ -13,9 +12,8 @@ import torch.nn.functional as F
 import torch_xla
 
 from examples.common import xla
-from examples.xla.graph_boundaries import ROWS, STEPS, WIDTH, Step, pairs, read_early
-
-LESSON = Path(read_early.__code__.co_filename)
+from examples.xla import graph_boundaries as lesson
+from examples.xla.graph_boundaries import PAIRS, ROWS, STEPS, WIDTH, advance
 
 
 def study(h: Harness) -> None:
@@ -26,51 +24,44 @@ def study(h: Harness) -> None:
     xla.settle()
 
 
-# --- the guards
-
-
 def guards(h: Harness) -> None:
     """What torch_xla.compile says about each step: full_graph at the first call, one graph only over all of them."""
     x, w = h.randn(ROWS, WIDTH + 30), h.randn(WIDTH + 30, WIDTH + 30, scale=1.5 * WIDTH**-0.5)
-    bias, x, w = h.randn(WIDTH + 30, scale=0.1), x.to(xla.device()), w.to(xla.device())
-    found, said = {}, {}
-    for what, steps in pairs(bias).items():
-        for name, step in zip(what.split(": "), steps, strict=True):
-            full = guarded(torch_xla.compile(step, full_graph=True), x, w, 1)
-            few = guarded(torch_xla.compile(step, max_different_graphs=1), x, w, STEPS)
-            found[name] = {"full_graph": full[0], "max_different_graphs=1": few[0]}
-            said |= {"full_graph": full[1] or said.get("full_graph"), "other": few[1] or said.get("other")}
+    x, w, found = x.to(xla.device()), w.to(xla.device()), {}
+    for what, pair in PAIRS.items():
+        for name, lines in zip(what.split(": "), pair, strict=True):
+
+            def step(x, w, lines=lines):
+                return lines(advance(x, w))
+
+            found[name] = {
+                "full_graph": guarded(torch_xla.compile(step, full_graph=True), x, w, 1),
+                "max_different_graphs=1": guarded(torch_xla.compile(step, max_different_graphs=1), x, w, STEPS),
+            }
     h.table("torch_xla.compile", found)
-    for text in filter(None, said.values()):
-        h.say(f"torch_xla says: {text}")
 
 
-def guarded(compiled: Callable, x: torch.Tensor, w: torch.Tensor, steps: int) -> tuple[str, str | None]:
-    """What `steps` calls come to: "passes", or where they raise; and what torch_xla says then."""
+def guarded(compiled: Callable, x: torch.Tensor, w: torch.Tensor, steps: int) -> str:
+    """What `steps` calls come to: "passes", or where they raise."""
     for i in range(1, steps + 1):
         with xla.printed() as text:
             try:
                 x, _ = compiled(x, w)
                 continue
-            except RuntimeError as error:
-                message = str(error)
-        here = [line for _, file, line in xla.frames(text[0]) if Path(file).name == LESSON.name]
-        at = f"at `{linecache.getline(str(LESSON), here[0]).strip()}`" if here else f"in step {i}"
-        return f"raises {at}", " ".join(message.split())
-    return "passes", None
+            except RuntimeError:
+                pass
+        here = [line for _, file, line in xla.frames(text[0]) if file == lesson.__file__]
+        return f"raises at `{linecache.getline(lesson.__file__, here[0]).strip()}`" if here else f"raises in step {i}"
+    return "passes"
 
 
 def child_looks() -> None:
     """What PT_XLA_DEBUG_LEVEL=2 is to find: one look at a value."""
-    x = torch.ones(3, 5).to(xla.device())
-    Step(read_early)(x, torch.ones(5, 5).to(xla.device()))
-
-
-# --- a tensor left on the CPU
+    PAIRS["if: torch.where"][0](torch.ones(3, 5).to(xla.device()))
 
 
 def left_behind(h: Harness) -> None:
-    """Arithmetic takes it, and copies it at every step; what else there is refuses, each operation in its words."""
+    """Arithmetic takes a tensor left on the CPU and copies it at every step; all else refuses, each in its words."""
     x, other = torch.ones(ROWS, ROWS).to(xla.device()), torch.ones(ROWS, ROWS)
     at = torch.zeros(ROWS, dtype=torch.int64)
     attempts = {
@@ -83,7 +74,7 @@ def left_behind(h: Harness) -> None:
         "F.embedding(index, x)": lambda: F.embedding(at, x),
         "other + x (in place)": lambda: other.clone().add_(x),
     }
-    found = {}
+    rows = {}
     for what, attempt in attempts.items():
         with xla.watch() as ran:
             try:
@@ -91,11 +82,8 @@ def left_behind(h: Harness) -> None:
                 xla.settle()
                 error = None
             except RuntimeError as raised:
-                error = next(iter(str(raised).splitlines()))
-        if error:
-            found[what] = f"RuntimeError: {error}"
-            xla.forget_pending()
-        else:
-            found[what] = f"accepted: {ran.to_device} to device, {ran.from_device} from device"
-    rows = {what: {"what torch_xla does": outcome} for what, outcome in found.items()}
+                error = f"RuntimeError: {str(raised).splitlines()[0]}"
+                xla.forget_pending()
+        outcome = error or f"accepted: {ran.to_device} to device, {ran.from_device} from device"
+        rows[what] = {"what torch_xla does": outcome}
     h.table("x is on the XLA device, index and other are on the CPU", rows)
