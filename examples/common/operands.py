@@ -141,6 +141,25 @@ def check_tma_out(name: str, out: torch.Tensor, shape: tuple[int, ...], **inputs
             raise ValueError(f"{name}: out lies over {label}, which is still read then: pass memory of its own")
 
 
+def check_tma_matrix(name: str, x: torch.Tensor, dtypes: tuple[torch.dtype, ...], tma: bool = True) -> None:
+    """A matrix that a kernel copies in tiles, its coordinates int32; with `tma` in a layout that TMA loads.
+
+    Raises what require_triton_device does; TypeError for another dtype; ValueError for rank, an inner stride other
+    than 1, sizes from 2**31 - 256 on (a tile may reach past the end) and, with `tma`, what require_tma_layout refuses.
+    """
+    require_triton_device(name, x)
+    if x.dtype not in dtypes:
+        raise TypeError(f"{name}: dtype {x.dtype} is not one of {dtypes}; view the bits as one of their size")
+    if x.ndim != 2:
+        raise ValueError(f"{name}: need a matrix [M, N], got shape {tuple(x.shape)}; call x.reshape first")
+    if x.shape[1] > 1 and x.stride(1) != 1:
+        raise ValueError(f"{name}: strides {x.stride()}; the columns must be adjacent, call x.contiguous() first")
+    if max(x.shape) >= 2**31 - 256:
+        raise ValueError(f"{name}: shape {tuple(x.shape)}; each size must be below {2**31 - 256}, split the matrix")
+    if tma:
+        require_tma_layout(name, x=x)
+
+
 def check_rows(name: str, x: torch.Tensor, dtypes: tuple[torch.dtype, ...]) -> tuple[int, int]:
     """n_rows and n_cols of x [n_rows, n_cols] with contiguous rows, any row stride, at least one column.
 

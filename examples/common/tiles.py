@@ -1,4 +1,4 @@
-"""The order in which programs take the tiles of C: grouped rasterization, so that neighbours share inputs in L2."""
+"""The order in which programs take tiles, grouped so that neighbours share inputs in L2; how tiles are stored."""
 
 import triton
 import triton.language as tl
@@ -16,6 +16,23 @@ def tile_coords(tile, M, N, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, GROUP_
     tile_m = first_m + tile % (GROUP_M * tiles_n) % group
     tile_n = tile % (GROUP_M * tiles_n) // group
     return tile_m * BLOCK_M, tile_n * BLOCK_N
+
+
+@triton.jit
+def tile_corner(tile, N, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr):
+    """The first row and column of a tile, row by row: the order where tiles share nothing."""
+    tiles_n = tl.cdiv(N, BLOCK_N)
+    return tile // tiles_n * BLOCK_M, tile % tiles_n * BLOCK_N
+
+
+@triton.jit
+def copy_pointers_kernel(x_ptr, y_ptr, M, N, stride_x, stride_y, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr):
+    """A copy by ordinary loads and stores, one tile a program: what copies by TMA are put beside."""
+    row, col = tile_corner(tl.program_id(0), N, BLOCK_M, BLOCK_N)
+    rows, cols = row + tl.arange(0, BLOCK_M)[:, None], col + tl.arange(0, BLOCK_N)[None, :]
+    inside = (rows < M) & (cols < N)
+    rows = rows.to(tl.int64)
+    tl.store(y_ptr + rows * stride_y + cols, tl.load(x_ptr + rows * stride_x + cols, mask=inside), mask=inside)
 
 
 @triton.jit

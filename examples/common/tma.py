@@ -58,6 +58,17 @@ def gluon_descriptor(x: torch.Tensor, block_shape: list[int]):
     return TensorDescriptor(x, list(x.shape), tma_strides(x), block_shape, layout)
 
 
+def rows_for_tma(x: torch.Tensor, sizes: tuple[int, ...] | None = None) -> torch.Tensor:
+    """Memory like x, or of these sizes, its rows apart by a multiple of 16 bytes as a descriptor wants.
+
+    What lies between belongs to it: a TMA store may write there, as it ends at a multiple of 16 bytes.
+    """
+    *outer, last = x.shape if sizes is None else sizes
+    step = 16 // x.element_size()
+    rows = torch.empty((*outer, triton.cdiv(last, step) * step), dtype=x.dtype, device=x.device)
+    return rows[..., :last]
+
+
 def tma_strides(x: torch.Tensor) -> list[int]:
     """The strides of x in elements as a descriptor takes them: the last is 1, that of a single element 16."""
     return [*(step if size > 1 else 16 for size, step in zip(x.shape[:-1], x.stride()[:-1], strict=True)), 1]

@@ -12,6 +12,7 @@ import math
 from collections.abc import Callable
 
 import torch
+from triton.tools.tensor_descriptor import TensorDescriptor
 
 from examples.common.device import device_limits
 from examples.common.tma import require_tma_layout
@@ -24,82 +25,70 @@ MAX_BLOCK = 2**20  # elements: Triton's limit of any tensor in a kernel
 BARRIERS = 64  # bytes of shared memory beside a block
 
 
-def require_descriptor(name: str, x: torch.Tensor, block: tuple, padding: str = "zero", label: str = "x") -> None:
+def require_descriptor(name: str, x: torch.Tensor, block: tuple, padding: str = "zero") -> None:
     """Every rule of a descriptor of x with this block: raises TypeError or ValueError that says which and what to do.
 
     After require_triton_device, which refuses memory that the GPU cannot reach: Triton encodes its address unasked.
     """
     shape, itemsize = tuple(x.shape), x.element_size()
     if x.dtype not in DTYPES:
-        raise TypeError(
-            f"{name}: {label} has dtype {x.dtype}; TMA copies {', '.join(map(str, DTYPES))}: view it as one"
-        )
+        raise TypeError(f"{name}: x has dtype {x.dtype}; TMA copies {', '.join(map(str, DTYPES))}: view it as one")
     if not 1 <= x.ndim <= 5:
-        raise ValueError(
-            f"{name}: {label} has {x.ndim} dimensions {shape}; a descriptor has 1 to 5: reshape or split it"
-        )
+        raise ValueError(f"{name}: x has {x.ndim} dimensions {shape}; a descriptor has 1 to 5: reshape or split it")
     if not isinstance(block, (tuple, list)) or len(block) != x.ndim:
-        raise ValueError(f"{name}: block {block!r} for {label} of shape {shape}; give a size for each dimension")
+        raise ValueError(f"{name}: block {block!r} for x of shape {shape}; give a size for each dimension")
     if any(type(n) is not int or n < 1 or n & (n - 1) for n in block):
-        raise ValueError(f"{name}: block {tuple(block)} for {label}; each size must be a power of two")
+        raise ValueError(f"{name}: block {tuple(block)}; each size must be a power of two")
     if block[-1] * itemsize < 16:
         raise ValueError(
-            f"{name}: block {tuple(block)} for {label}: {block[-1]} of {itemsize} bytes; the last size times the "
-            f"element must be at least 16 bytes, so at least {16 // itemsize}"
+            f"{name}: block {tuple(block)} of {itemsize} bytes each; the last size must be at least 16 bytes, so at "
+            f"least {16 // itemsize}"
         )
     if math.prod(block) > MAX_BLOCK:
-        raise ValueError(
-            f"{name}: block {tuple(block)} for {label} has more than {MAX_BLOCK} elements; take a smaller one"
-        )
+        raise ValueError(f"{name}: block {tuple(block)} has more than {MAX_BLOCK} elements; take a smaller one")
     if padding not in ("zero", "nan"):
-        raise ValueError(f"{name}: padding is {padding!r} for {label}; it is 'zero' or 'nan'")
+        raise ValueError(f"{name}: padding is {padding!r}; it is 'zero' or 'nan'")
     if padding == "nan" and x.dtype not in NAN_DTYPES:
-        raise ValueError(
-            f"{name}: padding 'nan' for {label} of {x.dtype}; that is for {', '.join(map(str, NAN_DTYPES))}"
-        )
+        raise ValueError(f"{name}: padding 'nan' for x of {x.dtype}; that is for {', '.join(map(str, NAN_DTYPES))}")
     if not x.numel():
-        raise ValueError(f"{name}: {label} of shape {shape} is empty; a descriptor has sizes from 1: return before it")
+        raise ValueError(f"{name}: x of shape {shape} is empty; a descriptor has sizes from 1: return before it")
     if max(shape) >= 2**31:
-        raise ValueError(f"{name}: {label} has shape {shape}; coordinates are int32, so split it below 2**31")
+        raise ValueError(f"{name}: x has shape {shape}; coordinates are int32, so split it below 2**31")
     if any(step * itemsize >= 2**40 for step in x.stride()):
-        raise ValueError(f"{name}: {label} has strides {x.stride()}; a stride is below 2**40 bytes: copy it closer")
-    if x.shape[-1] > 1 and x.stride(-1) != 1:
-        for d in range(x.ndim - 1):
-            if x.stride(d) == 1 and x.shape[d] > 1:
-                raise ValueError(
-                    f"{name}: {label} has strides {x.stride()}; the last dimension must be contiguous: describe "
-                    f"{label}.transpose({d}, -1) and transpose the block in the kernel, or call {label}.contiguous()"
-                )
-    require_tma_layout(name, **{label: x})
+        raise ValueError(f"{name}: x has strides {x.stride()}; a stride is below 2**40 bytes: copy it closer")
+    contiguous = [d for d, n in enumerate(shape) if n > 1 and x.stride(d) == 1]
+    if shape[-1] > 1 and x.stride(-1) != 1 and contiguous:
+        raise ValueError(
+            f"{name}: x has strides {x.stride()}; the last dimension must be contiguous: describe "
+            f"x.transpose({contiguous[0]}, -1) and transpose the block in the kernel, or call x.contiguous()"
+        )
+    require_tma_layout(name, x=x)
     if (need := math.prod(block) * itemsize + BARRIERS) > (limit := device_limits(x.device).shared_bytes):
-        raise ValueError(f"{name}: block {tuple(block)} for {label} takes {need} bytes of the {limit} of shared memory")
+        raise ValueError(f"{name}: block {tuple(block)} takes {need} bytes of the {limit} of shared memory")
 
 
-def require_box(name: str, x: torch.Tensor, corner: tuple, store: bool = False, label: str = "x") -> None:
+def require_box(name: str, x: torch.Tensor, corner: tuple, store: bool = False) -> None:
     """Every rule of where a box of a descriptor of x may begin, and of x where it is stored to: TypeError, ValueError.
 
     A store also writes what is left of the last 16 bytes of x's rows. Whoever owns the memory there describes it, too.
     """
     shape, itemsize = tuple(x.shape), x.element_size()
     if not isinstance(corner, (tuple, list)) or any(type(n) is not int for n in corner):
-        raise TypeError(f"{name}: coordinates {corner!r} for {label} of shape {shape}; pass a tuple of ints")
+        raise TypeError(f"{name}: coordinates {corner!r} for x of shape {shape}; pass a tuple of ints")
     if len(corner) != x.ndim:
-        raise ValueError(f"{name}: coordinates {tuple(corner)} for {label} of shape {shape}; one for each dimension")
+        raise ValueError(f"{name}: coordinates {tuple(corner)} for x of shape {shape}; one for each dimension")
     if any(not -(2**31) <= n < 2**31 for n in corner):
-        raise ValueError(f"{name}: coordinates {tuple(corner)} for {label}; coordinates are int32")
+        raise ValueError(f"{name}: coordinates {tuple(corner)} for x; coordinates are int32")
     if corner[-1] * itemsize % 16:
         raise ValueError(
-            f"{name}: coordinates {tuple(corner)} for {label} of {x.dtype}; the last one must be a multiple of 16 "
-            f"bytes, here of {16 // itemsize}: begin at {corner[-1] * itemsize // 16 * 16 // itemsize}"
+            f"{name}: coordinates {tuple(corner)} for x of {x.dtype}; the last one must be a multiple of 16 bytes, "
+            f"here of {16 // itemsize}: begin at {corner[-1] * itemsize // 16 * 16 // itemsize}"
         )
     if store and min(corner) < 0:
-        raise ValueError(
-            f"{name}: coordinates {tuple(corner)} for {label}; TMA stores to no negative ones: begin at 0, with the "
-            "rest of the block"
-        )
+        raise ValueError(f"{name}: coordinates {tuple(corner)}; TMA stores to no negative ones: begin at 0")
     if store and shape[-1] * itemsize % 16:
         raise ValueError(
-            f"{name}: {label} has shape {shape}, rows of {shape[-1] * itemsize} bytes; a store writes on to the next "
+            f"{name}: x has shape {shape}, rows of {shape[-1] * itemsize} bytes; a store writes on to the next "
             "multiple of 16: pad the last dimension and describe the padding as part of it"
         )
 
@@ -137,3 +126,20 @@ RULES: dict[str, tuple[str, Callable]] = {
     "NaN for floats (float8)": ("e4m3", lambda d: (numbered(d, 64, 64, dtype=torch.float8_e4m3fn), "nan", (16, 32))),
 }  # fmt: skip
 OFFLINE = ("strides below 2**40 bytes", "sizes below 2**31")
+
+
+def noticed(device: torch.device) -> list[str]:
+    """The rules whose breach a TensorDescriptor notices when it is made; require_descriptor has to notice each."""
+    rules = []
+    for rule, (_, broken) in RULES.items():
+        x, padding, block = broken(device)
+        try:
+            TensorDescriptor(x, list(x.shape), list(x.stride()), list(block), padding)
+        except (AssertionError, TypeError, ValueError):
+            rules.append(rule)
+        try:
+            require_descriptor("copy", x, block, padding)
+        except (TypeError, ValueError):
+            continue
+        raise AssertionError(f"require_descriptor let {rule!r} pass")
+    return rules

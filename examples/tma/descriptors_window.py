@@ -18,7 +18,7 @@ import triton.language as tl
 
 from examples.common.device import require_triton_device
 from examples.common.operands import check_choice
-from examples.common.tma import launch_with_scratch, tma_descriptor
+from examples.common.tma import launch_with_scratch, rows_for_tma, tma_descriptor
 from examples.tma.descriptors_rules import MAX_BLOCK, require_box, require_descriptor
 
 WARPS = 4
@@ -70,13 +70,6 @@ def default_block(shape: tuple, itemsize: int, most: int = 8192) -> tuple[int, .
     return tuple(reversed(block))
 
 
-def padded_output(x: torch.Tensor, sizes: tuple) -> torch.Tensor:
-    """Memory in which what lies between a row's end and the next multiple of 16 bytes is a store's to write."""
-    step = max(1, 16 // x.element_size())
-    rows = torch.empty((*sizes[:-1], triton.cdiv(sizes[-1], step) * step), dtype=x.dtype, device=x.device)
-    return rows[..., : sizes[-1]]
-
-
 def launch_window(form: str, x, y, starts: tuple, padding: str, into: bool = False) -> None:
     """Without a check. x and y: TensorDescriptors, or for the device the same four values as they are."""
     tiles = tuple(triton.cdiv(n, b) for n, b in zip(y.shape, y.block_shape, strict=False))  # a broken rule may differ
@@ -107,20 +100,17 @@ def window(
     requires grad.
     """
     require_triton_device("window", x)
-    for label, values in (("starts", starts), ("sizes", sizes)):
-        if not isinstance(values, (tuple, list)) or any(type(n) is not int for n in values):
-            raise TypeError(f"window: {label} is {values!r}; pass a tuple of ints")
-        if len(values) != x.ndim:
-            raise ValueError(f"window: {len(values)} {label} for x of shape {tuple(x.shape)}; pass one per dimension")
-    if any(n < 0 for n in sizes):
-        raise ValueError(f"window: sizes {tuple(sizes)}; they cannot be negative")
-    if any(not -(2**31) <= n < 2**31 - MAX_BLOCK - size for n, size in zip(starts, sizes, strict=True)):
-        raise ValueError(f"window: starts {tuple(starts)} and sizes {tuple(sizes)}; coordinates are int32")
+    if not isinstance(sizes, (tuple, list)) or any(type(n) is not int for n in sizes):
+        raise TypeError(f"window: sizes is {sizes!r}; pass a tuple of ints")
+    if len(sizes) != x.ndim or min(sizes, default=0) < 0:
+        raise ValueError(f"window: sizes {tuple(sizes)} for x of shape {tuple(x.shape)}; one per dimension, from 0 on")
     check_choice("window", FORMS, form=form)
     block = default_block(tuple(sizes), x.element_size()) if block is None and x.ndim else block
     require_descriptor("window", x, block, padding)
     require_box("window", x, starts)  # the stores to y begin at its tiles, and the padding of its rows is its own
-    y = padded_output(x, tuple(sizes))
+    if any(n >= 2**31 - MAX_BLOCK - size for n, size in zip(starts, sizes, strict=True)):
+        raise ValueError(f"window: starts {tuple(starts)} and sizes {tuple(sizes)}; coordinates are int32")
+    y = rows_for_tma(x, tuple(sizes))
     if y.numel():
         described = tma_descriptor(x, list(block), padding), tma_descriptor(y, list(block))
         launch_window(form, *described, tuple(starts), padding)

@@ -1,4 +1,4 @@
-"""Studies of descriptors: a broken rule is seen and counted for what it does; host times are of each call."""
+"""Studies of descriptors: a broken rule is seen and counted for what it does; and what is harmless."""
 
 import pytest
 import torch
@@ -7,8 +7,7 @@ from examples.tma.descriptors import copy
 from examples.tma.descriptors_rules import RULES
 from examples.tma.descriptors_window import FORMS
 from studies.tma import descriptors_faults as faults
-from studies.tma.descriptors import host_us
-from studies.tma.descriptors_faults import BOXES, Box, box_outcome, harmless, outcome, refused, show_rules, truncated
+from studies.tma.descriptors_faults import BOXES, Box, box_outcome, harmless, outcome, refused, show_rules
 
 
 @pytest.mark.parametrize("form", FORMS)
@@ -24,7 +23,7 @@ def test_what_a_box_does(h, form, monkeypatch):
         monkeypatch.setitem(BOXES, name, Box(name, starts, into))
         assert box_outcome(form, name, h.device.type) == "right", name
     monkeypatch.setattr(faults, "unchecked_box", lambda form, x, y, *_: y.as_strided((64, 66), (128, 1)).zero_())
-    assert box_outcome(form, "stores", h.device.type) == "4096 of 4096 wrong, and 128 beside them, to column 65"
+    assert box_outcome(form, "stores", h.device.type) == "4096 of 4096 wrong, and 128 beside them"
     monkeypatch.setattr(faults, "unchecked_box", lambda form, x, y, *_: y.zero_())
     assert box_outcome(form, "far", h.device.type) == "right"
     assert box_outcome(form, "loads", h.device.type) == "3416 of 4096 wrong"
@@ -33,24 +32,15 @@ def test_what_a_box_does(h, form, monkeypatch):
 def test_what_a_launch_does_with_a_broken_rule(h, monkeypatch):
     if h.interpreted:
         assert outcome("device", "row stride of 16 bytes", "cpu") == "AssertionError: stride must be 16-byte aligned"
-        assert outcome("device", "adjacent columns (sliced)", "cpu").endswith("wrong: it read strides (64, 1)")
+        assert outcome("device", "adjacent columns (sliced)", "cpu").endswith(" wrong")
     assert harmless({
         "one": {"host": "accepted", "device": "right", "device, run": "right", "our check": "ValueError"},
         "not both": {"host, run": "right", "device, run": "1 of 8 wrong"},
         "nothing ran": {"host": "right", "our check": "right"},
     }) == ["one"]  # fmt: skip
-    x = torch.arange(640).half()[3:].as_strided((4, 8), (63, 2), 3)
-    assert (truncated(x).stride(), truncated(x).storage_offset()) == ((56, 1), 0)
     monkeypatch.setitem(RULES, "nothing", ("nothing", lambda d: (torch.zeros(8, 8, device=d), "zero", (8, 8))))
-    with pytest.raises(AssertionError, match="our check let 'nothing' pass, broken by nothing"):
+    with pytest.raises(AssertionError, match="our check let 'nothing' pass"):
         refused("nothing", h.device)
-
-
-def test_host_times_are_of_each_call(h):
-    calls = []
-    us = host_us({name: lambda name=name: calls.append(name) for name in "ab"}, h.device, repeats=3)
-    assert set(us) == {"a", "b"}
-    assert calls.count("a") == calls.count("b") == 27
 
 
 @pytest.mark.gpu
