@@ -13,6 +13,7 @@ Question   What does each precision of tl.dot cost in time and in error, and whi
 Needs      triton
 Wins when  it is fused with something; a plain product is the library's. tf32x3 is for float32 accuracy on GPUs whose
            tensor cores are more than three times as fast as their float32 units.
+Variants   tensor_cores_precisions.py (no kernel: the tile and layout of each precision)
 Study      studies/triton/tensor_cores.py
 Source     chapter section "Tensor Cores", which leaves open what tl.dot makes of float32.
 """
@@ -20,7 +21,6 @@ Source     chapter section "Tensor Cores", which leaves open what tl.dot makes o
 from __future__ import annotations
 
 from functools import partial
-from typing import NamedTuple
 
 from harness import Harness, Table, Work, run
 
@@ -29,9 +29,11 @@ import triton
 import triton.language as tl
 
 from examples.common.operands import check_choice, check_gemm
+from examples.common.pointers import load_tiles, store_tile, tile_pointers
 from examples.common.tiles import tile_coords
+from examples.triton.tensor_cores_precisions import INT8_STEP, PRECISIONS, TENSOR_CORES, budget, convert
 
-GROUP_M = 8
+DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.int8)
 MAX_K_INT8 = 2**17 - 1  # 2**17 products of -128 * -128 are 2**31, one more than an int32 holds
 
 
@@ -43,63 +45,16 @@ def dot_kernel(
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, EVEN_K: tl.constexpr,
 ):  # fmt: skip
     row, col = tile_coords(tl.program_id(0), M, N, BLOCK_M, BLOCK_N, GROUP_M)
-    # Rows and columns past the edge wrap around; the masked store discards them.
-    rows = (row + tl.arange(0, BLOCK_M)) % M
-    cols = (col + tl.arange(0, BLOCK_N)) % N
-    inner = tl.arange(0, BLOCK_K)
-    a_ptrs = a_ptr + rows[:, None].to(tl.int64) * stride_am + inner[None, :].to(tl.int64) * stride_ak
-    b_ptrs = b_ptr + inner[:, None].to(tl.int64) * stride_bk + cols[None, :].to(tl.int64) * stride_bn
-    step_a, step_b = BLOCK_K * tl.cast(stride_ak, tl.int64), BLOCK_K * tl.cast(stride_bk, tl.int64)
-
+    a_ptrs, b_ptrs, step_a, step_b = tile_pointers(
+        a_ptr, b_ptr, row, col, M, N, stride_am, stride_ak, stride_bk, stride_bn, BLOCK_M, BLOCK_N, BLOCK_K
+    )
     acc = tl.zeros((BLOCK_M, BLOCK_N), dtype=ACC)
     for k in range(0, K, BLOCK_K):
-        if EVEN_K:
-            a = tl.load(a_ptrs)
-            b = tl.load(b_ptrs)
-        else:
-            a = tl.load(a_ptrs, mask=inner[None, :] < K - k, other=0)
-            b = tl.load(b_ptrs, mask=inner[:, None] < K - k, other=0)
+        a, b = load_tiles(a_ptrs, b_ptrs, K - k, EVEN_K)
         acc = tl.dot(a, b, acc, input_precision=PRECISION, out_dtype=ACC)  # the one line that this file is about
         a_ptrs += step_a
         b_ptrs += step_b
-
-    rows = row + tl.arange(0, BLOCK_M)
-    cols = col + tl.arange(0, BLOCK_N)
-    c_ptrs = c_ptr + rows[:, None].to(tl.int64) * stride_cm + cols[None, :].to(tl.int64) * stride_cn
-    tl.store(c_ptrs, acc.to(c_ptr.dtype.element_ty), mask=(rows[:, None] < M) & (cols[None, :] < N))
-
-
-class Precision(NamedTuple):
-    """One way to call tl.dot: its operands, the tile that suits it, and what its PTX must hold on every architecture.
-
-    wgmma reads operands of one or four bytes from shared memory only with K contiguous: b is then best K-major. On the
-    CUDA cores it is the other way round: neighbouring threads read neighbouring columns, without bank conflicts.
-    """
-
-    dtype: torch.dtype
-    input_precision: str | None
-    tile: tuple[int, int, int, int, int]  # BLOCK_M, BLOCK_N, BLOCK_K, num_warps, num_stages
-    k_major: bool  # how b should lie in memory
-    code: tuple[str, ...] = ()
-
-
-# BLOCK_K is 128 bytes of a row, the widest swizzle of shared memory. A 128 x 256 tile asks for the least bandwidth that
-# registers allow. ieee and tf32x3 pass their operands through registers too, and there it spills.
-PRECISIONS = {
-    "ieee": Precision(torch.float32, "ieee", (128, 128, 32, 8, 3), False, ("fma.f32",)),
-    # tf32 hands over all 32 bits and leaves the rest to the unit; tf32x3 rounds first, to know what is left.
-    "tf32x3": Precision(torch.float32, "tf32x3", (128, 128, 32, 8, 3), False, ("mma tf32", "cvt tf32")),
-    "tf32": Precision(torch.float32, "tf32", (128, 256, 32, 8, 3), True, ("mma tf32",)),
-    "bfloat16": Precision(torch.bfloat16, None, (128, 256, 64, 8, 3), False),
-    "float16": Precision(torch.float16, None, (128, 256, 64, 8, 3), False),
-    "int8": Precision(torch.int8, None, (128, 256, 128, 8, 3), True, ("mma s8",)),
-}
-DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.int8)
-INPUT_PRECISIONS = ("ieee", "tf32", "tf32x3")
-TENSOR_CORES = {80: "mma.sync", 90: "wgmma", 100: "tcgen05.mma"}
-NONE = "CUDA cores"
-TF32_EPS = 2**-10  # 10 bits, and what is beyond them may be cut off rather than rounded
-INT8_STEP = 0.04  # of float32 numbers in int8: normal numbers reach 5, and hardly any lie beyond
+    store_tile(c_ptr, acc, row, col, M, N, stride_cm, stride_cn)
 
 
 def dot(a: torch.Tensor, b: torch.Tensor, input_precision: str | None = None) -> torch.Tensor:
@@ -112,7 +67,7 @@ def dot(a: torch.Tensor, b: torch.Tensor, input_precision: str | None = None) ->
     device without Triton or an input that requires grad.
     """
     M, N, K = check_gemm("dot", a, b, DTYPES)
-    check_choice("dot", (*INPUT_PRECISIONS, None), input_precision=input_precision)
+    check_choice("dot", ("ieee", "tf32", "tf32x3", None), input_precision=input_precision)
     if input_precision is not None and a.dtype is not torch.float32:
         raise ValueError(f"dot: input_precision {input_precision!r} is for float32, not {a.dtype}; leave it out")
     exact = a.dtype is torch.int8
@@ -124,7 +79,7 @@ def dot(a: torch.Tensor, b: torch.Tensor, input_precision: str | None = None) ->
         block_m, block_n, block_k, num_warps, num_stages = PRECISIONS[name].tile
         dot_kernel[(triton.cdiv(M, block_m) * triton.cdiv(N, block_n),)](
             a, b, c, M, N, K, *a.stride(), *b.stride(), *c.stride(),
-            PRECISION=input_precision, ACC=tl.int32 if exact else tl.float32, GROUP_M=GROUP_M,
+            PRECISION=input_precision, ACC=tl.int32 if exact else tl.float32, GROUP_M=8,
             BLOCK_M=block_m, BLOCK_N=block_n, BLOCK_K=block_k, num_warps=num_warps, num_stages=num_stages,
         )  # fmt: skip
     return c
@@ -134,32 +89,9 @@ def reference(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
     return a.double() @ b.double()
 
 
-def budget(name: str, K: int) -> dict:
-    """What h.check and h.compare need to know of a precision: an int8 product is exact and comes back as int32."""
-    if name == "int8":
-        return {"dtype": torch.int32}
-    return {"terms": K, "operand_eps": TF32_EPS if name == "tf32" else 0.0}
-
-
-def convert(x: torch.Tensor, name: str) -> torch.Tensor:
-    if name == "int8":
-        return (x / INT8_STEP).round().clamp(-128, 127).to(torch.int8)
-    return x.to(PRECISIONS[name].dtype)
-
-
-def matrices(h: Harness, name: str, M: int, N: int, K: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """Random float32 a and b, b laid out as a precision likes it."""
-    return h.randn(M, K), h.randn(N, K).t() if PRECISIONS[name].k_major else h.randn(K, N)
-
-
-def operands(h: Harness, name: str, M: int, N: int, K: int) -> tuple[torch.Tensor, torch.Tensor]:
-    a, b = matrices(h, name, M, N, K)
-    return convert(a, name), convert(b, name)
-
-
 def product(a: torch.Tensor, b: torch.Tensor, name: str) -> torch.Tensor:
     """dot of two float32 matrices converted to a precision, in float64."""
-    c = dot(convert(a, name), convert(b, name), PRECISIONS[name].input_precision).double()
+    c = dot(*convert(name, a, b), PRECISIONS[name].input_precision).double()
     return c * INT8_STEP**2 if name == "int8" else c
 
 
@@ -168,47 +100,49 @@ def rms_error(got: torch.Tensor, want: torch.Tensor) -> float:
 
 
 def demo(h: Harness) -> None:
-    rows: dict[str, dict] = {}
-    for name, precision in PRECISIONS.items():
-        fn = partial(dot, input_precision=precision.input_precision)
-        if not (h.interpreted and name == "bfloat16"):
-            for M, N, K in [(129, 257, 129), (5, 7, 0)]:  # one tile plus one of K and of each side; nothing to sum
-                h.check(fn, reference, *operands(h, name, M, N, K), what=f"dot {name} {M}x{N}x{K}", **budget(name, K))
-        a = h.meta(4096, 4096, dtype=precision.dtype)
-        find = {sm: precision.code or (TENSOR_CORES[sm],) for sm in (90, 100)}
-        kernels = h.codegen(dot, a, a.t() if precision.k_major else a, precision.input_precision, find=find)
-        rows[name] = {f"sm_{k.sm}": next((x for x in TENSOR_CORES.values() if x in k.found), NONE) for k in kernels}
-
     # The interpreter multiplies every float32 in float32 and has no bfloat16.
-    names = ["ieee", "float16", "int8"] if h.interpreted else list(PRECISIONS)
+    names, rows, tables = ["ieee", "float16", "int8"] if h.interpreted else list(PRECISIONS), {}, {}
     n = h.pick(interpreted=160, quick=2048, full=4096)
     n = h.fit(n, bytes_each=60 * n)
-    tables = {name: measure(h, name, n, rows) for name in names}
+    for name, precision in PRECISIONS.items():
+        x = h.meta(4096, 4096, dtype=precision.dtype)
+        find = {sm: precision.code or (TENSOR_CORES[sm],) for sm in (90, 100)}
+        kernels = h.codegen(dot, x, x.t() if precision.k_major else x, precision.input_precision, find=find)
+        used = {f"sm_{k.sm}": next((u for u in TENSOR_CORES.values() if u in k.found), "CUDA cores") for k in kernels}
+        if name in names:
+            tables[name] = measure(h, name, n)
+            a, b = matrices(h, name, n, n, n)
+            used["rms error"] = float(f"{rms_error(product(a, b, name), reference(a, b)):.1e}")
+        rows[name] = used
     h.table(f"what multiplies, and the error of float32 matrices of {n}x{n} in each precision", rows)
-    h.answer(lambda: answer(tables, rows, n))
+
+    def answer() -> str:
+        costs = [f"{name} {table['triton'].ms:.3g} ({rows[name]['rms error']:.0e})" for name, table in tables.items()]
+        without = " and ".join(name for name, row in rows.items() if "CUDA cores" in row.values())
+        without = f"All but {without}" if without else "All"
+        return f"At {n}, in ms (rms error): {', '.join(costs)}. {without} use the tensor cores."
+
+    h.answer(answer)
 
 
-def measure(h: Harness, name: str, n: int, rows: dict[str, dict]) -> Table:
-    """One precision beside the library's own."""
-    a, b = matrices(h, name, n, n, n)
-    rows[name]["rms error"] = float(f"{rms_error(product(a, b, name), reference(a, b)):.1e}")
-    a, b = convert(a, name), convert(b, name)
-    library = "torch" if h.interpreted else "cuBLAS"
-    variants = {
-        library: torch._int_mm if name == "int8" else torch.matmul,
-        "triton": partial(dot, input_precision=PRECISIONS[name].input_precision),
-    }
+def matrices(h: Harness, name: str, M: int, N: int, K: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """Random float32 a and b, b laid out as a precision likes it."""
+    return h.randn(M, K), h.randn(N, K).t() if PRECISIONS[name].k_major else h.randn(K, N)
+
+
+def measure(h: Harness, name: str, n: int) -> Table:
+    """One precision, right at the edges of its tile, beside the library's own."""
+    fn, library = partial(dot, input_precision=PRECISIONS[name].input_precision), "torch" if h.interpreted else "cuBLAS"
+    for M, N, K in [(129, 257, 129), (5, 7, 0)]:  # one tile plus one of K and of each side; nothing to sum
+        what = f"dot {name} {M}x{N}x{K}"
+        h.check(fn, reference, *convert(name, *matrices(h, name, M, N, K)), what=what, **budget(name, K))
+    a, b = convert(name, *matrices(h, name, n, n, n))
     # No bytes for int8: there is no ceiling for its products, and one of memory alone would say nothing.
     work = Work(bytes=0 if name == "int8" else 3 * a.nbytes, flops=2 * n**3, dtype=a.dtype)
     torch.set_float32_matmul_precision("high" if name == "tf32" else "highest")  # the library is to use tf32 too
+    variants = {library: torch._int_mm if name == "int8" else torch.matmul, "triton": fn}
     case = f"{n}x{n}x{n} {name}"
     return h.compare(variants, reference, a, b, baseline=library, work=work, case=case, **budget(name, n))
-
-
-def answer(tables: dict[str, Table], rows: dict[str, dict], n: int) -> str:
-    costs = [f"{name} {table['triton'].ms:.3g} ({rows[name]['rms error']:.0e})" for name, table in tables.items()]
-    without = " and ".join(name for name, row in rows.items() if NONE in row.values())
-    return f"At {n}, in ms (rms error): {', '.join(costs)}. All{without and f' but {without}'} use the tensor cores."
 
 
 if __name__ == "__main__":

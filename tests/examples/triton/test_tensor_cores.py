@@ -6,11 +6,15 @@ import pytest
 import torch
 
 from examples.common.device import interpreted
-from examples.triton import tensor_cores as lesson
-from examples.triton.tensor_cores import MAX_K_INT8, PRECISIONS, TENSOR_CORES, budget, dot, operands, reference
+from examples.triton.tensor_cores import MAX_K_INT8, dot, matrices, product, reference, rms_error
+from examples.triton.tensor_cores_precisions import PRECISIONS, TENSOR_CORES, TF32_EPS, budget, convert
 from tests.examples.triton.helpers import INF, NAN, code, meta, refused
 
 NAMES = [name for name in PRECISIONS if not (interpreted() and name == "bfloat16")]
+
+
+def operands(h, name, *shape):
+    return convert(name, *matrices(h, name, *shape))
 
 
 def run(h, name, a, b, **more):
@@ -24,14 +28,12 @@ def test_edges_layouts_and_extremes(h, name):
     for shape in [(1, 1, 1), (37, 53, 61), (129, 64, 64), (64, 257, 32), (16, 16, 129), (300, 2, 40), (5, 7, 0)]:
         run(h, name, *operands(h, name, *shape))
     a, b = operands(h, name, 96, 160, 160)
-    for left, right in (
-        (a.t()[:60], b[:96, :100]),  # transposed; padded rows
-        (a[:, ::2], b[:80, ::3]),  # every second, every third column
-        (a[:1].expand(70, 160), b),  # a stride of 0
-        (a[:, 1:], b[:159, 1:50]),  # starts that are not aligned
-        (a, b.t().contiguous().t()),  # K-major
-    ):
-        run(h, name, left, right)
+    # Transposed and padded rows; every second, every third column; a stride of 0; starts that are not aligned; K-major.
+    run(h, name, a.t()[:60], b[:96, :100])
+    run(h, name, a[:, ::2], b[:80, ::3])
+    run(h, name, a[:1].expand(70, 160), b)
+    run(h, name, a[:, 1:], b[:159, 1:50])
+    run(h, name, a, b.t().contiguous().t())
     if name == "int8" or name.startswith("tf32x"):
         return
     a, b = operands(h, name, 70, 90, 65)
@@ -59,13 +61,12 @@ def test_shapes_and_the_error_by_precision_on_the_gpu(h):
         for shape in [(512, 768, 1024), (1000, 520, 777), (16, 4096, 4096), (4096, 16, 512)]:
             run(h, name, *operands(h, name, *shape))
     a, b = h.randn(512, 1024), h.randn(1024, 512)
-    want = reference(a, b)
-    error = {name: lesson.rms_error(lesson.product(a, b, name), want) for name in lesson.INPUT_PRECISIONS}
+    error = {name: rms_error(product(a, b, name), reference(a, b)) for name in ("ieee", "tf32", "tf32x3")}
     assert max(error["ieee"], error["tf32x3"]) < error["tf32"] / 50
-    assert lesson.rms_error(dot(a, b).double(), want) == pytest.approx(error["tf32"], rel=0.01)
+    assert rms_error(dot(a, b).double(), reference(a, b)) == pytest.approx(error["tf32"], rel=0.01)
     with pytest.raises(CheckError):  # the budget of float32 is not one that tf32 meets
         run(h, "tf32", a, b, operand_eps=0.0)
-    run(h, "tf32", a, b, operand_eps=lesson.TF32_EPS)
+    run(h, "tf32", a, b, operand_eps=TF32_EPS)
 
 
 @pytest.mark.gpu
@@ -94,18 +95,14 @@ def test_bad_input(h):
 
 @pytest.mark.parametrize(
     ("name", "sm"),
-    [("ieee", 80), ("tf32", 90), ("tf32x3", 90), ("bfloat16", 100), ("int8", 90), ("float16", 120), ("default", 90)],
+    [("tf32x3", 90), ("bfloat16", 100), ("int8", 90), ("default", 90)],
 )
 def test_the_instruction_of_each_precision(name, sm):
-    """On Hopper, where the tiles were chosen, nothing spills; elsewhere a few words around the last store."""
-    precision, options = PRECISIONS["tf32" if name == "default" else name], {}
+    """On Hopper, where the tiles were chosen, nothing spills; float32 that is left to Triton is tf32."""
+    precision = PRECISIONS["tf32" if name == "default" else name]
+    options = {} if name == "default" else {"input_precision": precision.input_precision}
     a = meta(4096, 4096, dtype=precision.dtype)
-    if name != "default":  # float32 left to Triton is tf32
-        options["input_precision"] = precision.input_precision
-    kernel = code(sm, "", dot, a, a.t() if precision.k_major else a, spills=0 if sm in (80, 90) else 128, **options)
-    used = [unit for unit in TENSOR_CORES.values() if unit in kernel.found]
-    assert used == ([] if name == "ieee" else [TENSOR_CORES[80 if sm == 120 else sm]])
-    assert ("fma.f32" in kernel.found) or name != "ieee"
-    assert ("mma tf32" in kernel.found) == (name.startswith("tf32") or name == "default")
+    kernel = code(sm, "", dot, a, a.t() if precision.k_major else a, spills=128 if sm == 100 else 0, **options)
+    assert [unit for unit in TENSOR_CORES.values() if unit in kernel.found] == [TENSOR_CORES[sm]]
+    assert all(each in kernel.found for each in precision.code)
     assert ("cvt tf32" in kernel.found) == (name == "tf32x3")
-    assert ("mma s8" in kernel.found) == (name == "int8")
