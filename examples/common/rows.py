@@ -123,3 +123,14 @@ def check_eps(name: str, eps: float) -> None:
         raise TypeError(f"{name}: eps is {eps!r}; pass a Python number such as 1e-5")
     if not 0 <= eps < 1e30:  # NaN is not
         raise ValueError(f"{name}: eps is {eps}; pass a number from 0 up that float32 can hold, such as 1e-5")
+
+
+def check_layer_norm(name: str, x, weight, bias, eps: float) -> tuple[int, int]:
+    """n_rows and n_cols of x, and what check_norm and check_eps say of a LayerNorm's operands."""
+    check_eps(name, eps)
+    return check_norm(name, DTYPES, {"x": x}, {"weight": weight, "bias": bias})
+
+
+def check_layer_norm_backward(name: str, dy, x, weight, mean, rstd) -> tuple[int, int]:
+    """n_rows and n_cols of x, and what check_norm says of the operands of a LayerNorm's backward."""
+    return check_norm(name, DTYPES, {"x": x, "dy": dy}, {"weight": weight}, {"mean": mean, "rstd": rstd})

@@ -2,12 +2,11 @@
 
 Forward, a row's mean and variance must be known before any of it is written. The kernel below holds a row in registers,
 or several short ones, so x is read once and y written once: 2 * n_rows * n_cols elements, as a copy of x moves. Longer
-rows stay in the L1 cache of an SM (layer_norm_resident.py). Each row's mean and rstd are kept for backward.
+rows stay in the L1 cache of an SM (layer_norm_resident.py).
 
-Backward, with x_hat = (x - mean) * rstd and g = dy * weight:
+Backward needs two means along each row and two sums along each column: with x_hat = (x - mean) * rstd, g = dy * weight
 
-    dx = rstd * (g - mean(g) - x_hat * mean(g * x_hat))     two means along each row
-    dweight = sum(dy * x_hat), dbias = sum(dy)              two sums along each column
+    dx = rstd * (g - mean(g) - x_hat * mean(g * x_hat)),  dweight = sum(dy * x_hat),  dbias = sum(dy)
 
 x and dy are read and dx is written: 3 * n_rows * n_cols. Sums along columns would be a second pass, but for programs
 that stay for many rows and keep these sums in registers (layer_norm_backward.py). A row too long for one program is
@@ -29,10 +28,10 @@ import torch
 import triton
 import triton.language as tl
 
-from examples.common.device import interpreted, require_triton_device
-from examples.common.rows import DTYPES, check_eps, check_length, check_norm, row_block, widen
-from examples.triton.layer_norm_backward import BACKWARD_ROWS_MAX, layer_norm_backward_loop, layer_norm_backward_rows
-from examples.triton.layer_norm_backward_split import layer_norm_backward_split, split_max_cols
+from examples.common.device import require_triton_device
+from examples.common.rows import check_layer_norm, check_length, row_block, widen
+from examples.common.training import forward_backward
+from examples.triton.layer_norm_backward import LayerNorm, layer_norm_backward  # noqa: F401 (for calls without autograd)
 from examples.triton.layer_norm_resident import layer_norm_resident
 
 ROWS_MAX = 1024  # longer rows are faster from L1 than held in registers
@@ -70,8 +69,7 @@ def layer_norm_rows_kernel(
 
 def layer_norm_rows(x, weight, bias, eps: float = 1e-5) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """(y, mean, rstd) for rows of up to ROWS_MAX columns, each held in one program's registers."""
-    n_rows, n_cols = check_norm("layer_norm_rows", DTYPES, {"x": x}, {"weight": weight, "bias": bias})
-    check_eps("layer_norm_rows", eps)
+    n_rows, n_cols = check_layer_norm("layer_norm_rows", x, weight, bias, eps)
     check_length("layer_norm_rows", n_cols, ROWS_MAX, "layer_norm_forward")
     y = torch.empty(x.shape, dtype=x.dtype, device=x.device)
     mean, rstd = (torch.empty(n_rows, dtype=torch.float32, device=x.device) for _ in range(2))
@@ -90,55 +88,8 @@ def layer_norm_forward(x, weight, bias, eps: float = 1e-5) -> tuple[torch.Tensor
 
     Takes and raises what layer_norm does, save that x is a matrix with any row stride, and nothing requires grad.
     """
-    _, n_cols = check_norm("layer_norm_forward", DTYPES, {"x": x}, {"weight": weight, "bias": bias})
-    check_eps("layer_norm_forward", eps)
+    _, n_cols = check_layer_norm("layer_norm_forward", x, weight, bias, eps)
     return (layer_norm_rows if n_cols <= ROWS_MAX else layer_norm_resident)(x, weight, bias, eps)
-
-
-def layer_norm_backward(dy, x, weight, mean, rstd) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """(dx, dweight, dbias) by the kernel that is fastest for the row length; mean and rstd from layer_norm_forward.
-
-    dy has x's shape and dtype, any row stride. Raises as layer_norm_forward does. Beyond BACKWARD_ROWS_MAX columns,
-    programs wait for each other; split_max_cols says what else they need.
-    """
-    matrices, stats = {"x": x, "dy": dy}, {"mean": mean, "rstd": rstd}
-    _, n_cols = check_norm("layer_norm_backward", DTYPES, matrices, {"weight": weight}, stats)
-    if n_cols <= BACKWARD_ROWS_MAX:
-        return layer_norm_backward_rows(dy, x, weight, mean, rstd)
-    wait = not interpreted() and n_cols <= split_max_cols(x.device)
-    return (layer_norm_backward_split if wait else layer_norm_backward_loop)(dy, x, weight, mean, rstd)
-
-
-class _LayerNorm(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx, x, weight, bias, eps):
-        rows = x.reshape(-1, x.shape[-1])  # a view, unless the leading dimensions cannot be merged
-        y, mean, rstd = layer_norm_forward(rows, weight, bias, eps)
-        ctx.save_for_backward(x, weight, mean, rstd)  # x and not rows: autograd knows where an input came from
-        return y.view(x.shape)
-
-    @staticmethod
-    def backward(ctx, dy):
-        return *_LayerNormBackward.apply(dy, *ctx.saved_tensors), None
-
-
-class _LayerNormBackward(torch.autograd.Function):
-    """A node of its own, so that differentiating again is an error.
-
-    once_differentiable would not do: it refuses only where dy requires grad, and for a sum of y, say, it does not.
-    """
-
-    @staticmethod
-    def forward(ctx, dy, x, weight, mean, rstd):
-        x_rows, dy_rows = (t.reshape(-1, x.shape[-1]) for t in (x, dy))
-        if dy_rows.stride(1) != 1:  # the gradient of a sum is one number expanded, with strides of 0: it is written out
-            dy_rows = dy_rows.contiguous()
-        dx, dweight, dbias = layer_norm_backward(dy_rows, x_rows, weight, mean, rstd)
-        return dx.view(dy.shape), dweight, dbias
-
-    @staticmethod
-    def backward(ctx, *grads):
-        raise RuntimeError("layer_norm: its gradient has no derivative; use torch.nn.functional.layer_norm for that")
 
 
 def layer_norm(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor, eps: float = 1e-5) -> torch.Tensor:
@@ -155,7 +106,7 @@ def layer_norm(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor, eps: f
         require_triton_device("layer_norm", x)
     if x.ndim == 0 or x.shape[-1] == 0:
         raise ValueError(f"layer_norm: shape {tuple(x.shape)} has no columns, and nothing has no mean")
-    return _LayerNorm.apply(x, weight, bias, eps)
+    return LayerNorm.apply(x, weight, bias, eps, layer_norm_forward)
 
 
 def torch_layer_norm(x, weight, bias, eps: float = 1e-5) -> torch.Tensor:
@@ -166,20 +117,8 @@ def reference(x, weight, bias, eps: float = 1e-5) -> torch.Tensor:
     return torch_layer_norm(x.double(), weight.double(), bias.double(), eps)
 
 
-def step(fn):
-    """Forward and backward of fn as one call: (x, weight, bias, dy) -> (y, dx, dweight, dbias)."""
-
-    def both(x, weight, bias, dy) -> tuple[torch.Tensor, ...]:
-        leaves = [t.detach().requires_grad_() for t in (x, weight, bias)]
-        with torch.enable_grad():
-            y = fn(*leaves)
-            return y.detach(), *torch.autograd.grad(y, leaves, dy)
-
-    return both
-
-
 def reference_step(*inputs: torch.Tensor) -> tuple[torch.Tensor, ...]:
-    return step(reference)(*(t.double() for t in inputs))
+    return forward_backward(reference)(*(t.double() for t in inputs))
 
 
 def inputs(h: Harness, *shape: int) -> tuple[torch.Tensor, ...]:
@@ -199,9 +138,9 @@ def compare_both(h: Harness, rows: int, cols: int):
         work=Work(bytes=2 * x.nbytes), terms=cols,
     )  # fmt: skip
     training = h.compare(
-        {name: step(fn) for name, fn in variants.items()}, reference_step, x, *others, title="forward + backward",
-        case=f"{rows}x{cols}", baseline="torch", work=Work(bytes=5 * x.nbytes), terms=max(rows, cols),
-        operand_eps=rounded,
+        {name: forward_backward(fn) for name, fn in variants.items()}, reference_step, x, *others,
+        title="forward + backward", case=f"{rows}x{cols}", baseline="torch", work=Work(bytes=5 * x.nbytes),
+        terms=max(rows, cols), operand_eps=rounded,
     )  # fmt: skip
     return forward, training
 
@@ -209,10 +148,8 @@ def compare_both(h: Harness, rows: int, cols: int):
 def demo(h: Harness) -> None:
     # A prime, and lengths just beyond where one kernel ends and the next begins.
     for shape in [(3, 781), (4, 5, 1025), (9, 8193)]:
-        h.check(step(layer_norm), reference_step, *inputs(h, *shape), terms=shape[-1], what=f"training, {shape}")
-    x, weight, bias, dy = inputs(h, 64, 300)
-    dy = dy[:1, :1].expand(64, 300)  # what the gradient of a sum looks like
-    h.check(step(layer_norm), reference_step, x, weight, bias, dy, terms=300, what="training, dy of one number")
+        what, terms = f"training, {shape}", shape[-1]
+        h.check(forward_backward(layer_norm), reference_step, *inputs(h, *shape), terms=terms, what=what)
     rows, columns = h.meta(4096, 1024), h.meta(1024)
     h.codegen(layer_norm_rows, rows, columns, columns, find={90: ("ld.global.v4", "st.global.v4")})
 

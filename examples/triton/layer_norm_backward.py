@@ -18,8 +18,16 @@ import torch
 import triton
 import triton.language as tl
 
-from examples.common.device import device_limits
-from examples.common.rows import DTYPES, check_length, check_norm, column_sums, pipeline_stages, row_block, widen
+from examples.common.device import device_limits, interpreted
+from examples.common.rows import (
+    check_layer_norm_backward,
+    check_length,
+    column_sums,
+    pipeline_stages,
+    row_block,
+    widen,
+)
+from examples.triton.layer_norm_backward_split import layer_norm_backward_split, split_max_cols
 
 BACKWARD_ROWS_MAX = 8192  # 16 columns a thread at 16 warps: x, dy and two sums of each take 64 of its 128 registers
 
@@ -110,9 +118,8 @@ def layer_norm_backward_rows(dy, x, weight, mean, rstd) -> tuple[torch.Tensor, t
 
     Takes and raises what layer_norm_backward does.
     """
-    name, stats = "layer_norm_backward_rows", {"mean": mean, "rstd": rstd}
-    n_rows, n_cols = check_norm(name, DTYPES, {"x": x, "dy": dy}, {"weight": weight}, stats)
-    check_length(name, n_cols, BACKWARD_ROWS_MAX, "layer_norm_backward")
+    n_rows, n_cols = check_layer_norm_backward("layer_norm_backward_rows", dy, x, weight, mean, rstd)
+    check_length("layer_norm_backward_rows", n_cols, BACKWARD_ROWS_MAX, "layer_norm_backward")
     if not n_rows:
         return torch.empty_like(x), torch.zeros_like(weight), torch.zeros_like(weight)
     dx = torch.empty(x.shape, dtype=x.dtype, device=x.device)
@@ -132,8 +139,7 @@ def layer_norm_backward_rows(dy, x, weight, mean, rstd) -> tuple[torch.Tensor, t
 
 def layer_norm_backward_loop(dy, x, weight, mean, rstd) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """(dx, dweight, dbias) for rows of any length; x and dy are read twice. Takes what layer_norm_backward does."""
-    name, stats = "layer_norm_backward_loop", {"mean": mean, "rstd": rstd}
-    n_rows, n_cols = check_norm(name, DTYPES, {"x": x, "dy": dy}, {"weight": weight}, stats)
+    n_rows, n_cols = check_layer_norm_backward("layer_norm_backward_loop", dy, x, weight, mean, rstd)
     if not n_rows:
         return torch.empty_like(x), torch.zeros_like(weight), torch.zeros_like(weight)
     dx = torch.empty(x.shape, dtype=x.dtype, device=x.device)
@@ -152,6 +158,53 @@ def layer_norm_backward_loop(dy, x, weight, mean, rstd) -> tuple[torch.Tensor, t
         BLOCK_N=block_n, STAGES=pipeline_stages(x, 2 * block_n, 2), num_warps=num_warps,
     )  # fmt: skip
     return dx, *column_sums(partials, weight)
+
+
+def layer_norm_backward(dy, x, weight, mean, rstd) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """(dx, dweight, dbias) by the kernel that is fastest for the row length; mean and rstd from layer_norm_forward.
+
+    dy has x's shape and dtype, any row stride. Raises as layer_norm_forward does. Beyond BACKWARD_ROWS_MAX columns,
+    programs wait for each other; split_max_cols says what else they need.
+    """
+    _, n_cols = check_layer_norm_backward("layer_norm_backward", dy, x, weight, mean, rstd)
+    if n_cols <= BACKWARD_ROWS_MAX:
+        return layer_norm_backward_rows(dy, x, weight, mean, rstd)
+    wait = not interpreted() and n_cols <= split_max_cols(x.device)
+    return (layer_norm_backward_split if wait else layer_norm_backward_loop)(dy, x, weight, mean, rstd)
+
+
+class LayerNorm(torch.autograd.Function):
+    """What autograd calls; `kernel` is layer_norm_forward."""
+
+    @staticmethod
+    def forward(ctx, x, weight, bias, eps, kernel):
+        rows = x.reshape(-1, x.shape[-1])  # a view, unless the leading dimensions cannot be merged
+        y, mean, rstd = kernel(rows, weight, bias, eps)
+        ctx.save_for_backward(x, weight, mean, rstd)  # x and not rows: autograd knows where an input came from
+        return y.view(x.shape)
+
+    @staticmethod
+    def backward(ctx, dy):
+        return *LayerNormBackward.apply(dy, *ctx.saved_tensors), None, None
+
+
+class LayerNormBackward(torch.autograd.Function):
+    """A node of its own, so that differentiating again is an error.
+
+    once_differentiable would not do: it refuses only where dy requires grad, and for a sum of y, say, it does not.
+    """
+
+    @staticmethod
+    def forward(ctx, dy, x, weight, mean, rstd):
+        x_rows, dy_rows = (t.reshape(-1, x.shape[-1]) for t in (x, dy))
+        if dy_rows.stride(1) != 1:  # the gradient of a sum is one number expanded, with strides of 0: it is written out
+            dy_rows = dy_rows.contiguous()
+        dx, dweight, dbias = layer_norm_backward(dy_rows, x_rows, weight, mean, rstd)
+        return dx.view(dy.shape), dweight, dbias
+
+    @staticmethod
+    def backward(ctx, *grads):
+        raise RuntimeError("layer_norm: its gradient has no derivative; use torch.nn.functional.layer_norm for that")
 
 
 def reference_backward(dy, x, weight, mean, rstd) -> tuple[torch.Tensor, ...]:

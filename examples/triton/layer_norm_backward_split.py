@@ -15,7 +15,7 @@ import triton
 import triton.language as tl
 
 from examples.common.device import device_limits, interpreted
-from examples.common.rows import ASSEMBLY, DTYPES, check_length, check_norm, column_sums, pipeline_stages, widen
+from examples.common.rows import ASSEMBLY, check_layer_norm_backward, check_length, column_sums, pipeline_stages, widen
 
 # By bits of a value: columns a program owns, so that it has 32 or 16 values a thread at 8 warps and fills an SM alone.
 SPLIT_BLOCK = {16: 8192, 32: 4096}
@@ -176,8 +176,8 @@ def layer_norm_backward_split(dy, x, weight, mean, rstd) -> tuple[torch.Tensor, 
     program is which part of which group depends on the order in which they start; what each computes does not.
     Otherwise takes and raises what layer_norm_backward does.
     """
-    name, stats = "layer_norm_backward_split", {"mean": mean, "rstd": rstd}
-    n_rows, n_cols = check_norm(name, DTYPES, {"x": x, "dy": dy}, {"weight": weight}, stats)
+    name = "layer_norm_backward_split"
+    n_rows, n_cols = check_layer_norm_backward(name, dy, x, weight, mean, rstd)
     check_length(name, n_cols, split_max_cols(x.device), "layer_norm_backward_loop")
     if interpreted():
         raise RuntimeError(f"{name}: its programs wait for each other; in the interpreter use layer_norm_backward_loop")

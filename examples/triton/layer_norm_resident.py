@@ -13,7 +13,7 @@ import torch
 import triton
 import triton.language as tl
 
-from examples.common.rows import DTYPES, check_eps, check_norm
+from examples.common.rows import check_layer_norm
 
 # Rows up to so many KiB: 16-bit values that a program takes at a step, warps, and steps that are unrolled.
 RESIDENT = [(4, 1024, 4, 1), (8, 2048, 8, 1), (16, 1024, 8, 1), (32, 4096, 16, 1), (64, 8192, 32, 1),
@@ -76,8 +76,7 @@ def layer_norm_resident(x, weight, bias, eps: float = 1e-5) -> tuple[torch.Tenso
 
     Takes and raises what layer_norm_forward does.
     """
-    n_rows, n_cols = check_norm("layer_norm_resident", DTYPES, {"x": x}, {"weight": weight, "bias": bias})
-    check_eps("layer_norm_resident", eps)
+    n_rows, n_cols = check_layer_norm("layer_norm_resident", x, weight, bias, eps)
     y = torch.empty(x.shape, dtype=x.dtype, device=x.device)
     mean, rstd = (torch.empty(n_rows, dtype=torch.float32, device=x.device) for _ in range(2))
     if n_rows:

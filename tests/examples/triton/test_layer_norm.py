@@ -8,19 +8,20 @@ import pytest
 import torch
 import triton
 import triton.language as tl
-from hypothesis import given, settings
-from hypothesis import strategies as st
 
 from examples.common.rows import DTYPES, column_sums
+from examples.common.training import forward_backward
 from examples.triton import layer_norm as lesson
+from examples.triton import layer_norm_backward as backwards
 from examples.triton import layer_norm_backward_split as split
-from examples.triton.layer_norm import BACKWARD_ROWS_MAX, ROWS_MAX, layer_norm, reference, reference_step, step
-from examples.triton.layer_norm_backward import reference_backward
-from tests.examples.triton.helpers import INF, NAN, harness, meta, refused
+from examples.triton.layer_norm import ROWS_MAX, layer_norm, layer_norm_rows, reference, reference_step
+from examples.triton.layer_norm_backward import BACKWARD_ROWS_MAX, reference_backward
+from examples.triton.layer_norm_resident import layer_norm_resident
+from tests.examples.triton.helpers import INF, NAN, meta, refused
 
-FORWARDS = [lesson.layer_norm_rows, lesson.layer_norm_resident]
-BACKWARDS = [lesson.layer_norm_backward_rows, lesson.layer_norm_backward_loop]
-SPLIT = lesson.layer_norm_backward_split
+FORWARDS = [layer_norm_rows, layer_norm_resident]
+BACKWARDS = [backwards.layer_norm_backward_rows, backwards.layer_norm_backward_loop]
+SPLIT = split.layer_norm_backward_split
 by_forward = pytest.mark.parametrize("forward", FORWARDS)
 by_backward = pytest.mark.parametrize("backward", [*BACKWARDS, pytest.param(SPLIT, marks=pytest.mark.gpu)])
 # One element, a prime, around one tile of several kernels, more rows than a program or a group takes, no rows.
@@ -31,7 +32,7 @@ EPS = torch.finfo(torch.float32).eps
 
 def width(forward, cols):
     """As many columns as the kernel takes."""
-    return min(cols, ROWS_MAX) if forward is lesson.layer_norm_rows else cols
+    return min(cols, ROWS_MAX) if forward is layer_norm_rows else cols
 
 
 def inputs(h, rows, cols, dtype=torch.float32, wide=None):
@@ -96,18 +97,6 @@ def test_backward_shapes_and_layouts(h, backward):
         check_backward(backward, dy_rows, x_rows, weight[:781])
 
 
-# From 30 columns on: of few, mean and variance leave next to nothing, and dx is what is left of a subtraction.
-@settings(max_examples=3)
-@given(rows=st.integers(1, 12), cols=st.integers(30, 1500), offset=st.sampled_from([0.0, -3.0]))
-def test_any_shape(rows, cols, offset):
-    x, weight, bias, dy = inputs(harness(), rows, cols)
-    for forward in FORWARDS:
-        n = width(forward, cols)
-        check_forward(forward, (x + offset)[:, :n], weight[:n], bias[:n])
-    for backward in BACKWARDS if interpreted() else [*BACKWARDS, SPLIT]:
-        check_backward(backward, dy, x, weight)
-
-
 # Of layer_norm_resident too, whose steps change with the length of a row; weights like x, and weights in float32.
 @pytest.mark.parametrize("cols", [300, ROWS_MAX + 1, 4097, BACKWARD_ROWS_MAX, BACKWARD_ROWS_MAX + 1, 64 * 1024 + 1])
 def test_where_one_kernel_ends_and_the_next_begins(h, cols):
@@ -161,9 +150,10 @@ def test_autograd(h):
     no second derivative, of a linear loss neither, whose dy requires no grad: there 0 would go unnoticed."""
     weight, bias = h.randn(300), h.randn(300)
     for x in (h.randn(300), h.randn(2, 3, 5, 300), h.randn(2, 0, 300), h.randn(6, 4, 300).transpose(0, 1)):
-        h.check(step(layer_norm), reference_step, x, weight, bias, h.randn(*x.shape), terms=300)
+        h.check(forward_backward(layer_norm), reference_step, x, weight, bias, h.randn(*x.shape), terms=300)
     for dy in (h.randn(1).expand(6, 300), h.randn(300, 6).t()):
-        h.check(step(layer_norm), reference_step, h.randn(6, 300), weight, bias, dy, terms=300, constant_ok=True)
+        inputs = h.randn(6, 300), weight, bias, dy
+        h.check(forward_backward(layer_norm), reference_step, *inputs, terms=300, constant_ok=True)
     x = h.randn(4, 300).requires_grad_()
     for loss in (torch.sum, lambda y: y.square().sum()):
         (dx,) = torch.autograd.grad(loss(layer_norm(x, weight.requires_grad_(), bias)), x, create_graph=True)
@@ -267,7 +257,6 @@ def test_bad_input(h):
     for forward in (*FORWARDS, lesson.layer_norm_forward):
         for error, message, *args in [
             (TypeError, "weight is None", x, None, bias),
-            (ValueError, r"\(4, 0\) has no columns", x[:, :0], weight[:0], bias[:0]),
             (ValueError, r"weight has .*strides \(2,\)", x[:, :4].contiguous(), weight[::2], bias[::2]),
             (TypeError, r"bias is torch\.float32", x.half(), weight.half(), bias),
             *((TypeError, "eps is .*; pass a Python number", x, weight, bias, eps) for eps in (None, True, mean[0])),
@@ -277,14 +266,10 @@ def test_bad_input(h):
     for backward in (*BACKWARDS, SPLIT, lesson.layer_norm_backward):
         refused(backward, ValueError, "dy is .*float16, but x is .*float32", x.half(), x, weight, mean, rstd)
         refused(backward, ValueError, r"dy has strides \(0, 0\)", x[0, 0].expand(4, 8), x, weight, mean, rstd)
-        refused(backward, ValueError, r"rstd has shape \(3,\)", x, x, weight, mean, rstd[:3])
     for no_columns in (x[0, 0], x[:, :0]):
         refused(layer_norm, ValueError, "has no columns", no_columns, weight, bias)
-
-
-def test_a_kernel_refuses_longer_rows_than_it_takes(h):
     x, weight, bias, _ = inputs(h, 1, ROWS_MAX + 1)
-    refused(FORWARDS[0], ValueError, f"a row may have {ROWS_MAX} here; call layer_norm_forward", x, weight, bias)
+    refused(layer_norm_rows, ValueError, f"a row may have {ROWS_MAX} here; call layer_norm_forward", x, weight, bias)
     for call, limit in ((BACKWARDS[0], BACKWARD_ROWS_MAX), (SPLIT, split.split_max_cols(h.device))):
         x, weight, _, dy = inputs(h, 1, limit + 1)
         too_long = f"a row may have {limit} here; call layer_norm_backward"
@@ -293,22 +278,15 @@ def test_a_kernel_refuses_longer_rows_than_it_takes(h):
 
 
 @pytest.mark.parametrize(
-    ("wrapper", "cols", "dtype", "wide", "sm", "found", "spills"),
-    [
-        (FORWARDS[0], 1024, torch.bfloat16, torch.bfloat16, 80, "ld.global.v4", 0),
-        (FORWARDS[1], 65536, torch.bfloat16, torch.bfloat16, 100, "ld.global.v4", 16),
-        (BACKWARDS[0], BACKWARD_ROWS_MAX, torch.bfloat16, torch.float32, 90, "cp.async", 128),
-        (SPLIT, 65536, torch.float16, torch.float16, 90, "cp.async atom", 128),
-        (SPLIT, 65536, torch.float32, torch.float32, 120, "cp.async atom", 128),
-    ],
-)
-def test_generated_code(wrapper, cols, dtype, wide, sm, found, spills):
+    ("wrapper", "cols", "dtype", "wide", "found"),
+    [(BACKWARDS[0], BACKWARD_ROWS_MAX, torch.bfloat16, torch.float32, "cp.async"),
+     (SPLIT, 65536, torch.float16, torch.float16, "cp.async atom")],
+)  # fmt: skip
+def test_generated_code(wrapper, cols, dtype, wide, found):
     """All kernels that a wrapper launches on 4096 rows compile and fit; what is required is the main one's."""
     x, weight, stats = meta(4096, cols, dtype=dtype), meta(cols, dtype=wide), meta(4096, dtype=torch.float32)
-    kernels = compile_for(
-        wrapper, (x, weight, weight) if wrapper in FORWARDS else (x, x, weight, stats, stats), sms=(sm,)
-    )
+    kernels = compile_for(wrapper, (x, x, weight, stats, stats), sms=(90,))
     assert [(kernel.error, kernel.fits) for kernel in kernels] == [(None, True)] * len(kernels)
     (main,) = (kernel for kernel in kernels if kernel.kernel == f"{wrapper.__name__}_kernel")
-    assert main.spills <= spills
+    assert main.spills <= 128
     assert all(main.found.get(name) for name in f"{found} st.global.v4".split()), main.found
