@@ -15,14 +15,13 @@ Needs      triton
 Wins when  TMA: other threads need the tile (the operands of tl.dot), or registers and instructions are short. Data
            that pass through a thread once need no shared memory. The hint: for data that are read again, and there an
            H200 gains next to nothing (the study).
-Study      studies/tma/what_is_tma.py (loads ahead, by cp.async and by TMA; machine code; what the hint is for)
+Study      studies/tma/what_is_tma.py (machine code; what the hint is for)
 Source     chapter section "TMA in Triton", whose `eviction_policy="evict_last"  # TMA hint` is scale_pointers here
 """
 
 from __future__ import annotations
 
 import functools
-import math
 
 from harness import Harness, Work, near, run
 
@@ -30,28 +29,21 @@ import torch
 import triton
 import triton.language as tl
 
-from examples.common.device import require_triton_device
-from examples.common.operands import check_choice
-from examples.common.tma import require_tma_layout, tma_descriptor
+from examples.common.operands import check_choice, check_tma_matrix
+from examples.common.tiles import tile_corner
+from examples.common.tma import rows_for_tma, tma_descriptor
 
 DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 BLOCK_M, BLOCK_BYTES, WARPS = 64, 256, 4  # 16 KiB a tile: 128 bytes of it a thread, or two boxes of TMA
 EVICTIONS = ("", "evict_first", "evict_last")
-LARGEST = 2**31 - 256  # coordinates are int32, and a tile may reach past the end
 
 
 @triton.jit
-def _corner(tile, N, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr):
-    tiles_n = tl.cdiv(N, BLOCK_N)
-    return tile // tiles_n * BLOCK_M, tile % tiles_n * BLOCK_N
-
-
-@triton.jit
-def _scale_pointers(
-    tile, x_ptr, y_ptr, M, N, stride_xm, stride_ym, factor,
+def scale_pointers_kernel(
+    x_ptr, y_ptr, M, N, stride_xm, stride_ym, factor,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, EVICTION: tl.constexpr,
 ):  # fmt: skip
-    row, col = _corner(tile, N, BLOCK_M, BLOCK_N)
+    row, col = tile_corner(tl.program_id(0), N, BLOCK_M, BLOCK_N)
     rows, cols = row + tl.arange(0, BLOCK_M)[:, None], col + tl.arange(0, BLOCK_N)[None, :]
     inside = (rows < M) & (cols < N)
     rows = rows.to(tl.int64)
@@ -61,61 +53,23 @@ def _scale_pointers(
 
 
 @triton.jit
-def scale_pointers_kernel(
-    x_ptr, y_ptr, M, N, stride_xm, stride_ym, factor,
-    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, EVICTION: tl.constexpr,
-):  # fmt: skip
-    _scale_pointers(
-        tl.program_id(0), x_ptr, y_ptr, M, N, stride_xm, stride_ym, factor, BLOCK_M, BLOCK_N, EVICTION
-    )  # fmt: skip
-
-
-@triton.jit
-def _scale_descriptors(tile, x_desc, y_desc, N, factor, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr):
-    row, col = _corner(tile, N, BLOCK_M, BLOCK_N)
+def scale_descriptors_kernel(x_desc, y_desc, N, factor, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr):
+    row, col = tile_corner(tl.program_id(0), N, BLOCK_M, BLOCK_N)
     x = x_desc.load([row, col])  # no addresses, no mask: what lies outside x arrives as zeros, and is not stored
     y_desc.store([row, col], (x.to(tl.float32) * factor).to(x.dtype))
 
 
-@triton.jit
-def scale_descriptors_kernel(x_desc, y_desc, N, factor, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr):
-    _scale_descriptors(tl.program_id(0), x_desc, y_desc, N, factor, BLOCK_M, BLOCK_N)
-
-
-def check_scale(name: str, x: torch.Tensor, factor: float, tma: bool = False) -> float:
-    """The factor as a float; raises what scale_pointers and, with `tma`, scale_descriptors say they raise."""
-    require_triton_device(name, x)
-    if x.dtype not in DTYPES:
-        raise TypeError(f"{name}: dtype {x.dtype} is not one of {DTYPES}")
+def _check(name: str, x: torch.Tensor, factor: float, tma: bool) -> float:
+    check_tma_matrix(name, x, DTYPES, tma)
     if isinstance(factor, bool) or not isinstance(factor, (int, float)):
         raise TypeError(f"{name}: factor is a {type(factor).__name__}; pass a Python number")
-    if x.ndim != 2:
-        raise ValueError(f"{name}: need a matrix [M, N], got shape {tuple(x.shape)}; call x.reshape first")
-    if x.shape[1] > 1 and x.stride(1) != 1:
-        raise ValueError(f"{name}: strides {x.stride()}; the columns must be adjacent, call x.contiguous() first")
-    if max(x.shape) >= LARGEST:
-        raise ValueError(f"{name}: shape {tuple(x.shape)}; each size must be below {LARGEST}, split the matrix")
-    if tma:
-        require_tma_layout(name, x=x)
     return float(factor)
 
 
-def rows_for_tma(x: torch.Tensor) -> torch.Tensor:
-    """Memory for y, its rows apart by a multiple of 16 bytes as a descriptor wants, for every kernel alike.
-
-    What lies between belongs to y: a TMA store may write there, as it ends at a multiple of 16 bytes.
-    """
-    step = 16 // x.element_size()
-    rows = torch.empty((x.shape[0], triton.cdiv(x.shape[1], step) * step), dtype=x.dtype, device=x.device)
-    return rows[:, : x.shape[1]]
-
-
-def tile_of(x: torch.Tensor) -> tuple[int, int]:
-    return BLOCK_M, BLOCK_BYTES // x.element_size()
-
-
-def tiles_of(x: torch.Tensor) -> int:
-    return math.prod(triton.cdiv(size, block) for size, block in zip(x.shape, tile_of(x), strict=True))
+def _tiling(x: torch.Tensor) -> tuple[int, tuple[int, int]]:
+    """How many tiles x has, and their size."""
+    block_n = BLOCK_BYTES // x.element_size()
+    return triton.cdiv(x.shape[0], BLOCK_M) * triton.cdiv(x.shape[1], block_n), (BLOCK_M, block_n)
 
 
 def scale_pointers(x: torch.Tensor, factor: float, eviction: str = "") -> torch.Tensor:
@@ -126,23 +80,23 @@ def scale_pointers(x: torch.Tensor, factor: float, eviction: str = "") -> torch.
     Raises TypeError for another dtype or a factor that is no number; ValueError for rank, an inner stride other than 1,
     larger sizes or another eviction; RuntimeError for a device without Triton or an input that requires grad.
     """
-    factor = check_scale("scale_pointers", x, factor)
+    factor = _check("scale_pointers", x, factor, tma=False)
     check_choice("scale_pointers", EVICTIONS, eviction=eviction)
-    y = rows_for_tma(x)
-    if x.numel():
-        scale_pointers_kernel[(tiles_of(x),)](
-            x, y, *x.shape, x.stride(0), y.stride(0), factor, *tile_of(x), EVICTION=eviction, num_warps=WARPS
+    y, (tiles, block) = rows_for_tma(x), _tiling(x)
+    if tiles:
+        scale_pointers_kernel[(tiles,)](
+            x, y, *x.shape, x.stride(0), y.stride(0), factor, *block, EVICTION=eviction, num_warps=WARPS
         )
     return y
 
 
 def scale_descriptors(x: torch.Tensor, factor: float) -> torch.Tensor:
     """factor * x by TMA. As scale_pointers; x's start and row stride are multiples of 16 bytes, or ValueError."""
-    factor = check_scale("scale_descriptors", x, factor, tma=True)
-    y = rows_for_tma(x)
-    if x.numel():
-        x_desc, y_desc = (tma_descriptor(each, list(tile_of(x))) for each in (x, y))
-        scale_descriptors_kernel[(tiles_of(x),)](x_desc, y_desc, x.shape[1], factor, *tile_of(x), num_warps=WARPS)
+    factor = _check("scale_descriptors", x, factor, tma=True)
+    y, (tiles, block) = rows_for_tma(x), _tiling(x)
+    if tiles:
+        x_desc, y_desc = (tma_descriptor(each, list(block)) for each in (x, y))
+        scale_descriptors_kernel[(tiles,)](x_desc, y_desc, x.shape[1], factor, *block, num_warps=WARPS)
     return y
 
 
