@@ -45,6 +45,32 @@ def moments(x, n_cols, ROWS: tl.constexpr, BLOCK_N: tl.constexpr, FULL: tl.const
 
 
 @triton.jit
+def layer_normed(
+    x, in_row, n_cols, eps, ROWS: tl.constexpr, BLOCK_N: tl.constexpr, FULL: tl.constexpr, STEP: tl.constexpr
+):
+    """(x - mean) * rstd of rows. One whose mean is further from 0 than two deviations would lose digits in one pass, by
+    the sums of x and of its square, and is summed again, measured from that mean."""
+    mean, variance = moments(x, n_cols, ROWS, BLOCK_N, FULL, STEP)
+    near = mean * mean <= 4.0 * variance  # false where either is NaN
+    if tl.min(near.to(tl.int32), 0) == 0:
+        x -= mean[:, None] if ROWS == 1 else tl.where(near, 0.0, mean)[:, None]
+        if not FULL:
+            x = tl.where(in_row, x, 0.0)
+        mean_off, variance_off = moments(x, n_cols, ROWS, BLOCK_N, FULL, STEP)
+        if ROWS > 1:  # a row's result is the same whatever rows share its program
+            mean_off, variance_off = tl.where(near, mean, mean_off), tl.where(near, variance, variance_off)
+        mean, variance = mean_off, variance_off
+    rstd = tl.rsqrt(variance + eps)
+    return tl.fma(x, rstd[:, None], (-mean * rstd)[:, None])
+
+
+@triton.jit
+def rms_normed(x, n_cols, eps, ROWS: tl.constexpr, BLOCK_N: tl.constexpr, FULL: tl.constexpr, STEP: tl.constexpr):
+    squares = tl.sum(apart(x * x, ROWS, BLOCK_N, STEP), axis=1)
+    return x * tl.rsqrt(share(squares, n_cols, BLOCK_N, FULL) + eps)[:, None]
+
+
+@triton.jit
 def row_absmax(y, ROWS: tl.constexpr, BLOCK_N: tl.constexpr, STEP: tl.constexpr, VECTOR: tl.constexpr):
     """Largest magnitude of each row, or NaN: as floats in a thread, then as integers, in which magnitudes have the same
     order and NaN is the largest; for these a warp has one instruction."""

@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 import struct
+from collections.abc import Callable
 
 import torch
 import triton
@@ -17,6 +18,9 @@ from examples.common.rows import DTYPES
 
 GROUP = 128
 INLINE_PTX = tl.constexpr(not interpreted())  # the interpreter has none
+# Of what is read back: one rounding to e4m3, relative or, below its smallest normal, by the size of the row; float32 on
+# the way to it.
+READ_BACK = {"dtype": torch.float32, "roundings": 1, "acc": 2.0**-4 * 1.001, "terms": 0, "operand_eps": 4e-6}
 AMAX_FLOOR = tl.constexpr(FLOOR)
 AMAX_FLOOR_BITS = tl.constexpr(struct.unpack("i", struct.pack("f", FLOOR))[0])
 
@@ -86,6 +90,23 @@ def scale_and_inverse(amax, MOST: tl.constexpr, INFINITE: tl.constexpr):
 
 
 @triton.jit
+def quantize_groups(
+    y, scale_ptr, stride_sg, rows, row_exists, first, n_cols,
+    MOST: tl.constexpr, GROUP: tl.constexpr, INFINITE: tl.constexpr, WHOLE: tl.constexpr,
+):  # fmt: skip
+    """y * inverse for a tile of whole groups from column `first` on, once their scales are stored; WHOLE: all exist."""
+    ROWS: tl.constexpr = y.shape[0]
+    GROUPS: tl.constexpr = y.shape[1] // GROUP
+    grouped = tl.reshape(y, (ROWS, GROUPS, GROUP))
+    scale, inverse = scale_and_inverse(absmax(grouped, 2), MOST, INFINITE)
+    groups = first // GROUP + tl.arange(0, GROUPS)
+    exists = row_exists[:, None] & (groups * GROUP < n_cols)[None, :]
+    scale_ptrs = scale_ptr + rows[:, None] + groups[None, :].to(tl.int64) * stride_sg
+    tl.store(scale_ptrs, scale, mask=None if WHOLE else exists)
+    return tl.reshape(grouped * inverse[:, :, None], (ROWS, GROUPS * GROUP))
+
+
+@triton.jit
 def widen_bfloat16(x):
     """x in float32: pairs of bfloat16, as they lie in 32-bit registers, with one instruction each."""
     if x.dtype == tl.bfloat16 and INLINE_PTX:
@@ -120,6 +141,13 @@ def empty_group_scales(x: torch.Tensor) -> torch.Tensor:
     return torch.empty(triton.cdiv(n_cols, GROUP), n_rows, dtype=torch.float32, device=x.device).t()
 
 
+def empty_quantized(name: str, x: torch.Tensor, per: str, dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:
+    """Room for q and its scales; raises TypeError unless dtype is float8_e4m3fn or float8_e5m2."""
+    require_format(name, dtype)
+    q = torch.empty(x.shape, dtype=dtype, device=x.device)
+    return q, empty_group_scales(x) if per == "group" else torch.empty(len(x), 1, dtype=torch.float32, device=x.device)
+
+
 def _groups(y: torch.Tensor, per: str) -> torch.Tensor:
     """y [n_rows, n_cols] as [n_rows, groups, columns of a group], padded with zeros."""
     size = y.shape[1] if per == "row" else GROUP
@@ -147,3 +175,22 @@ def torch_quantize(y: torch.Tensor, per: str) -> tuple[torch.Tensor, torch.Tenso
     amax = groups.abs().amax(dim=2).clamp(min=FLOOR)
     q = (groups * (most / amax)[:, :, None]).clamp(-most, most).to(E4M3)
     return q.flatten(1)[:, : y.shape[1]], amax / most
+
+
+def fused_variants(
+    compiled: Callable, op: Callable, ours: Callable, per: str, quantizer: Callable | None = None
+) -> dict[str, Callable]:
+    """What makes q alone: op and quantizer as two kernels, in torch and `compiled`; as one compiled function, y in
+    float32 as in our kernels; and ours. op(*args) is y, quantizer(y, *args) its q and scales, else torch_quantize's."""
+    quantize = quantizer or (lambda y, *_: torch_quantize(y, per))
+
+    def one(*args):
+        return quantize(op(*(x.float() for x in args)), *args)
+
+    first, second, together = compiled(op), compiled(quantize), compiled(one)
+    return {
+        "torch": lambda *args: quantize(op(*args), *args)[0],
+        "torch.compile, two kernels": lambda *args: second(first(*args), *args)[0],
+        "torch.compile": lambda *args: together(*args)[0],
+        "triton": lambda *args: ours(*args)[0],
+    }

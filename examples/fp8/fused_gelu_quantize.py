@@ -21,8 +21,6 @@ Source     goes beyond the chapter; GELU: Hendrycks and Gimpel 2016; delayed sca
 
 from __future__ import annotations
 
-from functools import partial
-
 from harness import Harness, Table, Work, run
 
 import torch
@@ -33,11 +31,13 @@ from examples.common.fp8 import E4M3, fp8_max, require_scales
 from examples.common.operands import check_choice, check_rows
 from examples.common.quantize import (
     GROUP,
+    READ_BACK,
     absmax,
     codes_of,
-    empty_group_scales,
+    empty_quantized,
+    fused_variants,
+    quantize_groups,
     read_back,
-    require_format,
     scale_and_inverse,
     torch_quantize,
     widen_bfloat16,
@@ -70,12 +70,7 @@ def gelu_quantize_tiles_kernel(
     x = tl.load(x_ptr + (rows * stride_xm)[:, None] + cols, mask=inside, other=0.0)
     y = gelu(widen_bfloat16(x), TANH)
     if PER == "group":
-        grouped = tl.reshape(y, (ROWS, BLOCK_N // GROUP, GROUP))
-        scale, inverse = scale_and_inverse(absmax(grouped, 2), MOST, INFINITE=True)
-        groups = first // GROUP + tl.arange(0, BLOCK_N // GROUP)
-        group_exists = row_exists[:, None] & (groups * GROUP < n_cols)[None, :]
-        tl.store(scale_ptr + rows[:, None] + groups[None, :].to(tl.int64) * stride_sg, scale, mask=group_exists)
-        y = tl.reshape(grouped * inverse[:, :, None], (ROWS, BLOCK_N))
+        y = quantize_groups(y, scale_ptr, stride_sg, rows, row_exists, first, n_cols, MOST, GROUP, True, False)
     elif PER == "row":
         scale, inverse = scale_and_inverse(absmax(y, 1), MOST, INFINITE=True)
         tl.store(scale_ptr + rows, scale, mask=row_exists)
@@ -89,13 +84,6 @@ def gelu_quantize_tiles_kernel(
     tl.store(q_ptr + (rows * n_cols)[:, None] + cols, y.to(q_ptr.dtype.element_ty), mask=inside)  # saturates
 
 
-def _empty_result(name: str, x: torch.Tensor, approximate: str, dtype: torch.dtype) -> torch.Tensor:
-    check_rows(name, x, DTYPES)
-    check_choice(name, ("tanh", "none"), approximate=approximate)
-    require_format(name, dtype)
-    return torch.empty(x.shape, dtype=dtype, device=x.device)
-
-
 def _launch_tiles(x, q, scale, amax, per: str, approximate: str, rows: int, columns: int) -> None:
     n_rows, n_cols = x.shape
     # Programs start in the order of rows: neighbours write neighbouring scales of a group's column.
@@ -107,11 +95,11 @@ def _launch_tiles(x, q, scale, amax, per: str, approximate: str, rows: int, colu
     )  # fmt: skip
 
 
-def _tile(x: torch.Tensor) -> tuple[int, int]:
-    """TILE, with more rows and fewer columns where rows are shorter."""
-    rows, columns = TILE
-    fits = max(GROUP, min(columns, triton.next_power_of_2(x.shape[1])))
-    return rows * columns // fits, fits
+def _tile(n_cols: int, per: str) -> tuple[int, int]:
+    """Rows and columns of a program: whole rows, or TILE, with more rows and fewer columns where rows are shorter."""
+    whole = max(GROUP, triton.next_power_of_2(n_cols))
+    columns = whole if per == "row" else min(TILE[1], whole)
+    return max(1, (ROW_TILE if per == "row" else TILE[0] * TILE[1]) // columns), columns
 
 
 def fused_gelu_quantize(
@@ -128,17 +116,14 @@ def fused_gelu_quantize(
     Raises TypeError for another dtype; ValueError for another rank, no columns, an inner stride other than 1, an
     unknown `per` or `approximate`; RuntimeError for a device without Triton or an input that requires grad.
     """
-    q = _empty_result("fused_gelu_quantize", x, approximate, dtype)
+    name = "fused_gelu_quantize"
+    n_rows, n_cols = check_rows(name, x, DTYPES)
+    check_choice(name, ("tanh", "none"), approximate=approximate)
     if per not in ("row", "group"):
-        hint = "pass 'row' or 'group', or call fused_gelu_quantize_static with a scale"
-        raise ValueError(f"fused_gelu_quantize: per is {per!r}; {hint}")
-    n_rows, n_cols = x.shape
-    scale = empty_group_scales(x) if per == "group" else torch.empty(n_rows, 1, dtype=torch.float32, device=x.device)
-    if n_rows and per == "group":  # a grid of zero programs is a launch error
-        _launch_tiles(x, q, scale, None, per, approximate, *_tile(x))
-    elif n_rows and n_cols <= ROW_MAX:
-        block_n = max(GROUP, triton.next_power_of_2(n_cols))
-        _launch_tiles(x, q, scale, None, per, approximate, max(1, ROW_TILE // block_n), block_n)
+        raise ValueError(f"{name}: per is {per!r}; pass 'row' or 'group', or call {name}_static with a scale")
+    q, scale = empty_quantized(name, x, per, dtype)
+    if n_rows and (per == "group" or n_cols <= ROW_MAX):  # a grid of zero programs is a launch error
+        _launch_tiles(x, q, scale, None, per, approximate, *_tile(n_cols, per))
     elif n_rows:
         launch_long_rows(x, q, scale, approximate == "tanh")
     return q, scale
@@ -150,13 +135,16 @@ def fused_gelu_quantize_static(
     """(q, amax [tiles]) of GELU with one scale [1] that is given: q = y * (1 / scale) saturates.
 
     amax.max() is the largest magnitude of gelu(x): above scale * max of the format, something was cut off.
-    Raises what fused_gelu_quantize does; TypeError for a scale that is no float32 tensor; ValueError for one of another
-    shape or device, or not positive and finite (check_scales=False leaves that out: it waits for the GPU).
+    Raises what fused_gelu_quantize does, and what require_scales does for a scale that is not one positive, finite
+    float32 (check_scales=False does not read it, which waits for the GPU).
     """
-    q = _empty_result("fused_gelu_quantize_static", x, approximate, dtype)
-    require_scales("fused_gelu_quantize_static", x, values=check_scales, scale=(scale, ((1,), (1, 1), ())))
-    rows, columns = _tile(x)
-    tiles = triton.cdiv(x.shape[0], rows) * triton.cdiv(x.shape[1], columns)
+    name = "fused_gelu_quantize_static"
+    n_rows, n_cols = check_rows(name, x, DTYPES)
+    check_choice(name, ("tanh", "none"), approximate=approximate)
+    q, _ = empty_quantized(name, x, "row", dtype)
+    require_scales(name, x, values=check_scales, scale=(scale, ((1,), (1, 1), ())))
+    rows, columns = _tile(n_cols, "static")
+    tiles = triton.cdiv(n_rows, rows) * triton.cdiv(n_cols, columns)
     amax = torch.empty(tiles, dtype=torch.float32, device=x.device)
     if tiles:
         _launch_tiles(x, q, scale, amax, "static", approximate, rows, columns)
@@ -164,46 +152,24 @@ def fused_gelu_quantize_static(
 
 
 def reference(x: torch.Tensor, approximate: str = "tanh") -> torch.Tensor:
-    return torch_gelu(x.double(), approximate)
-
-
-def fused(x: torch.Tensor, scale: torch.Tensor, per: str, approximate: str) -> torch.Tensor:
-    if per == "static":
-        return fused_gelu_quantize_static(x, scale, approximate, check_scales=False)[0]
-    return fused_gelu_quantize(x, per, approximate)[0]
-
-
-def torch_gelu(x: torch.Tensor, approximate: str = "tanh") -> torch.Tensor:
-    return torch.nn.functional.gelu(x, approximate=approximate)
-
-
-def torch_to_fp8(y: torch.Tensor, scale: torch.Tensor, per: str) -> tuple[torch.Tensor, torch.Tensor]:
-    """The quantizer in torch; its cast does not saturate, so it clamps."""
-    if per != "static":
-        return torch_quantize(y, per)
-    return (y.float() * (1.0 / scale)).clamp(-fp8_max(E4M3), fp8_max(E4M3)).to(E4M3), y.abs().amax()
-
-
-def torch_fused(x: torch.Tensor, scale: torch.Tensor, per: str, approximate: str) -> tuple[torch.Tensor, torch.Tensor]:
-    """Both in one function, y in float32 as in our kernels: for the compiler to fuse."""
-    return torch_to_fp8(torch_gelu(x.float(), approximate), scale, per)
-
-
-# One rounding to e4m3, relative or, below its smallest normal, by the size of the row; float32 on the way to it.
-BUDGET = {"dtype": torch.float32, "roundings": 1, "acc": 2.0**-4 * 1.001, "terms": 0, "operand_eps": 4e-6}
+    return torch.nn.functional.gelu(x.double(), approximate=approximate)
 
 
 def compare(h: Harness, x: torch.Tensor, per: str, approximate: str = "tanh") -> Table:
     """q of one recipe: by two kernels, by one compiled function, and by ours."""
-    scale = torch.full((1,), 8.0 / fp8_max(E4M3), device=h.device)
-    how = {"per": per, "approximate": approximate}
-    act, quantize, together = (h.compiled(fn) for fn in (torch_gelu, torch_to_fp8, torch_fused))
-    variants = {
-        "torch": lambda x, scale: torch_to_fp8(torch_gelu(x, approximate), scale, per)[0],
-        "torch.compile, two kernels": lambda x, scale: quantize(act(x, approximate), scale, per)[0],
-        "torch.compile": lambda x, scale: together(x, scale, **how)[0],
-        "triton": partial(fused, **how),
-    }
+
+    def act(x, scale):
+        return torch.nn.functional.gelu(x, approximate=approximate)
+
+    def to_fp8(y, x, scale):  # torch's cast does not saturate, so it clamps
+        if per != "static":
+            return torch_quantize(y, per)
+        return (y.float() * (1.0 / scale)).clamp(-fp8_max(E4M3), fp8_max(E4M3)).to(E4M3), y.abs().amax()
+
+    def ours(x, scale):
+        if per == "static":
+            return fused_gelu_quantize_static(x, scale, approximate, check_scales=False)
+        return fused_gelu_quantize(x, per, approximate)
 
     def codes(x, scale):
         y = reference(x, approximate)
@@ -211,7 +177,8 @@ def compare(h: Harness, x: torch.Tensor, per: str, approximate: str = "tanh") ->
 
     # Interpreted, the baseline is checked too, and compiling takes longer than all else.
     return h.compare(
-        variants, codes, x, scale, baseline="torch" if h.interpreted else "torch.compile, two kernels", dtype=E4M3,
+        fused_variants(h.compiled, act, ours, per, to_fp8), codes, x, torch.full((1,), 8.0 / 448, device=h.device),
+        baseline="torch" if h.interpreted else "torch.compile, two kernels", dtype=E4M3,
         case=f"{x.shape[0]}x{x.shape[1]} {per}, {approximate}", terms=1,
         work=Work(bytes=x.nbytes + x.numel() + (0 if per == "static" else fused_gelu_quantize(x, per)[1].nbytes)),
     )  # fmt: skip
@@ -232,7 +199,7 @@ def demo(h: Harness) -> None:
         x = h.randn(rows, cols, dtype=h.half, scale=2.0)
         for per, approximate in [("row", "tanh"), ("row", "none"), ("group", "tanh"), ("group", "none")]:
             gelu_back = lambda x, a, per=per: read_back(*fused_gelu_quantize(x, per, a), per)  # noqa: E731
-            h.check(gelu_back, reference, x, approximate, what=f"{rows}x{cols} per {per}, {approximate}", **BUDGET)
+            h.check(gelu_back, reference, x, approximate, what=f"{rows}x{cols} per {per}, {approximate}", **READ_BACK)
     x, scale = h.meta(16384, 8192), h.meta(1, dtype=torch.float32)
     find = dict.fromkeys((89, 90, 100, 120), ("ld.global.v4", "st.global.v4"))
     h.codegen(fused_gelu_quantize, x, find=find)

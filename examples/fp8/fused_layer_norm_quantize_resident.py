@@ -1,10 +1,12 @@
-"""Rows longer than the registers of a program hold: read three times, the second and third time from L1.
+"""Rows by a program: what of a row its threads hold, and rows longer than that, read again from L1.
 
-The first pass is for mean and variance, the second for amax, the third writes. The length is a constant of the kernel,
-so each length is compiled.
+A row that registers do not hold is read three times: for mean and variance, for amax, and to be written. Its length is
+a constant of the kernel, so each length is compiled.
 """
 
 from __future__ import annotations
+
+import math
 
 import torch
 import triton
@@ -13,6 +15,32 @@ import triton.language as tl
 from examples.common.quantize import GROUP, absmax, larger, scale_and_inverse
 
 STEP_GROUPS, NUM_WARPS = 64, 16  # a step is 8192 columns
+# Of rows in registers, by the bytes of an element: values of a row that a thread holds, and its registers.
+HELD = {2: (32, 64), 4: (32, 80)}
+LONG, HELD_LONG = 8192, (64, 96)  # 16-bit rows of just this length
+UNALIGNED = 128  # registers where VECTOR does not divide every row's start and length
+VECTOR = 8  # neighbouring columns of a thread
+
+
+def plan_rows(x: torch.Tensor, per_group: bool) -> dict:
+    """Rows and columns of a program that holds whole rows, how it reads them, its warps and registers."""
+    n_cols, size = x.shape[1], x.element_size()
+    block_n = max(GROUP, triton.next_power_of_2(n_cols))
+    align = math.gcd(VECTOR, n_cols, x.stride(0))
+    aligned = align == VECTOR
+    long = aligned and size == 2 and n_cols == LONG
+    per_thread, registers = HELD_LONG if long else HELD[size]
+    num_warps = max(1, block_n // (32 * per_thread))
+    return {
+        "ROWS": max(1, 32 * per_thread // block_n),  # at least what fills a warp
+        "BLOCK_N": block_n,
+        "FULL": n_cols == block_n,
+        "ALIGN": align,
+        "STEP": min(block_n, 32 * num_warps * VECTOR),
+        "PAST_L1": aligned and size == 2 and (long or per_group),
+        "num_warps": num_warps,
+        "maxnreg": registers if aligned else UNALIGNED,
+    }
 
 
 @triton.jit

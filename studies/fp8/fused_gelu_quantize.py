@@ -1,28 +1,20 @@
-"""Study of fused_gelu_quantize: scales, saturation, the exact GELU, and bytes saved beside time saved.
+"""Study of fused_gelu_quantize: scales, saturation, the exact GELU.
 
 1. Scales against float64, and results under a scale that is given, on ragged rows.
 2. The code of every recipe: accesses of 16 bytes.
 3. What a given scale that is too small costs, and that amax tells.
-4. The exact GELU per group; for every recipe, the bytes that fusing saves next to the time that it saves.
+4. The exact GELU per group.
 """
 
 from __future__ import annotations
 
-from harness import Harness, Table
+from harness import Harness
 
 import torch
 
 from examples.common.fp8 import E4M3, fp8_max
-from examples.common.quantize import scales_of
-from examples.fp8.fused_gelu_quantize import (
-    BUDGET,
-    compare,
-    fused_gelu_quantize,
-    fused_gelu_quantize_static,
-    reference,
-)
-
-TWO_KERNELS = "torch.compile, two kernels"
+from examples.common.quantize import READ_BACK, scales_of
+from examples.fp8.fused_gelu_quantize import compare, fused_gelu_quantize, fused_gelu_quantize_static, reference
 
 
 def checks(h: Harness) -> None:
@@ -40,7 +32,7 @@ def checks(h: Harness) -> None:
             lambda x, scale: fused_gelu_quantize_static(x, scale)[0].float() * scale,
             # GELU has no large negative values to cut.
             lambda x, scale: torch.minimum(reference(x), scale.double() * fp8_max(E4M3)),
-            x, scale, what=f"GELU with a given scale, {rows}x{cols}", **BUDGET,
+            x, scale, what=f"GELU with a given scale, {rows}x{cols}", **READ_BACK,
         )  # fmt: skip
 
 
@@ -59,19 +51,6 @@ def saturation(h: Harness, x: torch.Tensor) -> dict[str, dict[str, float]]:
     return seen
 
 
-def explain(h: Harness, x: torch.Tensor, tables: list[Table]) -> None:
-    """The bytes that fusing saves next to the time that it saves, for each recipe."""
-    size = x.element_size()
-    moved = {TWO_KERNELS: 3 * size + 1, "triton": size + 1}  # bytes an element
-    mib = {way: round(each * x.numel() / 2**20) for way, each in moved.items()}
-    rows = {}
-    for table in tables:
-        ms = {f"{way}, ms": round(table[way].ms, 4) for way in moved}
-        rows[table.case] = ms | {"measured": round(table.over(TWO_KERNELS, "triton"), 2)}
-    h.table(f"two kernels ({mib[TWO_KERNELS]} MiB) and one ({mib['triton']} MiB)", rows)
-    h.say(f"bytes allow {moved[TWO_KERNELS] / moved['triton']:.2f}x over two kernels")
-
-
 def study(h: Harness) -> None:
     checks(h)
     x, scale, wide = h.meta(16384, 8192), h.meta(1, dtype=torch.float32), ("ld.global.v4", "st.global.v4")
@@ -81,9 +60,5 @@ def study(h: Harness) -> None:
     h.codegen(fused_gelu_quantize_static, x, scale, check_scales=False, find={90: wide})
     if not h.profile:
         h.table("a given scale that is too small, 64x1024", saturation(h, h.randn(64, 1024, dtype=h.half)))
-
     rows, cols = h.pick(interpreted=(16, 1024), quick=(16384, 8192), full=(16384, 8192))
-    x = h.randn(h.fit(rows, bytes_each=60 * cols), cols, dtype=h.half, scale=2.0)
-    tables = [*h.lesson, compare(h, x, "group", "none")]
-    if all(tables) and all(TWO_KERNELS in table for table in tables):
-        explain(h, x, tables)
+    compare(h, h.randn(h.fit(rows, bytes_each=60 * cols), cols, dtype=h.half, scale=2.0), "group", "none")

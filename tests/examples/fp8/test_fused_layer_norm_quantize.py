@@ -6,11 +6,12 @@ import pytest
 import torch
 
 from examples.common.fp8 import E4M3, E5M2, FLOOR, quantize_reference
-from examples.common.quantize import GROUP, read_back, scales_of
+from examples.common.quantize import GROUP, READ_BACK, read_back, scales_of
 from examples.fp8 import fused_layer_norm_quantize as lesson
-from examples.fp8.fused_layer_norm_quantize import BUDGET, ROWS_MAX, reference
+from examples.fp8.fused_layer_norm_quantize import ROWS_MAX, inputs, reference
 from examples.fp8.fused_layer_norm_quantize import fused_layer_norm_quantize as layer_norm
 from examples.fp8.fused_layer_norm_quantize import fused_rms_norm_quantize as rms_norm
+from examples.fp8.fused_layer_norm_quantize_resident import HELD, HELD_LONG, LONG
 from studies.fp8.fused_layer_norm_quantize import rms_reference
 
 PER = ("row", "group")
@@ -23,38 +24,33 @@ def kernel(request, monkeypatch):
     monkeypatch.setattr(lesson, "ROWS_MAX", request.param)
 
 
-def _inputs(h, rows, cols, dtype=torch.float16):
-    return h.randn(rows, cols, dtype=dtype, scale=2.0).add_(1.0), h.randn(cols, dtype=dtype), h.randn(cols, dtype=dtype)
-
-
 def _hold(h, x, weight, bias, per):
     """y and scales of LayerNorm, and y of RMSNorm, against float64."""
     norm = lambda *args: layer_norm(*args, per=per)  # noqa: E731
-    h.check(lambda *args: read_back(*norm(*args), per), reference, x, weight, bias, **BUDGET)
+    h.check(lambda *args: read_back(*norm(*args), per), reference, x, weight, bias, **READ_BACK)
     h.check(lambda *args: norm(*args)[1], lambda *args: scales_of(reference(*args), per), x, weight, bias, **SCALES)
     rms = lambda *args: read_back(*rms_norm(*args, per=per), per)  # noqa: E731
-    h.check(rms, rms_reference, x, weight, **BUDGET)
+    h.check(rms, rms_reference, x, weight, **READ_BACK)
 
 
 # Two columns, around a group, a prime; several rows in a program, of which the last has 3; around what registers hold.
-SHAPES = [(3, 2), (1, 127), (5, 128), (33, 129), (2, 781), (83, 100), (3, 4097), (1, ROWS_MAX), (2, ROWS_MAX + 1)]
+SHAPES = [(3, 2), (1, 127), (5, 128), (33, 129), (2, 781), (83, 100), (1, ROWS_MAX), (2, ROWS_MAX + 1)]
 
 
 @pytest.mark.parametrize("per", PER)
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
 def test_shapes(h, shape, per):
-    x, weight, bias = _inputs(h, *shape, torch.float32 if shape[0] % 2 == 0 else torch.float16)
+    x, weight, bias = inputs(h, *shape, torch.float32 if shape[0] % 2 == 0 else torch.float16)
     if per == "group":  # columns may be in float32
         weight, bias = weight.float(), bias.float()
     _hold(h, x, weight, bias, per)
 
 
-@pytest.mark.parametrize("cols", [1000, 1002, 1001, 1024])
+@pytest.mark.parametrize("cols", [1000, 1001])
 def test_rows_that_start_at_any_multiple(h, cols):
-    x, weight, bias = _inputs(h, 3, cols)
+    x, weight, bias = inputs(h, 3, cols)
     for per, pad in (("row", 1), ("group", 2), ("row", 4), ("group", 8)):
-        padded = h.randn(3, cols + pad, dtype=torch.float16)[:, :cols]
-        padded.copy_(x)
+        padded = torch.nn.functional.pad(x, (0, pad))[:, :cols]
         whole, got = (layer_norm(each, weight, bias, per=per) for each in (x, padded))
         assert torch.equal(got[0].float(), whole[0].float())
         assert torch.equal(got[1], whole[1])
@@ -62,7 +58,7 @@ def test_rows_that_start_at_any_multiple(h, cols):
 
 @pytest.mark.parametrize(
     ("cols", "per", "dtype"),
-    [(2, "row", E4M3), (300, "group", E5M2), (1024, "row", E5M2), (8192, "group", E4M3), (ROWS_MAX + 2, "row", E4M3),
+    [(2, "row", E4M3), (300, "group", E5M2), (1024, "row", E5M2), (ROWS_MAX + 2, "row", E4M3),
      (2 * ROWS_MAX, "group", E4M3)],
 )  # fmt: skip
 def test_the_very_bits_of_the_reference_quantizer(h, cols, per, dtype):
@@ -83,31 +79,26 @@ def test_the_very_bits_of_the_reference_quantizer(h, cols, per, dtype):
     assert apart <= (h.machine.sm == 89)
 
 
-def test_no_bias_and_one_column(h, kernel):
-    x, weight, _ = _inputs(h, 3, 300)
+def test_no_bias_one_column_no_rows_and_zeros(h, kernel):
+    x, weight, zeros = h.randn(3, 300), h.randn(300), torch.zeros(300, device=h.device)
     for per in PER:
-        without, zeros = (layer_norm(x, weight, b, per=per) for b in (None, torch.zeros_like(weight)))
-        assert torch.equal(without[0].float(), zeros[0].float())
-        assert torch.equal(without[1], zeros[1])
+        without, with_zeros = (layer_norm(x, weight, b, per=per) for b in (None, zeros))
+        assert torch.equal(without[0].float(), with_zeros[0].float())
+        assert torch.equal(without[1], with_zeros[1])
         bias = torch.tensor([-3.0], device=h.device)  # one column is its bias
         q, scale = layer_norm(h.randn(5, 1), h.randn(1), bias, per=per)
         torch.testing.assert_close(q.float() * scale, bias.expand(5, 1))
         q, scale = layer_norm(x[:0], weight, None, per=per)
         assert (q.shape, q.dtype, scale.shape) == ((0, 300), E4M3, (0, 1 if per == "row" else 3))
+        q, scale = layer_norm(x, zeros, zeros, per=per)
+        assert not q.float().any()
+        assert torch.equal(scale, torch.full_like(scale, FLOOR) / torch.finfo(E4M3).max)
+        assert not rms_norm(torch.zeros_like(x), torch.ones_like(zeros), per=per)[0].float().any()
 
 
-@pytest.mark.parametrize("per", PER)
-def test_zeros_stay_zeros(h, kernel, per):
-    x, zeros = h.randn(2, 300), torch.zeros(300, device=h.device)
-    q, scale = layer_norm(x, zeros, zeros, per=per)
-    assert not q.float().any()
-    assert torch.equal(scale, torch.full_like(scale, FLOOR) / torch.finfo(E4M3).max)
-    assert not rms_norm(torch.zeros_like(x), torch.ones_like(zeros), per=per)[0].float().any()
-
-
-@pytest.mark.parametrize("value", [float("nan"), float("inf"), -float("inf")])
+@pytest.mark.parametrize("value", [float("nan"), -float("inf")])
 def test_what_is_not_finite_is_seen_in_what_shares_its_scale(h, kernel, value):
-    x, weight, bias = _inputs(h, 4, 300)
+    x, weight, bias = inputs(h, 4, 300)
     clean = read_back(*layer_norm(x, weight, bias), "row")
     x[2, 17], others = value, [0, 1, 3]
     for per in PER:
@@ -116,10 +107,10 @@ def test_what_is_not_finite_is_seen_in_what_shares_its_scale(h, kernel, value):
         assert got[others].isfinite().all()
         assert per == "group" or torch.equal(got[others], clean[others])
     bias[130] = value
-    got = read_back(*layer_norm(x, weight, bias, per="group"), "group")[others]
-    assert got[:, 128:256].isnan().all()
-    assert got[:, :128].isfinite().all()
-    assert got[:, 256:].isfinite().all()
+    lost = read_back(*layer_norm(x, weight, bias, per="group"), "group")[others].isnan()
+    assert lost[:, 128:256].all()
+    assert not lost[:, :128].any()
+    assert not lost[:, 256:].any()
 
 
 @pytest.mark.parametrize("cols", [1024, 3000])
@@ -128,7 +119,7 @@ def test_a_mean_or_a_first_element_far_from_zero(h, kernel, cols):
         x, weight, bias = h.randn(3, cols).add_(mean), h.randn(cols), h.randn(cols)
         x[:, 0] += first
         norm = lambda *args: read_back(*layer_norm(*args, per="group"), "group")  # noqa: E731
-        h.check(norm, reference, x, weight, bias, what=f"mean {mean}, first {first}", **BUDGET)
+        h.check(norm, reference, x, weight, bias, what=f"mean {mean}, first {first}", **READ_BACK)
 
 
 def test_rows_near_and_far_from_zero_in_one_program(h):
@@ -143,16 +134,14 @@ def test_rows_near_and_far_from_zero_in_one_program(h):
             assert torch.equal(got[row].float(), want[row].float())
     x[5], x[12], seen = float("nan"), 7.25, [3, 4, 6, 12]  # the variance of row 12 is 0
     norm = lambda *args: read_back(*layer_norm(*args), "row")[seen]  # noqa: E731
-    h.check(norm, lambda *args: reference(*args)[seen], x, weight, bias, **BUDGET)
+    h.check(norm, lambda *args: reference(*args)[seen], x, weight, bias, **READ_BACK)
 
 
 def test_bad_input(h):
-    x, weight, bias = _inputs(h, 4, 8, torch.float32)
+    x, weight, bias = inputs(h, 4, 8, torch.float32)
     bad = [
         ({"weight": None}, TypeError, "weight is None; pass torch.ones"),
-        ({"x": x.t().contiguous().t()}, ValueError, r"strides \(1, 4\).*contiguous"),
         ({"weight": weight.half(), "bias": bias.half()}, TypeError, r"weight is torch\.float16"),
-        ({"weight": weight[:7]}, ValueError, r"weight has shape \(7,\)"),
         ({"bias": h.randn(16)[::2]}, ValueError, r"strides \(2,\)"),
         ({"eps": -1.0}, ValueError, "eps is -1.0"),
         ({"per": "tensor"}, ValueError, "per 'tensor' is not one of"),
@@ -161,26 +150,23 @@ def test_bad_input(h):
     for wrong, error, message in bad:
         with pytest.raises(error, match=f"fused_layer_norm_quantize: .*{message}"):
             layer_norm(**{"x": x, "weight": weight, "bias": bias} | wrong)
-    with pytest.raises(ValueError, match="fused_rms_norm_quantize: per 'block' is not one of"):
-        rms_norm(x, weight, per="block")
 
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("per", PER)
 def test_shapes_on_the_gpu(h, per):
     for cols in (1024, 5120, 8192, ROWS_MAX, 32768):
-        _hold(h, *_inputs(h, 1000, cols, torch.bfloat16), per)
+        _hold(h, *inputs(h, 1000, cols, torch.bfloat16), per)
 
 
 @pytest.mark.parametrize(
     ("cols", "per", "dtype"),
-    [(5000, "row", torch.bfloat16), (lesson.LONG, "group", torch.bfloat16), (5001, "row", torch.float32),
-     (2 * ROWS_MAX, "row", torch.float16)],
-)  # fmt: skip
+    [(5000, "row", torch.bfloat16), (LONG, "group", torch.bfloat16), (5001, "row", torch.float32)],
+)
 def test_generated_code(cols, per, dtype):
     x, weight = (torch.empty(shape, dtype=dtype, device="meta") for shape in ((16384, cols), (cols,)))
     (kernel,) = compile_for(layer_norm, (x, weight, weight), {"per": per}, sms=(90,))
     assert (kernel.error, kernel.fits) == (None, True)
-    assert kernel.spills <= (32 if cols == lesson.LONG else 0)  # bytes: 96 registers a thread are a close fit
+    assert kernel.spills <= (32 if cols == LONG else 0)  # bytes: 96 registers a thread are a close fit
     if dtype is torch.bfloat16:  # all of 16 bytes: 8 columns of x, weight and bias; 8 divides 5000, 16 does not
-        assert kernel.found["ld.global.v4"] == 3 * (lesson.HELD_LONG if cols == lesson.LONG else lesson.HELD[2])[0] // 8
+        assert kernel.found["ld.global.v4"] == 3 * (HELD_LONG if cols == LONG else HELD[2])[0] // 8
