@@ -13,7 +13,7 @@ Needs      torch
 Wins when  (a symbol) sizes differ: leave the default. Constants are for one size: every call searches the guards of all
            graphs, so many of them lose to eager. Padding computes rows that nobody asked for; it is for CUDA graphs,
            which need few sizes. A model of short kernels loses to eager under every policy: the study has one.
-Study      studies/compiler/dynamic_shapes.py (orders, guards, the limit, marks refused, a small model)
+Study      studies/compiler/dynamic_shapes.py (orders, guards, marks refused, a small model)
            studies/compiler/dynamic_shapes_cuda_graphs.py (one CUDA graph for each size)
 Source     chapter section "Dynamic Shapes".
 """
@@ -22,8 +22,6 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable
-from contextlib import nullcontext
-from dataclasses import dataclass, field
 
 from harness import Harness, Timing, Work, run
 
@@ -31,7 +29,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from compile_inspect import fresh_cache, watch
+from compile_inspect import fresh_cache, own_code, warm_up, watch
 
 LARGEST = 64
 SIZES = range(1, LARGEST + 1)
@@ -64,76 +62,50 @@ def pad_rows(x: torch.Tensor, rows: int) -> torch.Tensor:
     return x if len(x) == rows else F.pad(x, (0, 0) * (x.ndim - 1) + (0, rows - len(x)))
 
 
-@dataclass(frozen=True)
-class Policy:
-    """How one model serves many sizes: options of torch.compile, a mark on the inputs that compile it, padding."""
-
-    options: dict = field(default_factory=dict)
-    mark: str | None = None
-    rows: Callable[[int], int] = lambda rows: rows
-
-
-POLICIES = {
-    "static": Policy({"dynamic": False}),
-    "automatic": Policy(),
-    "dynamic=True": Policy({"dynamic": True}),
-    "mark_dynamic": Policy(mark="mark_dynamic"),
-    "mark_unbacked": Policy(mark="mark_unbacked"),
-    "padded to 64": Policy({"dynamic": False}, rows=lambda rows: LARGEST),
-    "powers of two": Policy({"dynamic": False}, rows=bucket),
+POLICIES = {  # options of torch.compile; the mark on the inputs that compile it; the rows that so many are padded to
+    "static": ({"dynamic": False}, None, None),
+    "automatic": ({}, None, None),
+    "dynamic=True": ({"dynamic": True}, None, None),
+    "mark_dynamic": ({}, "mark_dynamic", None),
+    "mark_unbacked": ({}, "mark_unbacked", None),
+    "padded to 64": ({"dynamic": False}, None, lambda rows: LARGEST),
+    "powers of two": ({"dynamic": False}, None, bucket),
 }
 
 
 class Served:
-    """A model compiled under one policy, as code of its own.
+    """A model compiled under one policy, as code of its own: policies that share code would share what they learn."""
 
-    Graphs, the limit on their number, and which sizes have been seen belong to the Python code and not to the call of
-    torch.compile: policies that share code would share all three.
-    """
-
-    def __init__(self, model: nn.Module, name: str, policy: Policy, **options) -> None:
-        def forward(x):
-            return model(x)
-
-        forward.__code__ = forward.__code__.replace(co_name=name.replace(" ", "_"))
-        self.code, self.policy = forward, policy
-        self.compiled = torch.compile(forward, **policy.options, **options)
+    def __init__(self, model: nn.Module, name: str, **options) -> None:
+        given, self.mark, self.rows = POLICIES[name]
+        self.code = own_code(lambda x: model(x))
+        self.compiled = torch.compile(self.code, **given, **options)
 
     def first(self, x: torch.Tensor) -> torch.Tensor:
         """A call that may compile. A mark is needed there only: without it, later calls pass the guards as well."""
-        x = pad_rows(x, self.policy.rows(len(x))).detach()  # an alias, so that the caller's tensor stays unmarked
-        if self.policy.mark:
-            getattr(torch._dynamo.decorators, self.policy.mark)(x, 0)
+        x = (pad_rows(x, self.rows(len(x))) if self.rows else x).detach()  # the caller's tensor stays unmarked
+        if self.mark:
+            getattr(torch._dynamo.decorators, self.mark)(x, 0)
         return self.compiled(x)
 
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
-        rows = self.policy.rows(len(x))
+        rows = self.rows(len(x)) if self.rows else len(x)
         return self.compiled(x) if rows == len(x) else self.compiled(pad_rows(x, rows))[: len(x)]
 
     def mix(self, *batches: torch.Tensor) -> tuple[torch.Tensor, ...]:
         return tuple(self(x) for x in batches)
 
 
-class Counting:
-    """A backend that counts the graphs it is handed; another one compiles them."""
-
-    def __init__(self, backend: str = "eager") -> None:
-        self.compile, self.graphs = torch._dynamo.lookup_backend(backend), 0
-
-    def __call__(self, graph: torch.fx.GraphModule, inputs) -> Callable:
-        self.graphs += 1
-        return self.compile(graph, inputs)
-
-
-def sizes_compiled(served: Served, batches, counting: Counting) -> list[int]:
-    """The sizes at which a backend was handed a graph, over calls with these batches in order, without a limit."""
-    sizes = []
+def sizes_compiled(served: Served, batches) -> tuple[list[int], float]:
+    """The sizes at which a graph is compiled, over calls with these batches in order, without a limit; and seconds."""
+    sizes, seconds = [], 0.0
     with torch._dynamo.config.patch(recompile_limit=len(SIZES)):
         for x in batches:
-            before = counting.graphs
-            served.first(x)
-            sizes += [len(x)] * (counting.graphs - before)
-    return sizes
+            with watch() as seen:
+                served.first(x)
+            sizes += [len(x)] * seen.graphs
+            seconds += sum(frame.seconds for frame in seen.frames)
+    return sizes, seconds
 
 
 def reference_of(model: nn.Module) -> Callable:
@@ -141,33 +113,21 @@ def reference_of(model: nn.Module) -> Callable:
     return lambda *batches: tuple(exact(x.double()) for x in batches)
 
 
-def budget(dtype: torch.dtype) -> dict:
-    """Sums over the hidden layer in float32, whose values were rounded to `dtype`."""
-    return {"terms": 1024, "operand_eps": torch.finfo(dtype).eps / 2, "poison": False}
-
-
-def listed(sizes: list[int]) -> str:
-    return " ".join(map(str, sizes)) if len(sizes) < 8 else f"each of {min(sizes)} to {max(sizes)}"
-
-
 def compile_all(h: Harness, model: nn.Module, batches: list[torch.Tensor], counted: tuple[str, ...]) -> tuple:
     """Every policy, called with all batches: what it serves with, and its row, by name; `counted` ones run in eager."""
-    with fresh_cache():  # once before any is timed: the first compilation starts the backend's own machinery
-        Served(model, "warm up", Policy()).compiled(batches[0])
+    warm_up(h.device)
     served, rows = {}, {}
-    for name, policy in POLICIES.items():
-        counting = Counting("eager" if name in counted else "inductor")
-        served[name] = Served(model, name, policy, backend=counting)
+    for name, (_, _, padded) in POLICIES.items():
+        served[name] = Served(model, name, backend="eager" if name in counted else "inductor")
         # Without this Inductor also tries padded matrix products for constant sizes; here padding is a row of its own.
         unpadded = torch._inductor.config.patch(shape_padding=False)
-        cache = nullcontext() if name in counted else fresh_cache()
-        with h.progress(f"compiling {name}"), unpadded, cache, watch() as seen:
-            sizes = sizes_compiled(served[name], batches, counting)
-        computed = sum(policy.rows(len(x)) for x in batches)
+        with h.progress(f"compiling {name}"), unpadded, fresh_cache():
+            sizes, seconds = sizes_compiled(served[name], batches)
+        computed = sum(padded(len(x)) if padded else len(x) for x in batches)
         rows[name] = {
             "graphs": len(sizes),
-            "compiled at": listed(sizes),
-            "seconds": "not generated" if name in counted else round(sum(frame.seconds for frame in seen.frames), 2),
+            "compiled at": " ".join(map(str, sizes)) if len(sizes) < 8 else f"each of {min(sizes)} to {max(sizes)}",
+            "seconds": "not generated" if name in counted else round(seconds, 2),
             "rows per useful row": round(computed / sum(map(len, batches)), 3),
         }
     return served, rows
@@ -201,13 +161,15 @@ def demo(h: Harness) -> None:
     model = GatedMLP(width, 11 * width // 4).to(h.device, torch.bfloat16 if gpu else torch.float32)
     model.requires_grad_(False)
     batches = [h.randn(rows, tokens, width, dtype=model.down.weight.dtype) for rows in SIZES]
-    # On two cores a C++ compiler needs a minute for 64 graphs; a symbol is in mark_dynamic, which is generated.
-    counted = h.pick(quick=("static", "automatic", "dynamic=True", "mark_unbacked"), full=())
+    # On two cores a C++ compiler needs a minute for 64 graphs: generated is one policy with a symbol, and one that pads.
+    counted = h.pick(quick=tuple(POLICIES.keys() - {"mark_dynamic", "padded to 64"}), full=())
     served, rows = compile_all(h, model, batches, counted)
     h.table(f"batches of 1 to {LARGEST}", rows)
     for name in counted if not h.profile else ():
-        what = f"{name}, 1 to {LARGEST}"
-        h.check(served[name].mix, reference_of(model), *batches, what=what, **budget(batches[0].dtype))
+        h.check(
+            served[name].mix, reference_of(model), *batches, what=f"{name}, 1 to {LARGEST}", poison=False,
+            terms=1024, operand_eps=torch.finfo(batches[0].dtype).eps / 2,  # sums over the rounded hidden layer
+        )  # fmt: skip
     table = time_mix(h, model, {name: one for name, one in served.items() if name not in counted}, batches)
     h.answer(lambda: answer(rows, table))
 

@@ -1,4 +1,4 @@
-"""dynamic_shapes, measured: orders of sizes, guards, the recompile limit, refused marks, a model that loses."""
+"""dynamic_shapes, measured: orders of sizes, guards, refused marks, a model that loses."""
 
 from __future__ import annotations
 
@@ -12,24 +12,7 @@ import torch
 from torch import nn
 
 from compile_inspect import guards, logs, watch
-from examples.compiler.dynamic_shapes import POLICIES, SIZES, Counting, GatedMLP, Served, sizes_compiled, time_mix
-
-
-class CountingRuns(Counting):
-    """Counts the runs of its graphs too."""
-
-    def __init__(self, backend: str = "eager") -> None:
-        super().__init__(backend)
-        self.runs = 0
-
-    def __call__(self, graph: torch.fx.GraphModule, inputs) -> Callable:
-        compiled = super().__call__(graph, inputs)
-
-        def call(*args):
-            self.runs += 1
-            return compiled(*args)
-
-        return call
+from examples.compiler.dynamic_shapes import SIZES, GatedMLP, Served, sizes_compiled, time_mix
 
 
 def count_orders(h: Harness, model: nn.Module, batches) -> None:
@@ -38,9 +21,7 @@ def count_orders(h: Harness, model: nn.Module, batches) -> None:
         torch.compiler.reset()
         counts = {}
         for name in ("automatic", "dynamic=True", "mark_dynamic", "mark_unbacked"):
-            counting = Counting()
-            served = Served(model, name, POLICIES[name], backend=counting)
-            counts[name] = len(sizes_compiled(served, sizes, counting))
+            counts[name] = len(sizes_compiled(Served(model, name, backend="eager"), sizes)[0])
         h.fact(f"graphs for batches of {order}", counts)
     torch.compiler.reset()
 
@@ -61,9 +42,8 @@ def explain_one(h: Harness, model: nn.Module, batches) -> None:
     found = {}
     for name in ("automatic", "mark_dynamic", "mark_unbacked"):
         torch.compiler.reset()
-        counting = Counting()
-        served = Served(model, name, POLICIES[name], backend=counting)
-        sizes_compiled(served, batches, counting)
+        served = Served(model, name, backend="eager")
+        sizes_compiled(served, batches)
         found[name] = rows_guards(served.code)
     h.fact("guards on the rows", found)
     if any("2 <=" in guard for guard in found["mark_dynamic"]):
@@ -71,47 +51,6 @@ def explain_one(h: Harness, model: nn.Module, batches) -> None:
             "0/1 specialization: 1 broadcasts and 0 is empty, so a symbol stands for what its guard says, "
             f"{found['mark_dynamic'][0]}, and 1 is compiled apart; mark_unbacked: {found['mark_unbacked'][0]}"
         )
-    torch.compiler.reset()
-
-
-def recompile_limit(h: Harness, batches) -> None:
-    """What happens at the limit: eager for good, one warning, and two settings that raise instead."""
-
-    def scale(x):
-        return torch.sin(x) + 1
-
-    torch.compiler.reset()
-    counting = CountingRuns()
-    compiled = torch.compile(scale, backend=counting, dynamic=False)
-    runs = []
-    with logs() as lines:
-        for _ in range(2):
-            for x in batches:
-                compiled(x)
-            runs.append(counting.runs - sum(runs))
-    warnings = [text for _, text in lines if "recompile_limit" in text]
-    h.fact(
-        "static, at the default limit",
-        {
-            "limit": torch._dynamo.config.recompile_limit, "graphs": counting.graphs, "calls": len(batches),
-            "in eager": len(batches) - runs[0], "in eager, second time": len(batches) - runs[1],
-            "warnings": len(warnings),
-        },
-    )  # fmt: skip
-    for line in "\n".join(warnings).splitlines()[:3]:
-        h.say(f"  {line.split(' (/')[0].strip()}")
-    raised = {}
-    for name, options in {"fail_on_recompile_limit_hit": {}, "fullgraph=True": {"fullgraph": True}}.items():
-        torch.compiler.reset()
-        compiled = torch.compile(scale, backend="eager", dynamic=False, **options)
-        with torch._dynamo.config.patch(fail_on_recompile_limit_hit=not options), logs():
-            for x in batches:
-                try:
-                    compiled(x)
-                except torch._dynamo.exc.FailOnRecompileLimitHit as error:
-                    raised[name] = {"at rows": len(x), "error": f"{type(error).__name__}: {error}".splitlines()[0]}
-                    break
-    h.fact("how to be told of the limit", raised)
     torch.compiler.reset()
 
 
@@ -172,7 +111,7 @@ def small_model(h: Harness) -> None:
     model = model.to(h.device, torch.bfloat16 if gpu else torch.float32).requires_grad_(False)
     batches = [h.randn(rows, width, dtype=model[0].weight.dtype) for rows in SIZES]
     torch.compiler.reset()
-    served = {name: Served(model, name, POLICIES[name]) for name in ("mark_dynamic", "mark_unbacked", "padded to 64")}
+    served = {name: Served(model, name) for name in ("mark_dynamic", "mark_unbacked", "padded to 64")}
     for one in served.values():
         for x in batches:
             one.first(x)
@@ -192,7 +131,6 @@ def study(h: Harness) -> None:
     model, batches = GatedMLP(width, 32).to(h.device).requires_grad_(False), [h.randn(n, 3, width) for n in SIZES]
     count_orders(h, model, batches)
     explain_one(h, model, batches)
-    recompile_limit(h, batches)
     refused_marks(h)
     if h.timing:
         guard_search(h)

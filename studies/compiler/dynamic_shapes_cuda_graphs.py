@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 from compile_inspect import cuda_graphs, logs, watch
-from examples.compiler.dynamic_shapes import POLICIES, SIZES, GatedMLP, Served, time_mix
+from examples.compiler.dynamic_shapes import SIZES, GatedMLP, Served, time_mix
 
 CUDA_GRAPHS = {"mode": "reduce-overhead"}
 SKIPPING = {"options": {"triton.cudagraphs": True, "triton.cudagraph_skip_dynamic_graphs": True}}
@@ -29,12 +29,12 @@ class Replayed(Served):
         return super().__call__(x).clone()
 
 
-def device_mib() -> tuple[float, float]:
-    """(memory in use on the GPU, that of torch's allocator), in MiB, once unused blocks are given back."""
+def device_mib() -> float:
+    """Memory in use on the GPU, in MiB, once unused blocks are given back."""
     torch.cuda.synchronize()
     torch.cuda.empty_cache()
     free, total = torch.cuda.mem_get_info()
-    return (total - free) / 2**20, torch.cuda.memory_reserved() / 2**20
+    return (total - free) / 2**20
 
 
 def recorded(model: nn.Module, name: str, batches) -> tuple[Served, dict]:
@@ -43,7 +43,7 @@ def recorded(model: nn.Module, name: str, batches) -> tuple[Served, dict]:
     A size that is new to a graph runs as a warm-up the first time and is recorded the second time.
     """
     policy, options = RECORDED[name]
-    served = (Replayed if options else Served)(model, f"recorded {name}", POLICIES[policy], **options)
+    served = (Replayed if options else Served)(model, policy, **options)
     before, seconds = cuda_graphs(), []
     shown = torch._inductor.config.patch(shape_padding=False)  # as in compile_all
     with shown, logs(cudagraphs=True) as lines, watch() as seen:
@@ -57,12 +57,11 @@ def recorded(model: nn.Module, name: str, batches) -> tuple[Served, dict]:
             torch.cuda.synchronize()
             seconds.append(round(time.perf_counter() - started, 4))
         of_all = cuda_graphs() - before
-    grown = [round(now - then, 1) for now, then in zip(device_mib(), used, strict=True)]
-    warned = [text for _, text in lines if "distinct" in text]
+    grown = round(device_mib() - used, 1)
+    warned = [text.split(". Please")[0] for _, text in lines if "distinct" in text]
     return served, {
         "graphs compiled": seen.graphs, "CUDA graphs of one size": of_one, "CUDA graphs": of_all,
-        "MiB more than for one size": grown[0], "of it in torch's allocator": grown[1],
-        "warnings": [text.split(". Please")[0] for text in warned], "seconds of 3 passes": seconds,
+        "MiB more than for one size": grown, "warnings": warned, "seconds of 3 passes": seconds,
     }  # fmt: skip
 
 
@@ -77,27 +76,18 @@ def cuda_graphs_over_sizes(h: Harness, model: nn.Module, batches) -> None:
         with h.progress(f"recording {name}"):
             served[name], table[name] = recorded(model, name, batches)
     if not h.profile:
-        what = f"CUDA graphs for batches of {len(batches[0])} to {len(batches[-1])}"
         keys = list(table[name])[: None if h.timing else -1]
-        h.fact(what, {name: {key: row[key] for key in keys} for name, row in table.items()})
-        recording_verdict(h, table, len(batches))
+        rows = {name: {key: row[key] for key in keys} for name, row in table.items()}
+        h.fact(f"CUDA graphs for batches of {len(batches[0])} to {len(batches[-1])}", rows)
+        _, marked, skipping, padded = table.values()
+        number, more = "CUDA graphs", "MiB more than for one size"
+        h.fact(
+            "verdict dynamic-cudagraphs",
+            f"{'false' if marked[number] else 'true'}: {len(batches)} sizes gave {marked['graphs compiled']} compiled "
+            f"graph and {marked[number]} CUDA graphs, {marked[more]} MiB; padded to powers of two {padded[number]}, "
+            f"{padded[more]} MiB; with cudagraph_skip_dynamic_graphs {skipping[number]}",
+        )
     time_mix(h, model, served, batches, "mix under CUDA graphs")
-
-
-def recording_verdict(h: Harness, table: dict[str, dict], sizes: int) -> None:
-    """On the claim that dynamic shapes disable CUDA graphs."""
-    marked, skipping, padded = (table[name] for name in list(RECORDED)[1:])
-    number, more = "CUDA graphs", "MiB more than for one size"
-    h.fact(
-        "verdict dynamic-cudagraphs",
-        f"{'false' if marked[number] else 'true'}: {sizes} sizes gave {marked['graphs compiled']} compiled graph and "
-        f"{marked[number]} CUDA graphs, {marked[more]} MiB; padded to powers of two {padded[number]}, "
-        f"{padded[more]} MiB; with cudagraph_skip_dynamic_graphs {skipping[number]}",
-    )
-    _, recording, replaying = marked["seconds of 3 passes"]
-    if h.timing and marked[number] > 1:
-        each = (recording - replaying) / (marked[number] - marked["CUDA graphs of one size"])
-        h.say(f"recording took {1000 * each:.1f} ms a size, at the second call of each; then a pass took {replaying} s")
 
 
 def study(h: Harness) -> None:

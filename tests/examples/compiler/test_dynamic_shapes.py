@@ -5,11 +5,11 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+from compile_inspect import watch
 from examples.compiler import dynamic_shapes
 from examples.compiler.dynamic_shapes import (
     LARGEST,
     POLICIES,
-    Counting,
     GatedMLP,
     Served,
     bucket,
@@ -18,11 +18,6 @@ from examples.compiler.dynamic_shapes import (
     sizes_compiled,
 )
 from tests.quiet import ran
-
-
-@pytest.fixture
-def model(h):
-    return GatedMLP(16, 32).to(h.device).requires_grad_(False)
 
 
 def test_demo():
@@ -35,32 +30,26 @@ def test_demo():
     assert rows["mark_dynamic"]["compiled at"] == "1 2"
     assert rows["powers of two"]["compiled at"] == "1 2 3 5 9 17 33"
     assert rows["powers of two"]["rows per useful row"] == round(2731 / 2080, 3)
-    assert rows["padded to 64"]["rows per useful row"] == round(64 * 64 / 2080, 3)
     assert rows["mark_dynamic"]["seconds"] > 0
-    assert rows["static"]["seconds"] == "not generated"  # only counted, at quick sizes
-    right = {row["variant"] for table in record.tables for row in table["rows"]}
-    right |= {f"torch.compile {check['what'].split(', ')[0]}" for check in record.checks if check["passed"]}
-    assert {f"torch.compile {name}" for name in POLICIES} <= right
 
 
 @pytest.mark.parametrize("name", POLICIES)
-def test_every_policy_is_right_in_any_order(h, model, name):
-    counting = Counting("aot_eager")
-    served, sizes = Served(model, name, POLICIES[name], backend=counting), (3, 64, 1, 2, 17, 3)
-    batches = [h.randn(rows, 3, 16) for rows in sizes]
-    compiled = sizes_compiled(served, batches, counting)
+def test_every_policy_is_right_in_any_order(h, name):
+    model, sizes = GatedMLP(16, 32).to(h.device).requires_grad_(False), (3, 64, 1, 2, 17, 3)
+    served, batches = Served(model, name, backend="aot_eager"), [h.randn(rows, 3, 16) for rows in sizes]
+    compiled, _ = sizes_compiled(served, batches)
     assert len(compiled) == len(set(compiled)) <= len(set(sizes))
-    h.check(served.mix, reference_of(model), *batches, what=name, terms=64, roundings=8, poison=False)
-    assert counting.graphs == len(compiled)  # unmarked inputs passed the guards too
+    with watch() as seen:
+        h.check(served.mix, reference_of(model), *batches, what=name, terms=64, roundings=8, poison=False)
+    assert seen.graphs == 0  # unmarked inputs pass the guards too
     assert not any(hasattr(x, "_dynamo_dynamic_indices") for x in batches)
 
 
-def test_policies_do_not_share_what_they_learn(h, model):
+def test_policies_do_not_share_what_they_learn(h):
     """Of one model: the graphs of one policy neither serve the next nor count against its limit."""
-    batches = [h.randn(rows, 3, 16) for rows in range(2, 12)]
+    model, batches = GatedMLP(16, 32).to(h.device), [h.randn(rows, 3, 16) for rows in range(2, 12)]
     for name, graphs in {"static": 10, "automatic": 2, "mark_dynamic": 1}.items():
-        counting = Counting()
-        assert len(sizes_compiled(Served(model, name, POLICIES[name], backend=counting), batches, counting)) == graphs
+        assert len(sizes_compiled(Served(model, name, backend="eager"), batches)[0]) == graphs
 
 
 @given(rows=st.integers(1, 300), more=st.integers(0, 20), inner=st.lists(st.integers(0, 3), max_size=3))

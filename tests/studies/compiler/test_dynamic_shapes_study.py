@@ -1,11 +1,10 @@
-"""studies/compiler/dynamic_shapes: graphs in any order, the limit, guards, refused marks, CUDA graphs (gpu)."""
+"""studies/compiler/dynamic_shapes: graphs in any order, guards, refused marks, CUDA graphs (gpu)."""
 
 import pytest
 import torch
 
-from compile_inspect import cuda_graphs
 from examples.compiler.dynamic_shapes import GatedMLP
-from studies.compiler.dynamic_shapes import CountingRuns, study
+from studies.compiler.dynamic_shapes import study
 from studies.compiler.dynamic_shapes_cuda_graphs import cuda_graphs_over_sizes
 from tests.quiet import ran
 
@@ -16,12 +15,6 @@ def test_study():
         "automatic": 2, "dynamic=True": 1, "mark_dynamic": 1, "mark_unbacked": 1,
     }  # fmt: skip
     assert facts["graphs for batches of 64 down to 1"]["automatic"] == 3
-    assert facts["static, at the default limit"] == {
-        "limit": 8, "graphs": 8, "calls": 64, "in eager": 56, "in eager, second time": 56, "warnings": 1,
-    }  # fmt: skip
-    loud = facts["how to be told of the limit"]
-    assert [row["at rows"] for row in loud.values()] == [9, 9]
-    assert all(row["error"].startswith("FailOnRecompileLimitHit") for row in loud.values())
     marks = facts["a mark on code that needs the size"]
     assert marks["mark_dynamic, four_rows"].startswith("ConstraintViolationError: You marked")
     assert marks["maybe_mark_dynamic, four_rows"] == "compiled for rows == 8"
@@ -29,18 +22,6 @@ def test_study():
     assert facts["guards on the rows"]["mark_dynamic"] == ["2 <= L['x'].size()[0]", "rows == 1"]
     assert facts["guards on the rows"]["mark_unbacked"] == ["0 <= L['x'].size()[0]"]
     assert facts["graphs compiled while it was timed"] == 0
-
-
-def test_counting_runs(h):
-    counting = CountingRuns()
-    compiled = torch.compile(lambda x: x + 1, backend=counting, dynamic=True)
-    for rows in (2, 3, 2):
-        assert torch.equal(compiled(torch.ones(rows)), torch.full((rows,), 2.0))
-    assert (counting.graphs, counting.runs) == (1, 3)
-    if h.device.type == "cpu":
-        assert cuda_graphs() == 0
-        cuda_graphs_over_sizes(h, GatedMLP(16, 32), [])
-        assert not h.record.facts
 
 
 @pytest.mark.gpu
