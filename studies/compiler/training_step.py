@@ -21,9 +21,8 @@ BUDGETS = (1.0, 0.5, 0.2, 0.0)
 def study(h: Harness) -> None:
     if h.profile:
         return
-    config, shapes = sizes(h)
-    model, tokens = LanguageModel(config, h.device, h.machine.mode == "gpu"), h.randint(config.vocab, *shapes[0])
-    torch.compiler.reset()
+    new, (tokens, *_) = sizes(h)
+    model = new()
     show_graphs(h, model, tokens)
     show_gradients(h, model, tokens)
 
@@ -39,17 +38,16 @@ def inductor_within(budget: float) -> Callable:
     return backend
 
 
-def compiled(model: LanguageModel, budget: float = 1.0) -> Callable:
-    """The model by torch.compile, for one shape after another. Raises ValueError for a budget outside 0 to 1."""
-    if not 0 <= budget <= 1:
-        raise ValueError(f"compiled: an activation memory budget of {budget}; it is a share, from 0 to 1")
-    return torch.compile(model, backend=inductor_within(budget), fullgraph=True, dynamic=False)
-
-
 def gradients(model: LanguageModel, losses: Callable) -> Callable:
     """tokens -> the gradient of the mean loss by each parameter."""
     parameters = list(model.parameters())
     return lambda tokens: torch.autograd.grad(losses(tokens).mean(), parameters)
+
+
+def within(budget: float, model: LanguageModel) -> Callable:
+    """The gradients by torch.compile with this activation memory budget, a share from 0 to 1."""
+    compiled = torch.compile(model, backend=inductor_within(budget), fullgraph=True, dynamic=False)
+    return gradients(model, compiled)
 
 
 def peak_bytes(fn: Callable, *inputs) -> int:
@@ -66,49 +64,33 @@ def show_graphs(h: Harness, model: LanguageModel, tokens: torch.Tensor) -> None:
     """The joint graph, and what waits in memory between its two parts."""
     cases = {"default partitioner": ("default", 1.0)}
     cases |= {f"min-cut, budget {budget}": ("min-cut", budget) for budget in BUDGETS}
+    torch.compiler.reset()
     found = splits(model, tokens, cases=cases)
     torch.compiler.reset()
     number, size = saved_by_autograd(model, tokens)
     h.fact("saved for backward by eager autograd", {"saved": number, "saved_bytes": size})
-    h.fact("joint graph, cut by", {name: asdict(cut) for name, cut in found.items()})
+    h.table("joint graph, cut by", {name: asdict(cut) for name, cut in found.items()})
     default, full = found["default partitioner"], found["min-cut, budget 1.0"]
-    recomputed = full.backward_matmuls - default.backward_matmuls
     h.say(
         f"waiting for backward: {size / 1e6:.1f} MB in eager, {default.saved_bytes / 1e6:.1f} cut by default, "
         f"{full.saved_bytes / 1e6:.1f} by min-cut, for {full.backward - default.backward:+d} operations in backward, "
-        f"{recomputed} of them matrix products or attention"
+        f"{full.backward_matmuls - default.backward_matmuls} of them matrix products or attention"
     )
-    for budget in BUDGETS[1:]:
-        cut = found[f"min-cut, budget {budget}"]
-        share = cut.saved_bytes / full.saved_bytes if full.saved_bytes else 1.0
-        more = cut.backward_matmuls - full.backward_matmuls
-        h.say(
-            f"budget {budget}: {share:.0%} of those bytes, for {more:+d} matrix products or attention in backward, "
-            f"which has {full.backward_matmuls}"
-        )
 
 
 def show_gradients(h: Harness, model: LanguageModel, tokens: torch.Tensor) -> None:
     """Forward and backward: every gradient against float64, time, and on a GPU the memory really used."""
     variants = {"torch eager": gradients(model, model)}
     for budget in BUDGETS if tokens.is_cuda else BUDGETS[:1]:
-        variants[f"torch.compile, budget {budget}"] = gradients(model, compiled(model, budget))
+        variants[f"torch.compile, budget {budget}"] = within(budget, model)
     exact = model.float64()
-    table = h.compare(
+    h.compare(
         variants, gradients(exact, exact), tokens, baseline="torch eager", work=Work(), title="forward and backward",
         case=case_of(tokens), timing=Timing(end_to_end=True), max_error_ratio=2.0, dtype=torch.float32,
     )  # fmt: skip
     if tokens.is_cuda:
         peaks = {name: peak_bytes(fn, tokens) for name, fn in variants.items()}
         h.fact("peak bytes of forward and backward", peaks)
-    for row in table.rows[1:] if h.timing else []:
-        memory = f", {peaks[row.variant] / peaks['torch eager']:.2f}x its memory at the peak" if tokens.is_cuda else ""
-        h.say(f"{row.variant}: {against(row.speedup)} eager{memory}")
-    if tokens.is_cuda:
         lowest, last = min(peaks, key=peaks.get), next(reversed(peaks))
         if lowest != last:
             h.say(f"to save less is not always to need less: the lowest peak is that of {lowest}, not of {last}")
-
-
-def against(speedup: float) -> str:
-    return f"{'slower, ' if round(speedup, 2) < 1 else ''}{speedup:.2f}x the speed of"

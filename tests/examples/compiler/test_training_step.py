@@ -1,14 +1,13 @@
-"""training_step: losses and updates against float64, what waits for backward, and bad input."""
+"""training_step: losses and updates against float64, and bad input."""
 
 from dataclasses import replace
 
 import pytest
 import torch
 
-from compile_inspect import splits
 from examples.common.transformer import TINY
-from examples.compiler.training_step import LanguageModel, Trainer, adamw, demo, saved_by_autograd
-from tests.quiet import ran
+from examples.compiler.training_step import LanguageModel, Trainer, adamw
+from studies.compiler.training_step_parts import after
 
 MINI = replace(TINY, width=64, layers=2, heads=2, kv_heads=1, hidden=96, vocab=128, max_tokens=32)
 
@@ -23,33 +22,17 @@ def tokens(h) -> torch.Tensor:
     return h.randint(MINI.vocab, 2, 17)
 
 
-@pytest.mark.slow
-def test_demo():
-    record = ran(demo, finish=False).record
-    (waiting,) = record.facts.values()
-    assert 0 < waiting["min-cut"] < waiting["eager autograd"]
-    assert all(row["error"] <= 1 for table in record.tables for row in table["rows"])
-
-
-def test_the_default_partitioner_saves_what_autograd_does(model, tokens):
-    cuts = splits(model, tokens, cases={"default": ("default", 1.0), "min-cut": ("min-cut", 1.0)})
-    number, size = saved_by_autograd(model, tokens)
-    assert cuts["default"].saved <= number
-    assert cuts["default"].saved_bytes == pytest.approx(size, rel=0.1)
-    assert 0 < cuts["min-cut"].saved_bytes < size
-
-
 @pytest.mark.parametrize("how", ["fused", "foreach"])
 def test_a_trainer_starts_over(h, model, tokens, how):
     exact = LanguageModel(MINI, h.device, mixed=False).float64()
     assert {p.dtype for p in exact.parameters()} == {torch.float64}
     trainer, exact = Trainer(model, model, how), Trainer(exact, exact, "foreach")
-    first = trainer.after(3, tokens)
+    first = after(3, trainer, tokens)
     trainer(tokens)
-    assert torch.equal(trainer.after(3, tokens), first) or h.device.type == "cuda"  # where atomics add
-    want = exact.after(3, tokens)
+    assert torch.equal(after(3, trainer, tokens), first) or h.device.type == "cuda"  # where atomics add
+    want = after(3, exact, tokens)
     h.check(lambda _: first, lambda _: want, tokens, what=how, poison=False, dtype=torch.float32, acc=2**-19)
-    assert first.mean() < trainer.after(0, tokens).mean()
+    assert first.mean() < after(0, trainer, tokens).mean()
 
 
 def test_bad_tokens_and_bad_ways(h, model, tokens):
@@ -60,5 +43,3 @@ def test_bad_tokens_and_bad_ways(h, model, tokens):
             model(bad)
     with pytest.raises(ValueError, match=r'adamw: \'faster\' is not one of "foreach", "fused" or "compiled"'):
         adamw(model.parameters(), "faster")
-    with pytest.raises(ValueError, match="adamw: no parameters"):
-        adamw([], "fused")
