@@ -123,6 +123,14 @@ def waited(fn: Callable) -> Callable:
     return run
 
 
+def warm_up() -> None:
+    """What only the first compilation of a process costs, and the one program that all backward passes begin with."""
+    ones = torch.ones(8, device=device(), requires_grad=True)
+    torch.compile(lambda x: x.sin().sum(), backend="openxla")(ones).backward()
+    settle()
+    torch.compiler.reset()
+
+
 def forget_pending() -> None:
     """Drop what is recorded, and the error of what could not be run: the next sync would meet both again.
 

@@ -1,9 +1,8 @@
 """One model, six ways to run it: eager, Inductor, openxla, lazy XLA, torch_xla.compile, JAX; and when each one pays.
 
-The same weights go through every compiler of this environment, each cold. Three of them differ only in how torch_xla
-learns what to compile: lazy mode by recording each call, torch_xla.compile by recording each call between two syncs,
-openxla by Dynamo, once. JAX's is the same compiler with its own front end. A compiler is paid at the first call and
-earns at the later ones: the number of calls decides.
+The same weights go through every compiler, each cold. Three differ only in how torch_xla learns what to compile: lazy
+mode by recording each call, torch_xla.compile by recording each call between two syncs, openxla by Dynamo, once. JAX's
+is the same compiler with its own front end. A compiler is paid at the first call and earns at the later ones.
 
 Question   Which compiler for this model, given how often it will be called with these sizes?
 Needs      torch_xla>=2.9
@@ -16,8 +15,6 @@ Source     chapter section "XLA": compare.
 from __future__ import annotations
 
 import copy
-import math
-import time
 from collections.abc import Callable
 from dataclasses import dataclass
 
@@ -29,7 +26,7 @@ import torch_xla
 from compile_inspect import fresh_cache, logs, warm_up
 from examples.common import xla
 from examples.common.transformer import Config, Transformer, pieces
-from examples.xla.compare_jax import JAX_PACKAGE, have_jax, jax_forward, to_torch, weights_for_jax
+from examples.xla.compare_jax import JAX_PACKAGE, have_jax, jax_way, warm_up_jax
 
 EAGER, INDUCTOR, OPENXLA = "torch eager", "torch.compile inductor", "torch.compile openxla"
 LAZY, COMPILE, JAX = "torch_xla lazy", "torch_xla.compile", "JAX"
@@ -42,23 +39,20 @@ class Way:
     """One way: `call` returns when the host is free again, `finish` waits for its result and brings it to torch."""
 
     call: Callable
-    finish: Callable
+    finish: Callable = lambda result: result
 
     def __call__(self, *_) -> torch.Tensor | tuple[torch.Tensor, ...]:
         return self.finish(self.call())
 
 
-def settled(result):
-    xla.settle()
+def synced(result):
+    """Lazy mode has then been asked to run what it recorded: the host's part is done."""
+    torch_xla.sync()
     return result
 
 
 def finished(result):
     xla.wait()  # started already, and nothing is left to synchronize
-    return result
-
-
-def as_it_is(result):
     return result
 
 
@@ -80,60 +74,13 @@ def forwards(model: Transformer, tokens: torch.Tensor) -> dict[str, Way]:
     openxla = torch.compile(there, backend="openxla", fullgraph=True, dynamic=False)
     bounded = torch_xla.compile(another_program(model), full_graph=True)
     ways = {
-        EAGER: Way(lambda: model(tokens), as_it_is),
-        INDUCTOR: Way(lambda: inductor(tokens), as_it_is),
+        EAGER: Way(lambda: model(tokens)),
+        INDUCTOR: Way(lambda: inductor(tokens)),
         OPENXLA: Way(lambda: openxla(moved), finished),
         LAZY: Way(lambda: synced(there(moved)), finished),
         COMPILE: Way(lambda: bounded(moved), finished),
     }
-    if have_jax():
-        import jax
-
-        weights, compiled = weights_for_jax(model), jax.jit(jax_forward(model.config))
-        ids = jax.device_put(tokens.to(torch.int32).numpy(), jax.devices("cpu")[0])
-        ways[JAX] = Way(lambda: compiled(weights, ids), to_torch)
-    return ways
-
-
-def synced(result):
-    """Lazy mode has then been asked to run what it recorded: the host's part is done."""
-    torch_xla.sync()
-    return result
-
-
-def seconds_of(first_s: float, ms: float, calls: int) -> float:
-    """All of so many calls: the first, and the later ones at their time each. Raises ValueError for no time or call."""
-    if not (first_s >= 0 and ms >= 0 and calls >= 1):
-        raise ValueError(f"seconds_of: first call {first_s} s, then {ms} ms, {calls} calls; need times, and a call")
-    return first_s + (calls - 1) * ms / 1000
-
-
-def break_even(first_s: float, ms: float, than_first_s: float, than_ms: float) -> int | None:
-    """From how many calls on the one takes no longer, in all, than the other; None: never.
-
-    Raises ValueError for what cannot be a time.
-    """
-    if not all(0 <= value < math.inf for value in (first_s, ms, than_first_s, than_ms)):
-        raise ValueError(f"break_even: {(first_s, ms, than_first_s, than_ms)}; need times, none negative or infinite")
-    extra, saved = first_s - than_first_s, (than_ms - ms) / 1000
-    if saved < 0:
-        return None
-    if extra <= 0:
-        return 1
-    return 1 + math.ceil(extra / saved) if saved else None
-
-
-def wake(device: torch.device) -> None:
-    """What only the first compilation of a process costs is no model's."""
-    with logs():
-        warm_up(device)
-        torch.compile(lambda x: x.sin() + 1, backend="openxla")(torch.ones(8, device=xla.device()))
-        xla.settle()
-        if have_jax():
-            import jax
-
-            jax.jit(lambda x: jax.numpy.sin(x) + 1)(jax.device_put(torch.ones(8).numpy(), jax.devices("cpu")[0]))
-        torch.compiler.reset()
+    return ways | ({JAX: Way(*jax_way(model, tokens))} if have_jax() else {})
 
 
 def start(ways: dict[str, Way]) -> tuple[dict[str, float], dict[str, int]]:
@@ -141,9 +88,8 @@ def start(ways: dict[str, Way]) -> tuple[dict[str, float], dict[str, int]]:
     seconds, programs = {}, {}
     for name, way in ways.items():
         with fresh_cache(), xla.watch() as ran:
-            started = time.perf_counter()
             way()
-            seconds[name] = time.perf_counter() - started
+        seconds[name] = ran.seconds
         if name in (OPENXLA, LAZY, COMPILE):
             programs[name] = ran.compiles
     return seconds, programs
@@ -156,8 +102,8 @@ def sizes(h: Harness) -> tuple[Config, tuple[tuple[int, int], ...]]:
 
 
 def totals(table, calls: int) -> dict[str, float]:
-    """Seconds that each way takes for so many calls, its first among them."""
-    return {row.variant: seconds_of(row.first_call_s, row.ms, calls) for row in table.rows}
+    """Seconds that each way takes for so many calls: the first, and the later ones at their time each."""
+    return {row.variant: row.first_call_s + (calls - 1) * row.ms / 1000 for row in table.rows}
 
 
 def least(seconds: dict[str, float]) -> str:
@@ -165,14 +111,10 @@ def least(seconds: dict[str, float]) -> str:
     return next(name.split()[-1] for name, s in seconds.items() if s <= 1.05 * min(seconds.values()))
 
 
-def show_totals(h: Harness, table) -> None:
-    shown = {row.variant: {f"{n:,}": round(totals(table, n)[row.variant], 1) for n in CALLS} for row in table.rows}
-    h.table(f"seconds in all for so many calls, {table.case}", shown)
-
-
 def measure(h: Harness, model: Transformer, tokens: torch.Tensor):
     """One table, each way compiled cold before it."""
     case = f"{'x'.join(map(str, tokens.shape))} tokens"
+    torch.compiler.reset()
     each = pieces(model.config, *tokens.shape, 4)
     with torch.no_grad(), h.progress(f"first calls, {case}"):
         ways = forwards(model, tokens)
@@ -187,14 +129,15 @@ def measure(h: Harness, model: Transformer, tokens: torch.Tensor):
 
 def demo(h: Harness) -> None:
     config, shapes = sizes(h)
-    torch.compiler.reset()
-    wake(h.device)
-    model, tables = Transformer.random(config, h.device, torch.float32, h.seed), []
-    for shape in shapes:
-        torch.compiler.reset()
-        tables.append(measure(h, model, h.randint(config.vocab, *shape)))
-        if tables[-1].timed:
-            show_totals(h, tables[-1])
+    with logs():  # what only the first compilation of a process costs is no model's
+        warm_up(h.device)
+        xla.warm_up()
+        warm_up_jax()
+    model = Transformer.random(config, h.device, torch.float32, h.seed)
+    tables = [measure(h, model, h.randint(config.vocab, *shape)) for shape in shapes]
+    for table in filter(None, tables):
+        rows = {name: {f"{n:,}": round(totals(table, n)[name], 1) for n in CALLS} for name in totals(table, 1)}
+        h.table(f"seconds in all for so many calls, {table.case}", rows)
     if not have_jax():
         h.say(f"JAX is not installed, so its rows are missing: pip install {JAX_PACKAGE}")
     torch.compiler.reset()

@@ -18,25 +18,36 @@ def have_jax() -> bool:
 
 
 def weights_for_jax(model: Transformer) -> dict:
-    """The very weights of the model, and its tables of angles, as JAX's arrays on the CPU, by their torch names.
-
-    Raises ImportError where JAX is not installed, with the command.
-    """
-    if not have_jax():
-        raise ImportError(f"weights_for_jax: JAX is not installed here; pip install {JAX_PACKAGE}")
+    """The very weights of the model, and its tables of angles, as JAX's arrays on the CPU, by their torch names."""
     import jax
 
     tensors = {**dict(model.named_parameters()), **dict(model.named_buffers())}
     return {name: jax.device_put(x.detach().numpy(), jax.devices("cpu")[0]) for name, x in tensors.items()}
 
 
-def jax_forward(config: Config) -> Callable:
-    """The forward pass of examples.common.transformer as a function of JAX: (weights, tokens) -> logits.
+def ids_for_jax(tokens: torch.Tensor):
+    import jax
 
-    Raises TypeError for anything but the Config of that transformer.
-    """
-    if not isinstance(config, Config):
-        raise TypeError(f"jax_forward: got {type(config).__name__}; need the Config of examples.common.transformer")
+    return jax.device_put(tokens.to(torch.int32).numpy(), jax.devices("cpu")[0])
+
+
+def jax_way(model: Transformer, tokens: torch.Tensor) -> tuple[Callable, Callable]:
+    """Start the forward pass, and wait for its result as a torch tensor."""
+    import jax
+
+    weights, ids, compiled = weights_for_jax(model), ids_for_jax(tokens), jax.jit(jax_forward(model.config))
+    return lambda: compiled(weights, ids), to_torch
+
+
+def warm_up_jax() -> None:
+    if have_jax():
+        import jax
+
+        jax.jit(lambda x: jax.numpy.sin(x) + 1)(ids_for_jax(torch.ones(8)))
+
+
+def jax_forward(config: Config) -> Callable:
+    """The forward pass of examples.common.transformer as a function of JAX: (weights, tokens) -> logits."""
     import jax
     import jax.numpy as jnp
 

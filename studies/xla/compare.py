@@ -26,16 +26,13 @@ from examples.xla.compare import (
     OPENXLA,
     Way,
     another_program,
-    as_it_is,
-    break_even,
     finished,
     forwards,
-    settled,
     sizes,
     start,
     synced,
 )  # fmt: skip
-from examples.xla.compare_jax import have_jax, jax_forward, to_torch, weights_for_jax
+from examples.xla.compare_jax import have_jax, ids_for_jax, jax_forward, to_torch, weights_for_jax
 
 
 def study(h: Harness) -> None:
@@ -45,8 +42,6 @@ def study(h: Harness) -> None:
     torch.compiler.reset()
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
     h.fact("threads", {"torch, Inductor": torch.get_num_threads(), "XLA and JAX, one for each core": cores})
-    if torch.get_num_threads() != cores:
-        h.say("not the same number of threads for all of them: read the times with that in mind")
     model = Transformer.random(config, h.device, torch.float32, h.seed)
     tokens = h.randint(config.vocab, *shapes[0])
     if h.lesson and h.lesson[0].timed:
@@ -91,12 +86,20 @@ def shares(h: Harness, ways: dict[str, Way]) -> None:
     h.say(f"ms until the host is free, of ms in all: {shown}; eager and Inductor return with the result")
 
 
+def break_even(first_s: float, ms: float, than_first_s: float, than_ms: float) -> int | None:
+    """From how many calls on the one takes no longer, in all, than the other; None: never."""
+    extra, saved = first_s - than_first_s, (than_ms - ms) / 1000
+    if saved < 0:
+        return None
+    if extra <= 0:
+        return 1
+    return 1 + math.ceil(extra / saved) if saved else None
+
+
 def first_calls(h: Harness) -> None:
-    """When each first call is earned back, what disturbed the times, and who is furthest from float64."""
+    """When each first call is earned back."""
     for table in h.lesson:
         rows = {row.variant: row for row in table.rows}
-        if noisy := [name for name, row in rows.items() if row.p80 > 3 * row.p20]:
-            h.say(f"{', '.join(noisy)}: times within this run differ 3 times and more, as on cores with other work")
         for name, row in rows.items():
             if name != EAGER:
                 # Eager as slow as it was in the rounds of this way, so that it agrees with the table's ratio.
@@ -105,9 +108,11 @@ def first_calls(h: Harness) -> None:
                 h.say(
                     f"{table.case}, {name}: first call {row.first_call_s:.2f} s, then {row.speedup:.2f}x eager: {pays}"
                 )
-        most = max(row.error for row in rows.values())
-        worst = ", ".join(name for name, row in rows.items() if math.isclose(row.error, most, rel_tol=1e-3))
-        h.say(f"{table.case}: furthest from float64: {worst}, at {most * LIKE_EAGER:.2f} times eager's own error")
+
+
+def settled(result):
+    xla.settle()
+    return result
 
 
 def gradients(model: Transformer, tokens: torch.Tensor) -> dict[str, Way]:
@@ -123,8 +128,8 @@ def gradients(model: Transformer, tokens: torch.Tensor) -> dict[str, Way]:
     openxla = torch.compile(there, backend="openxla", fullgraph=True, dynamic=False)
     bounded = torch_xla.compile(lambda tokens: of(longer, longer, tokens), full_graph=True)
     ways = {
-        EAGER: Way(lambda: of(model, model, tokens), as_it_is),
-        INDUCTOR: Way(lambda: of(model, inductor, tokens), as_it_is),
+        EAGER: Way(lambda: of(model, model, tokens)),
+        INDUCTOR: Way(lambda: of(model, inductor, tokens)),
         OPENXLA: Way(lambda: of(there, openxla, moved), settled),
         LAZY: Way(lambda: synced(of(there, there, moved)), finished),
         COMPILE: Way(lambda: bounded(moved), finished),
@@ -135,7 +140,7 @@ def gradients(model: Transformer, tokens: torch.Tensor) -> dict[str, Way]:
         forward, weights, names = jax_forward(model.config), weights_for_jax(model), dict(model.named_parameters())
         tables = {name: weights.pop(name) for name in ("cos", "sin")}
         compiled = jax.jit(jax.grad(lambda weights, tables, ids: (forward(weights | tables, ids) ** 2).mean()))
-        ids = jax.device_put(tokens.to(torch.int32).numpy(), jax.devices("cpu")[0])
+        ids = ids_for_jax(tokens)
 
         def call() -> tuple:
             found = compiled(weights, tables, ids)
@@ -165,8 +170,7 @@ def front_ends(h: Harness, model: Transformer, tokens: torch.Tensor) -> None:
     """What torch_xla and JAX hand to the same compiler: the operations in their StableHLO."""
     import jax
 
-    ids = jax.device_put(tokens.to(torch.int32).numpy(), jax.devices("cpu")[0])
-    lowered = jax.jit(jax_forward(model.config)).lower(weights_for_jax(model), ids)
+    lowered = jax.jit(jax_forward(model.config)).lower(weights_for_jax(model), ids_for_jax(tokens))
     there = copy.deepcopy(model).to(xla.device())
     recorded = there(tokens.to(xla.device()))
     texts = {"torch_xla": xla.stablehlo(recorded), "JAX": lowered.as_text()}
@@ -176,7 +180,3 @@ def front_ends(h: Harness, model: Transformer, tokens: torch.Tensor) -> None:
         for name, each in found.items()
     }
     h.fact("StableHLO of the model", counts)
-    h.say(
-        "one compiler, two front ends: "
-        + ", ".join(f"{name} hands it {each['operations']} operations" for name, each in counts.items())
-    )
