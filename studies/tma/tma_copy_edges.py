@@ -1,7 +1,8 @@
 """Study of tma_copy: where each variant's loads and stores end, at the edges of a matrix within a larger one.
 
 A copy into the middle of a poisoned matrix, an output that tma_copy itself would refuse: what it writes inside, beside
-it up to the next multiple of 16 bytes of each row, and anywhere else.
+it up to the next multiple of 16 bytes of each row, and anywhere else. A TMA store ends at that multiple; pointers, the
+interpreter, and Triton's code for GPUs without TMA, stop at the element.
 """
 
 from __future__ import annotations
@@ -12,23 +13,18 @@ from harness import Harness
 from harness.check import CheckError
 
 import torch
-import triton
 
-from examples.tma.tma_copy import launch_copy, rows_apart, runnable
-from examples.tma.tma_copy_triton import make_plan
+from examples.common.tma import rows_for_tma
+from examples.tma.tma_copy import launch_copy
+from examples.tma.tma_copy_triton import PLANS, Plan, runnable
 
 
 def padded(h: Harness, M: int, N: int, dtype: torch.dtype) -> torch.Tensor:
     """An M x N matrix whose rows are a multiple of 16 bytes apart, and its padding poison."""
-    x = rows_apart(torch.empty(M, N, dtype=dtype, device=h.device))
-    with_padding(x).fill_(float("nan"))
+    x = rows_for_tma(torch.empty(M, N, dtype=dtype, device=h.device))
+    if x.numel():
+        x.as_strided((M, x.stride(0)), x.stride()).fill_(float("nan"))
     return x.copy_(h.randn(M, N, dtype=dtype))
-
-
-def with_padding(x: torch.Tensor) -> torch.Tensor:
-    """All of the memory that rows_apart() has behind x."""
-    step = 16 // x.element_size()
-    return x.as_strided((x.shape[0], triton.cdiv(x.shape[1], step) * step), x.stride())
 
 
 def bits(x: torch.Tensor) -> torch.Tensor:
@@ -48,7 +44,7 @@ class Written(NamedTuple):
     elsewhere: int
 
 
-def written(x: torch.Tensor, variant: str, margin: int = 16, **options) -> Written:
+def written(x: torch.Tensor, variant: str, margin: int = 16, plan: Plan | None = None) -> Written:
     """What a copy into the middle of a larger, poisoned matrix writes, an output that tma_copy itself would refuse.
 
     x is read from the middle of another, of which nothing else may arrive. CheckError for a wrong element inside, for
@@ -62,7 +58,7 @@ def written(x: torch.Tensor, variant: str, margin: int = 16, **options) -> Writt
     around[middle] = x
     before = bits(canvas).clone()
     if x.numel():
-        launch_copy(around[middle], canvas[middle], variant, make_plan(variant, **options))
+        launch_copy(around[middle], canvas[middle], variant, plan or PLANS[variant])
     after, wanted = bits(canvas), bits(around)
     if not torch.equal(after[middle], wanted[middle]):
         raise CheckError(
@@ -83,11 +79,7 @@ def show_edges(h: Harness, x: torch.Tensor) -> None:
     size = "x".join(map(str, x.shape))
     h.table(f"elements written by a copy of {size}", {variant: counts._asdict() for variant, counts in found.items()})
     wide = [variant for variant, counts in found.items() if counts.up_to_16_bytes]
-    h.say(
-        f"outside a copy of {size}, {up_to_16_bytes(x)} elements lie between a row's end and the next multiple of 16 "
-        f"bytes; variants that write there: {', '.join(wide) or 'none'}"
-        + (" (the interpreter's stores end at the element, those of TMA need not)" if h.interpreted else "")
-    )
+    h.say(f"{up_to_16_bytes(x)} elements lie between a row's end and 16 bytes; written by: {', '.join(wide) or 'none'}")
 
 
 def study(h: Harness) -> None:

@@ -104,9 +104,9 @@ def test_tma_copy_says_how_many_bytes_in_flight_saturate_memory(monkeypatch):
     h = SimpleNamespace(device="cuda", machine=machine, say=said.append, table=tables.__setitem__)
     # 16, 32 and 64 KiB in flight at 1, 2 and 2.02 TB/s.
     ms = {"torch copy": 1.0, "ring 1 x 1": 4e-3, "ring 1 x 2": 2e-3, "ring 5 x 1": 4e-3 / 2.02}
-    rows = [SimpleNamespace(variant=v, ms=t, tbps=2 * x.nbytes / t / 1e9, of_ceiling=t / 2) for v, t in ms.items()]
-    monkeypatch.setattr(tma_copy, "compare", lambda *args, **options: SimpleNamespace(rows=rows, case="a case"))
-    monkeypatch.setattr(tma_copy, "resources", lambda variant, sm, **options: (32, 16 * 1024))
+    rows = [Row(v, True, None, 0, t, tbps=2 * x.nbytes / t / 1e9) for v, t in ms.items()]
+    monkeypatch.setattr(tma_copy, "compare", lambda *args, **options: Table("t", "a case", "torch copy", rows))
+    monkeypatch.setattr(tma_copy, "resources", lambda variant, plan, sm: (32, 16 * 1024))
     monkeypatch.setattr(tma_copy, "runnable", lambda: ("ring",))
     have = SimpleNamespace(max_threads_per_multi_processor=2048, shared_memory_per_multiprocessor=8 * 17 * 1024)
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: have)
