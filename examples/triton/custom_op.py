@@ -13,18 +13,16 @@ passes, the kernel 3 and the weight 2. Opaque, the copies add 4; a kernel that t
 Question   What does the compiler fuse around a Triton kernel, and what does a call of the operator cost?
 Needs      triton
 Wins when  the kernel does what Inductor cannot generate. A product of elements it can: there an operator is in its way.
+Variants   custom_op_layer.py (no kernel: the layer that the operators stand in)
 Study      studies/triton/custom_op.py
 Source     chapter section "PyTorch Integration".
 """
 
 # No `from __future__ import annotations` here: torch reads an operator's schema from its annotations.
 
-import functools
-
 from harness import Harness, Work, run
 
 import torch
-import torch.nn.functional as F
 import triton
 import triton.language as tl
 from torch import Tensor
@@ -32,6 +30,8 @@ from torch.library import triton_op
 
 from compile_inspect import kernels_run
 from examples.common.device import interpreted, require_triton_device
+from examples.common.training import forward_backward
+from examples.triton.custom_op_layer import layer, layer_budget, layer_inputs, layer_reference, silu_mul_torch
 
 # Of the operator, in torch's registry. Defining a name again frees the first operator, and torch crashes when that is
 # called: a copy of this file that is loaded under another name, as a script for one, gets a namespace of its own.
@@ -64,23 +64,22 @@ def silu_mul_backward_kernel(grad_ptr, gate_ptr, up_ptr, dgate_ptr, dup_ptr, n_e
     tl.store(dup_ptr + offsets, (grad * silu).to(dup_ptr.dtype.element_ty), mask=inside)
 
 
-def _check_shapes(name: str, *tensors: Tensor) -> None:
-    """What can be said of tensors without data; so compiling reports it as running does."""
-    dtypes, shapes = [t.dtype for t in tensors], [tuple(t.shape) for t in tensors]
+def _empty(name: str, outputs: int, *inputs: Tensor) -> tuple[Tensor, ...]:
+    """The results before they are computed; of tensors without data too, so compiling refuses as running does."""
+    dtypes, shapes = [x.dtype for x in inputs], [tuple(x.shape) for x in inputs]
     if dtypes[0] not in DTYPES or any(dtype != dtypes[0] for dtype in dtypes):
         raise TypeError(f"{name}: dtypes {dtypes}; all must be the same one of {DTYPES}")
     if any(shape != shapes[0] for shape in shapes):
         raise ValueError(f"{name}: shapes {shapes} differ; expand or slice first")
+    return tuple(torch.empty(shapes[0], dtype=dtypes[0], device=inputs[0].device) for _ in range(outputs))
 
 
 def _launch(name: str, kernel, outputs: int, *inputs: Tensor) -> tuple[Tensor, ...]:
     """The wrapper, the same for every way to call it: only what `kernel` is differs."""
     require_triton_device(name, *inputs)
-    _check_shapes(name, *inputs)
+    results = _empty(name, outputs, *inputs)
     inputs = [x.contiguous() for x in inputs]
-    gate, n_elements = inputs[-2], inputs[-2].numel()
-    results = tuple(torch.empty(gate.shape, dtype=gate.dtype, device=gate.device) for _ in range(outputs))
-    if n_elements:
+    if n_elements := inputs[0].numel():
         kernel[(triton.cdiv(n_elements, BLOCK),)](*inputs, *results, n_elements, BLOCK=BLOCK)
     return results
 
@@ -114,16 +113,8 @@ def silu_mul_opaque_backward(grad: Tensor, gate: Tensor, up: Tensor) -> tuple[Te
     return _launch(f"{NAMESPACE}::silu_mul_opaque_backward", silu_mul_backward_kernel, 2, grad, gate, up)
 
 
-@silu_mul_opaque.register_fake
-def _(gate, up):
-    _check_shapes(f"{NAMESPACE}::silu_mul_opaque", gate, up)
-    return torch.empty(gate.shape, dtype=gate.dtype, device=gate.device)
-
-
-@silu_mul_opaque_backward.register_fake
-def _(grad, gate, up):
-    _check_shapes(f"{NAMESPACE}::silu_mul_opaque_backward", grad, gate, up)
-    return tuple(torch.empty(gate.shape, dtype=gate.dtype, device=gate.device) for _ in range(2))
+silu_mul_opaque.register_fake(lambda *inputs: _empty(f"{NAMESPACE}::silu_mul_opaque", 1, *inputs)[0])
+silu_mul_opaque_backward.register_fake(lambda *inputs: _empty(f"{NAMESPACE}::silu_mul_opaque_backward", 2, *inputs))
 
 
 # Traced: these bodies hold nothing but torch and wrapped kernels, and need no fake. torch searches them for calls named
@@ -152,51 +143,18 @@ for _op, _backward in ((silu_mul_opaque, silu_mul_opaque_backward), (silu_mul_tr
     )
 
 
-def silu_mul_torch(gate: Tensor, up: Tensor) -> Tensor:
-    return F.silu(gate) * up
+def reference(gate: Tensor, up: Tensor) -> Tensor:
+    return silu_mul_torch(gate.double(), up.double())
 
 
-def layer(op):
-    """The operator as a gated MLP of experts has it: a bias before, halves of one matrix in, a routing weight after."""
+def reference_step(*tensors: Tensor) -> tuple[Tensor, ...]:
+    return forward_backward(silu_mul_torch)(*(t.double() for t in tensors))
 
-    def between(packed: Tensor, bias: Tensor, route: Tensor) -> Tensor:
-        gate, up = (packed + bias).chunk(2, dim=-1)  # halves: not contiguous
-        return op(gate, up) * route
-
-    return between
-
-
-def gradients(op):
-    """(gate, up, grad) -> the gradients of op."""
-
-    def backward(gate: Tensor, up: Tensor, grad: Tensor) -> tuple[Tensor, ...]:
-        gate, up = gate.detach().requires_grad_(), up.detach().requires_grad_()
-        return torch.autograd.grad(op(gate, up), (gate, up), grad)
-
-    return backward
-
-
-def reference(*tensors: Tensor, of=silu_mul_torch):
-    return of(*(t.double() for t in tensors))
-
-
-gradients_reference = functools.partial(reference, of=gradients(silu_mul_torch))
-layer_reference = functools.partial(reference, of=layer(silu_mul_torch))
 
 # exp turns the rounding of an argument of 88, beyond which float32 is 0 or infinite, into 64 of the result. The
 # derivative crosses 0, so there an element has the budget of its row.
 BUDGET = {"terms": 0, "roundings": 64}
-GRADIENT_BUDGET = {"terms": 1, "roundings": 64}
-
-
-def layer_budget(dtype: torch.dtype) -> dict:
-    """Where a bias, an operator and a weight each round to `dtype`: silu turns one rounding of -6 into seven."""
-    return {"terms": 0, "roundings": 8, "acc": dtype}
-
-
-def layer_inputs(h: Harness, rows: int, cols: int) -> tuple[Tensor, ...]:
-    packed, bias = h.randn(rows, 2 * cols, dtype=h.half), h.randn(2 * cols, dtype=h.half)
-    return packed, bias, h.randn(rows, 1).sigmoid().to(h.half)
+STEP_BUDGET = {"terms": 1, "roundings": 64}
 
 
 def layer_variants(h: Harness) -> dict:
@@ -209,13 +167,6 @@ def layer_variants(h: Harness) -> dict:
     return compiled | {"torch eager": layer(silu_mul_torch), "function eager": layer(silu_mul)}
 
 
-def kernel_counts(h: Harness, variants: dict, inputs: tuple[Tensor, ...]) -> dict[str, str]:
-    """How many kernels one call of each layer runs; none where torch.profiler shows none."""
-    ran = {name: kernels_run(fn, *inputs)[0] for name, fn in variants.items()}
-    h.fact("kernels", {name: [kernel[:60] for kernel in kernels] for name, kernels in ran.items()})
-    return {name: f" (kernels: {len(kernels)})" for name, kernels in ran.items() if kernels}
-
-
 def demo(h: Harness) -> None:
     operators = {"custom_op": silu_mul_opaque, "triton_op": silu_mul_traced}
     for name, op in {"function": silu_mul, **operators}.items():
@@ -224,7 +175,7 @@ def demo(h: Harness) -> None:
             h.check(op, reference, gate, up, what=f"{name} {'x'.join(map(str, shape))}", **BUDGET)
     for name, op in operators.items():
         inputs = [h.randn(33, 65).t() for _ in range(3)]  # not contiguous, the gradient neither
-        h.check(gradients(op), gradients_reference, *inputs, what=f"{name}: its gradients", **GRADIENT_BUDGET)
+        h.check(forward_backward(op), reference_step, *inputs, what=f"{name}: its gradients", **STEP_BUDGET)
     find = dict.fromkeys((80, 90, 100, 120), ("ld.global.v4", "st.global.v4"))
     h.codegen(silu_mul, h.meta(1 << 20), h.meta(1 << 20), find=find)
     rows, cols = h.pick(interpreted=(16, 300), quick=(2048, 14336), full=(8192, 14336))
@@ -238,7 +189,8 @@ def demo(h: Harness) -> None:
         *(h.randn(16, dtype=h.half) for _ in range(2)), baseline="torch", title="one eager call", work=Work(),
         roundings=2, acc=h.half, terms=0,
     )  # fmt: skip
-    counts = kernel_counts(h, variants, inputs) if table and inputs[0].is_cuda else {}
+    ran = {name: kernels_run(fn, *inputs)[0] for name, fn in variants.items()} if table and inputs[0].is_cuda else {}
+    counts = {name: f" (kernels: {len(kernels)})" for name, kernels in ran.items() if kernels}
     h.answer(lambda: (
         f"All compiled, beside torch's own operations{counts.get('torch.compile', '')}: "
         + ", ".join(f"{n} {table.over('torch.compile', n):.2f}x{counts.get(n, '')}" for n in operators if n in table)

@@ -1,8 +1,4 @@
-"""Study of custom operators: what torch says of each, the graph it makes for the compiler, and the passes that remain.
-
-opcheck holds each operator's schema, fake and gradient to what it computes; one graph without breaks, compiled for any
-number of rows, must serve three batch sizes.
-"""
+"""Study of custom operators: the graph that each makes for the compiler, and the passes over memory that remain."""
 
 from __future__ import annotations
 
@@ -12,19 +8,12 @@ from harness import Harness
 
 import torch
 
-from examples.triton.custom_op import (
-    layer,
-    layer_budget,
-    layer_inputs,
-    layer_reference,
-    silu_mul_backward,
-    silu_mul_opaque,
-    silu_mul_traced,
-)
+from examples.triton.custom_op import silu_mul_backward, silu_mul_opaque, silu_mul_traced
+from examples.triton.custom_op_layer import layer, layer_inputs
 
 
 def graph_of(fn, *inputs) -> list[str]:
-    """The operations of the graph that a compiler's backend is given for fn, less views and arithmetic on sizes.
+    """The operations of the one graph that a compiler's backend is given for fn, less views and arithmetic on sizes.
 
     Nothing is launched: the backend made here hands out empty results.
     """
@@ -48,45 +37,14 @@ def graph_of(fn, *inputs) -> list[str]:
     return [name for name in names if not name.startswith(("<built-in", "aten.split", "aten.slice"))]
 
 
-def graphs_for(h: Harness, name: str, fn, backend: str, cases: list) -> int:
-    """How many graphs are compiled for these cases, whose first and last tensors have any number of rows."""
-    from torch._dynamo.testing import CompileCounterWithBackend
-
-    torch.compiler.reset()
-    counter = CompileCounterWithBackend(backend)
-    compiled = torch.compile(fn, backend=counter, fullgraph=True)
-    for case in cases:
-        for tensor in (case[0], case[-1]):
-            torch._dynamo.mark_dynamic(tensor, 0)
-        what = f"{name} compiled for any rows: {len(case[0])}"
-        h.check(compiled, layer_reference, *case, what=what, poison=False, **layer_budget(case[0].dtype))
-    torch.compiler.reset()
-    return counter.frame_count
-
-
-def compiler_facts(h: Harness, name: str, op) -> None:
-    gate, up = (h.randn(5, 7).requires_grad_() for _ in range(2))
-    for inputs in ((gate, up), (gate.t(), up.t())):
-        checks = torch.library.opcheck(op, inputs)  # raises at the first that fails
-    h.fact(f"{name}: opcheck", checks)
-    small = layer_inputs(h, 16, 64)
-    explained = torch._dynamo.explain(layer(op))(*small)
-    h.fact(f"{name}: graphs and breaks", [explained.graph_count, explained.graph_break_count])
-    h.fact(f"{name}: graph for the compiler", graph_of(layer(op), *small))
-    cases, backend = [layer_inputs(h, rows, 64) for rows in (16, 48, 7)], "aot_eager" if h.interpreted else "inductor"
-    h.fact(f"{name}: graphs for 3 batch sizes", graphs_for(h, name, layer(op), backend, cases))
-
-
 def study(h: Harness) -> None:
     x = h.meta(1 << 20)
     h.codegen(silu_mul_backward, x, x, x, find={90: ("ld.global.v4", "st.global.v4")})
     if h.profile:
         return
-    compiler_facts(h, "custom_op", silu_mul_opaque)
-    if h.interpreted:
-        h.say("a triton_op is not compiled here: to trace it is to compile its kernel, which is interpreted")
-        return
-    compiler_facts(h, "triton_op", silu_mul_traced)
+    operators = {"custom_op": silu_mul_opaque} | ({} if h.interpreted else {"triton_op": silu_mul_traced})
+    for name, op in operators.items():  # to trace a triton_op is to compile its kernel
+        h.fact(f"{name}: graph for the compiler", graph_of(layer(op), *layer_inputs(h, 16, 64)))
     if passes := {
         row.variant: round(3 / row.of_ceiling, 1) for table in h.lesson for row in table.rows if row.of_ceiling
     }:

@@ -456,10 +456,9 @@ FAULTS = [
     ),
     Fault(
         "triton/custom_op",
-        "return torch.empty(gate.shape, dtype=gate.dtype, device=gate.device)",
-        "return torch.empty(gate.shape, dtype=torch.float32, device=gate.device)",
+        'lambda *inputs: _empty(f"{NAMESPACE}::silu_mul_opaque", 1, *inputs)[0]',
+        'lambda *inputs: _empty(f"{NAMESPACE}::silu_mul_opaque", 1, *inputs)[0].float()',
         "the fake kernel says float32 for every dtype",
-        within="_",
     ),
     Fault(
         "triton/custom_op",

@@ -1,15 +1,20 @@
 """custom_op: both operators against float64, what torch finds of them, what is compiled around them, bad input."""
 
 import importlib.util
+import json
 
 import pytest
 import torch
+from torch._dynamo.testing import CompileCounterWithBackend
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from examples.common.device import interpreted
+from examples.common.training import forward_backward
 from examples.triton import custom_op as lesson
-from examples.triton.custom_op import BLOCK, gradients, silu_mul, silu_mul_backward, silu_mul_opaque, silu_mul_traced
-from tests.examples.triton.helpers import INF, NAN, code, meta, refused
+from examples.triton.custom_op import BLOCK, silu_mul, silu_mul_backward, silu_mul_opaque, silu_mul_traced
+from examples.triton.custom_op_layer import layer, layer_budget, layer_inputs, layer_reference
+from studies.triton.custom_op import graph_of
+from tests.examples.triton.helpers import INF, NAN, refused
 
 OPERATORS = [silu_mul_opaque, silu_mul_traced]
 SHAPES = [(), (0, 5), (1,), (997,), (BLOCK,), (BLOCK + 1,), (3, 781), (2, 3, 5, 7)]
@@ -31,8 +36,8 @@ def check(h, op, gate, up):
 
 
 def check_gradients(h, op, gate, up, grad, **budget):
-    what, budget = f"gradients of {tuple(gate.shape)}", lesson.GRADIENT_BUDGET | budget
-    h.check(gradients(op), lesson.gradients_reference, gate, up, grad, what=what, **budget)
+    what, budget = f"gradients of {tuple(gate.shape)}", lesson.STEP_BUDGET | budget
+    h.check(forward_backward(op), lesson.reference_step, gate, up, grad, what=what, **budget)
 
 
 @pytest.fixture(autouse=True)
@@ -68,7 +73,7 @@ def test_gradients(h, op):
     check_gradients(h, op, *(h.randn(33, 65, scale=2.0).t() for _ in range(3)))
     gate, up = h.randn(40, scale=4.0).requires_grad_(), h.randn(40)  # of one input only, from an expanded gradient
     (got,) = torch.autograd.grad(op(gate, up).sum(), gate, create_graph=True)
-    assert torch.equal(got, gradients(op)(gate, up, torch.ones_like(up))[0])
+    assert torch.equal(got, forward_backward(op)(gate, up, torch.ones_like(up))[1])
     with pytest.raises(RuntimeError, match="no autograd formula was registered"):  # a second derivative
         got.sum().backward()
     gate = torch.tensor([NAN, INF, -INF, -0.0, 1e38, -1e38, 100.0, -100.0, -1.278, 2.0] * 4, device=h.device)
@@ -77,13 +82,22 @@ def test_gradients(h, op):
 
 @compilable
 def test_compiled(h, op):
-    """opcheck; one graph without breaks, right forward and backward, by a backend that traces the gradient too."""
+    """opcheck; one graph without breaks for every batch, right forward and backward; wrong input refused as well."""
     gate, up = (h.randn(5, 7).requires_grad_() for _ in range(2))
     assert set(torch.library.opcheck(op, (gate.t().detach(), up.t())).values()) == {"SUCCESS"}
-    inputs, budget = lesson.layer_inputs(h, 6, 80), lesson.layer_budget(h.half)
+    cases = [layer_inputs(h, rows, 64) for rows in (16, 7, 1000)]
+    one_node = ["aten.add.Tensor", "companion.silu_mul_opaque.default", "aten.mul.Tensor"]
+    assert (graph_of(layer(op), *cases[0]) == one_node) == (op is silu_mul_opaque)
     for backend in ("aot_eager",) if interpreted() else ("aot_eager", "inductor"):
-        fn = h.compiled(lesson.layer(op), backend=backend, fullgraph=True)
-        h.check(fn, lesson.layer_reference, *inputs, what=backend, poison=False, **budget)
+        torch.compiler.reset()
+        counter = CompileCounterWithBackend(backend)
+        fn = torch.compile(layer(op), backend=counter, fullgraph=True)
+        for packed, bias, route in cases:
+            torch._dynamo.mark_dynamic(packed, 0)
+            torch._dynamo.mark_dynamic(route, 0)
+            budget = layer_budget(h.half)
+            h.check(fn, layer_reference, packed, bias, route, what=backend, poison=False, **budget)
+        assert counter.frame_count == 1
         fn = h.compiled(op, backend=backend, fullgraph=True)
         check_gradients(h, fn, *(h.randn(33, 65, scale=2.0).t() for _ in range(3)), poison=False)
     wrong = rf"{name_of(op)}: shapes \[\(4, 8\), \(3, 8\)\] differ"  # said while compiling too
@@ -92,6 +106,31 @@ def test_compiled(h, op):
         op(torch.empty_like(gate), torch.empty_like(up))
     with pytest.raises(Exception, match=wrong):
         h.compiled(lambda gate, up: op(gate, up) + 1, backend="aot_eager", fullgraph=True)(gate, up)
+
+
+OFFLINE = """
+import json, torch, triton
+from harness.codegen import OfflineDriver
+triton.runtime.driver.set_active(OfflineDriver())
+from torch._library.triton import get_triton_kernels_for_op
+from studies.triton.custom_op import graph_of, layer, silu_mul_traced
+inputs = (torch.empty(*s, dtype=torch.bfloat16, device="meta") for s in ((6, 160), (160,), (6, 1)))
+names = ("companion::silu_mul_traced", "companion::silu_mul_traced_backward")
+kernels = [kernel.fn.__name__ for name in names for kernel in get_triton_kernels_for_op(name)]
+print(json.dumps([graph_of(layer(silu_mul_traced), *inputs), kernels]))
+"""
+
+
+@pytest.mark.slow
+def test_of_a_traced_operator_the_compiler_sees_the_wrapper(cli):
+    """In a process of its own, where kernels are compiled and none is launched: tracing needs no GPU."""
+    done = cli(("-c", OFFLINE), TRITON_INTERPRET="0")
+    assert done.returncode == 0, done.stderr
+    traced, cached = json.loads(done.stdout.splitlines()[-1])
+    assert traced.count("aten.clone.default") == 2
+    assert traced.count("triton_kernel_wrapper_functional") == 1
+    assert not any("silu_mul" in name for name in traced)
+    assert cached == ["silu_mul_kernel", "silu_mul_backward_kernel"], "what torch keys its cache with"
 
 
 def test_a_file_that_is_loaded_twice_has_operators_of_its_own(h):
@@ -117,29 +156,14 @@ def test_bad_input(h):
         refused(op, ValueError, r"shapes \[\(8,\), \(4, 8\), \(4, 8\)\] differ", x[0], x, x)
 
 
-@pytest.mark.parametrize(
-    ("wrapper", "sm", "dtype", "reads", "writes"),
-    [(silu_mul, 80, torch.float32, 2, 1), (silu_mul_backward, 90, torch.float16, 3, 2)],
-)
-def test_generated_code(wrapper, sm, dtype, reads, writes):
-    kernel, words = code(sm, "", wrapper, *[meta(1 << 20, dtype=dtype)] * reads), dtype.itemsize // 2
-    assert kernel.shared == 0  # and 128 bits a thread and tensor:
-    assert (kernel.found["ld.global.v4"], kernel.found["st.global.v4"]) == (reads * words, writes * words)
-
-
 @pytest.mark.gpu
-@every
-def test_every_dtype_on_the_gpu(h, op):
+def test_every_dtype_and_more_elements_than_an_int32_counts(h, gpu_gib):
+    gpu_gib(20)
     for dtype in lesson.DTYPES:
         tensors = [h.randn(1111, 977, dtype=dtype, scale=2.0) for _ in range(3)]
-        check(h, op, *tensors[:2])
-        if op is not silu_mul:
+        for op in OPERATORS:
+            check(h, op, *tensors[:2])
             check_gradients(h, op, *tensors)
-
-
-@pytest.mark.gpu
-def test_more_elements_than_an_int32_counts(h, gpu_gib):
-    gpu_gib(20)
     gate = torch.empty(2**31 + 4096, dtype=torch.bfloat16, device=h.device).normal_()
     out = silu_mul_opaque(gate, gate)
     for part in (slice(0, 3000), slice(2**31 - 1000, 2**31 + 1000), slice(-3000, None)):
