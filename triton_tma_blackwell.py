@@ -3,8 +3,7 @@
 The topic starts with what TMA is and is not (what_is_tma), how fast it copies (tma_copy), and the two ways to describe
 a matrix to it (descriptors). Then a GEMM takes it step by step: loads, store, epilogue in parts (tma_matmul), one
 program per SM (tma_persistent_matmul), more work in the store (tma_epilogues). Gluon writes by hand what the compiler
-did so far (gluon_matmul), and Blackwell replaces the accumulators in registers by tensor memory (blackwell). The last
-table says what each technique becomes on each architecture.
+did so far (gluon_matmul), and Blackwell replaces the accumulators in registers by tensor memory (blackwell).
 
     python triton_tma_blackwell.py                        all of them, sized for this machine
     python triton_tma_blackwell.py tma_copy tma_matmul    only these
@@ -24,7 +23,6 @@ TECHNIQUES = [
     "examples/tma/blackwell.py",
 ]
 TOUR = ("tma_matmul",)
-ARCHITECTURES = (80, 89, 90, 100, 120)
 
 if __name__ == "__main__":
     main(__file__)

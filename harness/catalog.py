@@ -1,9 +1,8 @@
 """What there is to run, read from the source text alone: no torch, no triton; only load_module() executes anything.
 
-A topic script lists its technique files in TECHNIQUES, and the one or two that show the topic best in TOUR; with
-ARCHITECTURES = (80, 90) a run with -v ends with a table of the code of each technique for sm_80 and sm_90. A technique
-file's docstring says the rest: its first line is the lesson, and the fields `Question` and `Needs` feed --list, doctor
-and the README; `Variants` and `Study` name the files that belong to it.
+A topic script lists its technique files in TECHNIQUES, and the one or two that show the topic best in TOUR. A
+technique file's docstring says the rest: its first line is the lesson, and the fields `Question` and `Needs` feed
+--list, doctor and the README; `Variants` and `Study` name the files that belong to it.
 """
 
 from __future__ import annotations
@@ -88,16 +87,12 @@ class Technique:
 
 @dataclass(frozen=True)
 class Topic:
-    """One topic script and its techniques in the order in which it tells them.
-
-    `architectures` are those whose code its run closes with; none for most topics. `tour` are names of techniques.
-    """
+    """One topic script and its techniques in the order in which it tells them; `tour` are names of techniques."""
 
     name: str
     path: Path
     title: str
     techniques: tuple[Technique, ...] = field(default=())
-    architectures: tuple[int, ...] = ()
     tour: tuple[str, ...] = ()
 
     @property
@@ -168,11 +163,9 @@ def read_topic(path: Path) -> Topic:
     """
     path = Path(path).resolve()
     tree = _parse(path)
-    files, architectures = _literal(tree, "TECHNIQUES"), _literal(tree, "ARCHITECTURES") or ()
+    files = _literal(tree, "TECHNIQUES")
     if files is None:
         raise CatalogError(f"{path}: a topic script lists its technique files in TECHNIQUES")
-    if not isinstance(architectures, (tuple, list)) or not all(isinstance(sm, int) for sm in architectures):
-        raise CatalogError(f"{path}: ARCHITECTURES is {architectures!r}; write (80, 90) for sm_80 and sm_90")
     techniques = tuple(_read_or_explain(path.parent / file) for file in files)
     names = [technique.name for technique in techniques]
     if len(set(names)) != len(names):
@@ -181,7 +174,7 @@ def read_topic(path: Path) -> Topic:
     if not isinstance(tour, (tuple, list)) or set(tour) - set(names):
         raise CatalogError(f"{path}: TOUR is {tour!r}; name techniques of this topic: {', '.join(names)}")
     title = (ast.get_docstring(tree) or path.stem).splitlines()[0].strip()
-    return Topic(path.stem, path, title, techniques, tuple(architectures), tuple(tour))
+    return Topic(path.stem, path, title, techniques, tuple(tour))
 
 
 def _literal(tree: ast.Module, name: str):

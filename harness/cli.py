@@ -234,8 +234,6 @@ def _run_topic(topic: Topic, argv: list[str], demos: dict[str, Callable]) -> int
         console.print("\ninterrupted; this is what was done")
     known = {each.name: recorded_answer(topic.name, each.name) for each in ran if not each.answer}
     show.show_summary(console, ran, known)
-    if options.verbose:
-        show.show_architectures(console, ran, topic.architectures)
     if path:
         show.say(console, f"record: {options.json}")
     if stopped:

@@ -144,15 +144,22 @@ def show_cases(console: Console, tables: list[Table]) -> None:
         paragraph(console, first + (f"; and so in {len(more)} more case{'s' * (len(more) > 1)}" if more else ""), "dim")
 
 
-def _show_one(console: Console, table: Table) -> None:
+def _show_one(console: Console, table: Table, whole: bool = False) -> None:
+    """A row for each variant. Columns that hold nothing are left out; `whole` has errors and first calls, too."""
     say(console, f"  {table.title}  {table.case}", style="bold")
     rates = {name: head for name, head in RATES.items() if any(getattr(row, name) for row in table.rows)}
     ceiling = any(row.of_ceiling for row in table.rows)
-    out = _grid("", "ms", "spread", *rates.values(), *(["% of ceiling"] if ceiling else []), f"x {table.baseline}")
+    heads = ["ms", "p20 - p80" if whole else "spread", *rates.values(), *(["% of ceiling"] if ceiling else [])]
+    out = _grid("", *heads, f"x {table.baseline}", *(["error", "first call s"] if whole else []))
     for row in table.rows:
-        cells = [f"{row.ms:.4g}", f"{(row.p80 - row.p20) / row.ms:.0%}", *(_rate(getattr(row, name)) for name in rates)]
+        spread = f"{row.p20:.4f} - {row.p80:.4f}" if whole else f"{(row.p80 - row.p20) / row.ms:.0%}"
+        cells = [f"{row.ms:.4f}" if whole else f"{row.ms:.4g}", spread, *(_rate(getattr(row, name)) for name in rates)]
         cells += [f"{row.of_ceiling:.0%}" if row.of_ceiling else ""] if ceiling else []
-        out.add_row(Text(row.variant), *cells, f"{row.speedup:.2f}", style=_style(row))
+        cells += [f"{row.speedup:.2f}"]
+        first = "" if row.first_call_s is None else f"{row.first_call_s:.2f}"
+        cells += [f"{row.error:.2f}", first] if whole else []
+        style = "bold" if row.ours and not row.peer else None
+        out.add_row(Text(row.variant), *cells, style=style)
     show_grid(console, out)
 
 
@@ -199,34 +206,13 @@ def _grid(first: str, *heads: str) -> Grid:
     return out
 
 
-def _style(row) -> str | None:
-    return "bold" if row.ours and not row.peer else None
-
-
 def show_comparison(console: Console, table: Table) -> None:
-    """One table of variants. Columns that hold nothing are left out."""
-    timed = any(row.ms is not None for row in table.rows)
-    if not timed:
+    """One table of variants with all that is known of them, or the errors alone where nothing was timed."""
+    if not any(row.ms is not None for row in table.rows):
         errors = ", ".join(f"{row.variant} {row.error:.2f}" for row in table.rows)
         say(console, f"  right  {table.title} {table.case}: largest error / budget: {errors}")
         return
-    say(console, f"{table.title}  {table.case}", style="bold")
-    out = plain_grid()
-    out.add_column("variant", no_wrap=True)
-    rates = [name for name in RATES if any(getattr(row, name) for row in table.rows)]
-    ceiling = any(row.of_ceiling for row in table.rows)
-    heads = ["ms", "p20 - p80", *(RATES[name] for name in rates)]
-    heads += ["% of ceiling"] if ceiling else []
-    for head in [*heads, f"x {table.baseline}", "error", "first call s"]:
-        out.add_column(head, justify="right", no_wrap=True)
-    for row in table.rows:
-        cells = [f"{row.ms:.4f}", f"{row.p20:.4f} - {row.p80:.4f}"]
-        cells += [_rate(getattr(row, r)) for r in rates]
-        cells += [f"{row.of_ceiling:.1%}" if row.of_ceiling else ""] if ceiling else []
-        cells += [f"{row.speedup:.2f}", f"{row.error:.2f}"]
-        cells += ["" if row.first_call_s is None else f"{row.first_call_s:.2f}"]
-        out.add_row(Text(row.variant), *cells, style=_style(row))
-    show_grid(console, out)
+    _show_one(console, table, whole=True)
     for note in table.notes:
         say(console, f"  {note}", style="dim")
 
@@ -273,76 +259,6 @@ def show_codegen(console: Console, kernels: list[Kernel]) -> None:
             found += f"{', ' if found else ''}does not fit: {k.too_much}"
         out.add_row(k.kernel, f"sm_{k.sm}", Text(found or "-"), *cells[: 4 if tensor else 3])
     show_grid(console, out)
-
-
-def show_architectures(console: Console, examples: list[ExampleRecord], sms: tuple[int, ...]) -> None:
-    """The last table of a topic: what each of its techniques becomes on each of these architectures, or why it cannot.
-
-    Nothing is shown when nothing was compiled. The lines are set here: with the technique's name above its rows, and
-    not beside them, 80 columns leave room for the instructions.
-    """
-    if not sms or not any(example.codegen for example in examples):
-        return
-    heads = (("", "registers"), ("spill", "bytes"), ("shared", "KiB"), ("tensor", "memory"))
-    widths = [2 + max(map(len, head)) for head in heads]
-    width = min(max(console.width, 80), 140) - 10 - sum(widths)  # of the instructions
-    style = ""
-
-    def line(first: str, text: str, *cells) -> None:
-        numbers = "".join(f"{cell:>{n}}" for cell, n in zip(cells, widths, strict=False))
-        say(console, f" {first:8} {text:{width}}{numbers}".rstrip(), style)
-
-    def row(sm: int, text: str, room: int, *cells) -> None:
-        text = text.replace(" x", "\0x")  # a count stays with its name
-        first, *more = (part.replace("\0", " ") for part in wrap(text, room, break_on_hyphens=False))
-        line(f"  sm_{sm}", first, *cells)
-        for part in more:
-            line("", part)
-
-    say(console, "what each technique becomes on each architecture, compiled here", style="bold")
-    line("", "", *(upper for upper, _ in heads))
-    line("  sm", "instructions", *(lower for _, lower in heads))
-    say(console, f" {'─' * (9 + width + sum(widths))}")
-    for example in examples:
-        said = "" if example.codegen else f"  nothing was compiled: {example.status}"
-        say(console, f" {example.name}{said}", style="bold")
-        for sm in sms if example.codegen else ():
-            kernels = _first_compiled(example.codegen, sm, sms)
-            for k in kernels:
-                name = f"{k.kernel}: " if len(kernels) > 1 else ""
-                if problem := k.error or (k.too_much and f"a program takes {k.too_much}"):
-                    style = "red"
-                    row(sm, f"{name}not supported: {problem}", width + sum(widths))
-                else:
-                    tensor = "" if k.tensor_memory is None else k.tensor_memory
-                    row(sm, name + _evidence(k.found), width, k.registers, k.spills, f"{k.shared / 1024:.1f}", tensor)
-                style = ""
-            if not kernels:
-                row(sm, "not compiled for it", width)
-    note = "registers of a thread; shared memory and columns of tensor memory of a program"
-    say(console, f" {note}", style="dim")
-
-
-def _first_compiled(entries: list[dict], sm: int, sms: tuple[int, ...]) -> list[Kernel]:
-    """The kernels for `sm` of the first call of h.codegen that covers it; those that cover more of `sms` come first."""
-    calls: dict[int, list[dict]] = {}
-    for entry in entries:
-        calls.setdefault(entry.get("call", 0), []).append(entry)
-    for call in sorted(calls.values(), key=lambda call: -len({entry["sm"] for entry in call} & set(sms))):
-        if found := [entry for entry in call if entry["sm"] == sm]:
-            return [Kernel(**{name: value for name, value in entry.items() if name != "call"}) for entry in found]
-    return []
-
-
-# What any kernel may have comes last: it says least of a technique.
-_ORDINARY = ("ld.global.v4", "st.global.v4", "atom", "mul.hi", "fma.f32")
-
-
-def _evidence(found: dict[str, int], at_most: int = 8) -> str:
-    names = sorted(found, key=lambda name: name in _ORDINARY)
-    shown = [f"{name} x{found[name]}" for name in names[:at_most]]
-    shown += [f"and {len(names) - at_most} more"] if len(names) > at_most else []
-    return ", ".join(shown) or "none of those counted"
 
 
 @contextmanager

@@ -241,37 +241,13 @@ def _flushes(enqueue: float) -> int:
     return min(50, math.ceil((2 * enqueue + 0.02) / _flush_ms()))  # twice, and two events: hosts are uneven
 
 
-def gpu_ms(fn: Callable, warmup: int = 10, rep: int = 50, enqueue: float | None = None) -> list[float]:
-    """Times of fn() in ms, cold L2, from triton's own timer (`rep` is a time budget in ms, not a count).
-
-    The timer empties L2, records an event, calls fn and records another. A wrapper whose Python takes longer than the
-    GPU is busy with the first step lets it run dry, and then the events measure Python. So L2 is emptied as
-    often as the host needs (`enqueue`, in ms, measured when not given) to stay ahead.
-    """
-    from triton.runtime import driver
-    from triton.testing import do_bench
-
-    flushes = _flushes(enqueue_ms(fn) if enqueue is None else enqueue)
-    active = driver.active
-    flush_once = active.clear_cache
-
-    def flush(cache) -> None:
-        for _ in range(flushes):
-            flush_once(cache)
-
-    active.clear_cache = flush  # on the object: the class keeps its method, and `del` brings it back
-    try:
-        return do_bench(fn, warmup=warmup, rep=rep, return_mode="all")
-    finally:
-        del active.clear_cache
-
-
 def gpu_round_ms(calls: dict[str, Callable], enqueue: dict[str, float], orders: Iterable[list[str]]) -> list[dict]:
     """The time in ms of each call, cold L2, in rounds: `orders` names the calls of each. One dict a round.
 
     What triton's timer does for one function (empty L2, event, call, event) for several that are to be put
-    next to each other: their calls alternate, so that a GPU that changes its clocks changes them for all. The host
-    waits only at the end.
+    next to each other: their calls alternate, so that a GPU that changes its clocks changes them for all. L2 is emptied
+    as often as the host needs (`enqueue`, in ms) to stay ahead, else the events would measure Python; it waits only at
+    the end.
     """
     from triton.runtime import driver
 
@@ -288,6 +264,12 @@ def gpu_round_ms(calls: dict[str, Callable], enqueue: dict[str, float], orders: 
             end.record()
     torch.cuda.synchronize()
     return [{name: start.elapsed_time(end) for name, (start, end) in each.items()} for each in rounds]
+
+
+def gpu_ms(fn: Callable) -> float:
+    """The time of fn() in ms, cold L2: the median of 50 calls, after 10 that warm it up."""
+    rounds = gpu_round_ms({"": fn}, {"": enqueue_ms(fn)}, [[""]] * 60)
+    return statistics.median(each[""] for each in rounds[10:])
 
 
 def whole_call_ms(fn: Callable, budget: float) -> list[float]:
@@ -320,15 +302,11 @@ class Ceilings:
     def copy_tbps(self) -> float:
         """TB/s of torch's copy, read plus write, the best of 0.5, 1 and 2 GiB (less where memory is short)."""
         if self.copy is None:
-            free = torch.cuda.mem_get_info()[0]
-            largest = min(2 * 2**30, free // 4) // 4
+            largest = min(2 * 2**30, torch.cuda.mem_get_info()[0] // 4) // 4
             source = torch.empty(largest, dtype=torch.float32, device="cuda").normal_()
             target = torch.empty_like(source)
-            rates = []
-            for n in (largest // 4, largest // 2, largest):
-                ms = statistics.median(gpu_ms(lambda n=n: target[:n].copy_(source[:n])))
-                rates.append(2 * n * 4 / ms / 1e9)
-            self.copy = max(rates)
+            sizes = (largest // 4, largest // 2, largest)
+            self.copy = max(2 * n * 4 / gpu_ms(lambda n=n: target[:n].copy_(source[:n])) / 1e9 for n in sizes)
             del source, target
             torch.cuda.empty_cache()
         return self.copy
@@ -338,43 +316,30 @@ class Ceilings:
 
         FP8: cuBLASLt's, e4m3 by e4m3 with one scale each and fast accumulation, as every FP8 format has that rate.
         """
-        if dtype in (torch.float8_e4m3fn, torch.float8_e5m2):
-            return self._fp8_tflops()
-        if dtype not in (torch.bfloat16, torch.float16, torch.float32):
-            return None
         key = str(dtype).removeprefix("torch.")
-        if key == "float32" and torch.get_float32_matmul_precision() != "highest":
+        if dtype in (torch.float8_e4m3fn, torch.float8_e5m2) and torch.cuda.get_device_capability() >= (8, 9):
+            key, dtype = "float8", torch.float8_e4m3fn
+        elif dtype not in (torch.bfloat16, torch.float16, torch.float32):
+            return None
+        elif dtype is torch.float32 and torch.get_float32_matmul_precision() != "highest":
             key = "tf32"
         if key not in self.gemm:
-            rates = []
-            for n in (4096, 8192):
-                a, b = (torch.empty(n, n, dtype=dtype, device="cuda").normal_() for _ in range(2))
-                out = torch.empty_like(a)
-                ms = statistics.median(gpu_ms(lambda a=a, b=b, out=out: torch.mm(a, b, out=out)))
-                rates.append(2 * n**3 / ms / 1e9)
-                del a, b, out
-            self.gemm[key] = max(rates)
+            self.gemm[key] = max(2 * n**3 / self._gemm_ms(n, dtype) / 1e9 for n in (4096, 8192))
         return self.gemm[key]
 
-    def _fp8_tflops(self) -> float | None:
-        if torch.cuda.get_device_capability() < (8, 9):
-            return None
-        if "float8" not in self.gemm:
-            rates, one = [], torch.ones((), device="cuda")
-            for n in (4096, 8192):
-                a, b = (torch.empty(n, n, device="cuda").normal_().to(torch.float8_e4m3fn) for _ in range(2))
-                options = {"out_dtype": torch.bfloat16, "use_fast_accum": True}
-                ms = statistics.median(gpu_ms(lambda a=a, b=b, o=options: torch._scaled_mm(a, b.t(), one, one, **o)))
-                rates.append(2 * n**3 / ms / 1e9)
-                del a, b
-            self.gemm["float8"] = max(rates)
-        return self.gemm["float8"]
+    def _gemm_ms(self, n: int, dtype: torch.dtype) -> float:
+        a, b = (torch.empty(n, n, device="cuda").normal_().to(dtype) for _ in range(2))
+        if dtype.itemsize > 1:
+            out = torch.empty_like(a)
+            return gpu_ms(lambda: torch.mm(a, b, out=out))
+        one, options = torch.ones((), device="cuda"), {"out_dtype": torch.bfloat16, "use_fast_accum": True}
+        return gpu_ms(lambda: torch._scaled_mm(a, b.t(), one, one, **options))
 
     def launch_floor_us(self) -> float:
         """Microseconds the timer reports for a kernel that does almost nothing."""
         if self.launch_us is None:
             tiny = torch.zeros(32, device="cuda")
-            self.launch_us = 1000 * statistics.median(gpu_ms(lambda: tiny.add_(1)))
+            self.launch_us = 1000 * gpu_ms(lambda: tiny.add_(1))
         return self.launch_us
 
     def record(self) -> dict:

@@ -1,29 +1,22 @@
 #!/usr/bin/env bash
 # Nsight Compute: the counters of each kernel in the warm, named calls of the techniques.
-usage='usage: profiling/ncu.sh [--brief] [--seconds N] [--agree RECORD] SCRIPT [TECHNIQUE ...] [--quick | --full]
-                        [--seed N]
+usage='usage: profiling/ncu.sh [--brief] [--seconds N] SCRIPT [TECHNIQUE ...] [--quick | --full] [--seed N]
 
-  --brief         count only what the table shows: some times faster; ncu-ui then has no sections
-  --seconds N     what each technique may take of the profiler, 120 by default; calls after that are left out and named
-  --agree RECORD  put what is counted beside the timings of that record, of a run at the same sizes
+  --brief      count only what the table shows: some times faster; ncu-ui then has no sections
+  --seconds N  what each technique may take of the profiler, 120 by default; calls after that are left out and named
 
   profiling/ncu.sh triton_examples.py softmax
-  profiling/ncu.sh --brief --agree results/h200/triton_examples.json triton_examples.py vector_add softmax --full
+  profiling/ncu.sh --brief triton_examples.py vector_add softmax --full
 
 Each kernel is replayed for the counters of these sections, with L2 emptied before, at the clocks the card has; the
 report opens in ncu-ui. Exit status: 0 profiled, 1 nothing profiled or a technique failed, 2 wrong usage.'
 . "$(dirname "${BASH_SOURCE[0]}")/common.sh"
 
-brief='' seconds=120 agree=() arguments=()
+brief='' seconds=120 arguments=()
 while [ $# -gt 0 ]; do
     case $1 in
         --brief) brief=yes ;;
         --seconds) [ $# -gt 1 ] || refuse "$1 needs a number"; seconds=$2; shift ;;
-        --agree)
-            [ $# -gt 1 ] || refuse "$1 needs the record of a run"
-            [ -f "$2" ] || refuse "$2: no such record"
-            agree=(--agree "$2") && shift
-            ;;
         *) arguments+=("$1") ;;
     esac
     shift
@@ -65,4 +58,4 @@ while true; do
     echo "going on after the technique that ended the process: ${left[*]}" >&2
     part=$((part + 1))
 done
-"$python" -m profiling.read ncu ${agree[@]+"${agree[@]}"} "${tables[@]}"
+"$python" -m profiling.read ncu "${tables[@]}"

@@ -4,15 +4,14 @@
     python -m profiling.read kernels SCRIPT [TECHNIQUE ...]   the names of their Triton kernels
     python -m profiling.read rest RECORD SCRIPT [TECHNIQUE ...]   those after the one that ended the process
     python -m profiling.read sanitizer OUT TOOL ... -- KERNEL ...   OUT.memcheck.log, ... by compute-sanitizer
-    python -m profiling.read ncu [--agree REFERENCE] RECORD CSV ...   `ncu --import FILE --page raw --csv`
-    python -m profiling.read agree REFERENCE RECORD CSV ...   what ncu says, beside the timings of REFERENCE
+    python -m profiling.read ncu RECORD CSV ...     `ncu --import FILE --page raw --csv`
     python -m profiling.read nsys RECORD CSV ...    `nsys stats --report nvtx_kern_sum --format csv`
     python -m profiling.read torch RECORD FOLDER    the traces of profiling.run
     python -m profiling.read proton RECORD FILE     Proton's .hatchet
 
 RECORD is what the profiled script wrote with --json: it knows the bytes and operations of each call that it named.
-REFERENCE is the record of a run that was timed. What is printed is also written, with the command and the versions, to
-a text file beside RECORD (x.ncu.json: x.ncu.txt) or OUT (OUT.sanitize.txt).
+What is printed is also written, with the command and the versions, to a text file beside RECORD (x.ncu.json: x.ncu.txt)
+or OUT (OUT.sanitize.txt).
 """
 
 from __future__ import annotations
@@ -545,7 +544,7 @@ def measured(works: dict[str, dict]) -> Limits:
     return Limits(limits.copy_tbps(), {name: limits.gemm_tflops(getattr(torch, name)) for name in sorted(dtypes)})
 
 
-# --- the command line, for profiling/*.sh -----------------------------------------------------------------------
+# --- the table of a profile, and why there is none ----------------------------------------------------------------
 
 NOTHING = {
     "ncu": "no kernel was captured. Where ncu says ERR_NVGPUCTRPERM, the driver lets only root count; NVIDIA's page of "
@@ -571,10 +570,10 @@ def _merged(records: list[dict]) -> dict:
     return (records[0] if records else {}) | {"examples": [e for record in records for e in record.get("examples", [])]}
 
 
-def show_profile(console: Console, kind: str, records: list[Path], paths: list[Path], agree: Path | None = None) -> int:
+def show_profile(console: Console, kind: str, records: list[Path], paths: list[Path]) -> int:
     """The table of one profiler; 1 when it saw nothing, or a technique failed under it.
 
-    ncu has a record and a table for each process that it took. `agree` is a record of timings to put beside it.
+    ncu has a record and a table for each process that it took.
     """
     run = _merged([_json(record) for record in records])
     seen = _read(kind, paths)
@@ -606,119 +605,7 @@ def show_profile(console: Console, kind: str, records: list[Path], paths: list[P
     for record in records:
         for call, why in _json(record.with_suffix(".left")).items():
             console.print(Text(f"{call}: profiled {why}", style="yellow"), soft_wrap=True)
-    if agree:
-        show_agreement(console, agree, run, seen)
     return int(bool(failed))
-
-
-# --- ncu beside compare -----------------------------------------------------------------------------------------
-
-CLOSE = 0.05  # what ncu says of a call's bandwidth and what `compare` timed agree within
-
-
-@dataclass
-class Agreement:
-    """One call that memory bounds: its share of copy as ncu counts it, and as `compare` timed it, with the reasons.
-
-    ncu's share is moved bytes over ncu's time; compare's is the least bytes over compare's time. So their ratio is
-    `bytes` (moved over least) times `time` (compare's over ncu's).
-    """
-
-    call: str
-    counted: float
-    timed: float
-    bytes: float
-    time: float
-    launches: int
-
-    @property
-    def apart(self) -> float:
-        return self.counted / self.timed - 1
-
-    @property
-    def why(self) -> str:
-        """What makes them differ by more than CLOSE; "" when they do not."""
-        if abs(self.apart) <= CLOSE:
-            return ""
-        said = []
-        if self.bytes > 1 + CLOSE / 2:
-            said.append(f"it moves {self.bytes:.2f}x the least bytes")
-        if self.bytes < 1 - CLOSE / 2:
-            said.append(f"{1 - self.bytes:.0%} of the least bytes stay in L2")
-        if self.time > 1 + CLOSE / 2:
-            gaps = " and between" if self.launches > 1 else ""
-            said.append(f"timed {self.time:.2f}x as long: what is before{gaps} its launches, and L2 written back")
-        if self.time < 1 - CLOSE / 2:
-            said.append(f"{1 / self.time:.2f}x as long under ncu")
-        return "; ".join(said) or "several small differences"
-
-
-def agreement(reference: dict, works: dict[str, dict], seen: list[Seen]) -> tuple[list[Agreement], Counter[str]]:
-    """For each call of both that memory bounds; and of those that are left out how many, by the reason."""
-    ceilings = reference["machine"]["ceilings"]
-    copy, gemms = ceilings["copy_tbps"], ceilings["gemm_tflops"]
-    timed = {
-        f"{table['title']} {table['case']}: {row['variant']}": row
-        for example in reference["examples"]
-        for table in example["tables"]
-        for row in table["rows"]
-    }
-    left: Counter[str] = Counter()
-    found = []
-    for call in dict.fromkeys(one.call for one in seen):
-        kernels, work, row = [one for one in seen if one.call == call], works.get(call), timed.get(call)
-        us = sum(one.us for one in kernels)
-        if row is None or not work or not row["of_ceiling"]:
-            left["not timed at this size in the reference"] += 1
-        elif work["steps"] or not work["bytes"]:
-            left["without a number of bytes"] += 1
-        elif work["flops"] and work["flops"] / (gemms.get(work["dtype"]) or float("inf")) > work["bytes"] / copy:
-            left["bound by arithmetic"] += 1
-        elif not us or any(one.bytes is None for one in kernels):
-            left["without counted bytes"] += 1
-        else:
-            moved = sum(one.bytes for one in kernels)
-            found.append(
-                Agreement(
-                    call, moved / us / 1e6 / copy, row["of_ceiling"], moved / work["bytes"], row["ms"] * 1e3 / us,
-                    sum(one.launches for one in kernels),
-                )
-            )  # fmt: skip
-    return found, left
-
-
-def show_agreement(console: Console, reference: Path, run: dict, seen: list[Seen]) -> None:
-    record = _json(reference)
-    if not record.get("machine", {}).get("ceilings", {}).get("copy_tbps"):
-        console.print(Text(f"{reference.name} has no timings of a GPU to agree with", style="red"), soft_wrap=True)
-        return
-    found, left = agreement(record, works_of(run), seen)
-    table = Table(box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0))
-    table.add_column("bound by memory", no_wrap=True)
-    for head in ("compare", "ncu", "ncu/compare", "bytes/least", "us timed/us in ncu"):
-        table.add_column(head, justify="right", no_wrap=True)
-    table.add_column("more than 5 % apart, because", no_wrap=True)
-    for one in found:
-        known = (
-            f"{one.timed:.1%}",
-            f"{one.counted:.1%}",
-            f"{1 + one.apart:.3f}",
-            f"{one.bytes:.3f}",
-            f"{one.time:.3f}",
-        )
-        table.add_row(Text(one.call), *known, one.why)
-    if found:
-        console.width = max(
-            console.width, console.measure(table, options=console.options.update(max_width=1000)).maximum
-        )
-        console.print(table)
-    close = sum(not one.why for one in found)
-    gpu, when = record["machine"]["gpu"], record["when"][:10]
-    said = f"{close} of {len(found)} calls agree within {CLOSE:.0%} with {reference.name}, of {gpu}, {when}"
-    said += f", as shares of its copy ceiling, {record['machine']['ceilings']['copy_tbps']:.2f} TB/s"
-    console.print(Text(said), soft_wrap=True)
-    for why, count in left.items():
-        console.print(Text(f"left out: {count} {why}", style="dim"), soft_wrap=True)
 
 
 # --- the command line --------------------------------------------------------------------------------------------
@@ -768,9 +655,6 @@ def rest(record: Path, script: Path, names: list[str]) -> list[str]:
 
 def main(argv: list[str]) -> int:
     verb, *more = argv
-    agree = None
-    if more[0] == "--agree":
-        agree, more = Path(more[1]), more[2:]
     first, more = Path(more[0]), more[1:]
     try:
         if verb == "names":
@@ -795,13 +679,9 @@ def main(argv: list[str]) -> int:
         record = next(filter(None, (_json(first.with_name(f"{first.name}.{tool}.json")) for tool in tools)), {})
         return printed(lambda console: int(not show_sanitizer(console, first, tools, kernels)), text, record)
     paths = [first, *map(Path, more)]
-    if verb == "agree":
-        run, seen = _merged([_json(path) for path in paths[1::2]]), _read("ncu", paths[2::2])
-        show_agreement(Console(highlight=False, width=160), first, run, seen)
-        return 0
     records, paths = (paths[::2], paths[1::2]) if verb == "ncu" else (paths[:1], paths[1:])
     text = first.with_suffix(".txt")
-    return printed(lambda console: show_profile(console, verb, records, paths, agree), text, _json(first))
+    return printed(lambda console: show_profile(console, verb, records, paths), text, _json(first))
 
 
 if __name__ == "__main__":

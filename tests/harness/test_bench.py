@@ -49,14 +49,19 @@ def checked(timed):
 
 def test_a_table_times_every_variant(timed):
     x = torch.randn(64, 64, device=timed.device)
-    variants = {"torch": double, "ours": lambda x: x + x, "ours in three": lambda x: (x + x + 1) - 1, "other": double}
+    variants = {
+        "torch": double,
+        "ours": lambda x: x + x,
+        "twenty": lambda x: [x + x for _ in range(20)][-1],
+        "other": double,
+    }
     options = {"baseline": "torch", "work": Work(bytes=2 * x.nbytes), "peers": ["other"], "terms": 4}
     table = timed.compare(variants, reference, x, **options)
     assert timed.timed
     assert [row.variant for row in table.rows] == list(variants)
     assert all(0 < row.p20 <= row.ms <= row.p80 for row in table.rows)
     assert table["torch"].speedup == 1.0
-    assert table["ours in three"].speedup < 1.0  # a ratio below 1 is shown like any other
+    assert table["twenty"].speedup < 1.0  # a ratio below 1 is shown like any other
     assert [(row.ours, row.peer) for row in table.rows] == [(False, False), (True, False), (True, False), (True, True)]
     assert table["ours"].tbps == pytest.approx(2 * x.nbytes / table["ours"].ms / 1e9)
     whole = timed.compare(PAIR, reference, torch.randn(8), timing=Timing(end_to_end=True), **ONCE)
@@ -477,16 +482,13 @@ def test_a_slow_host_does_not_count_as_gpu_time(h):
 
 
 @pytest.mark.gpu
-def test_a_round_times_each_call_by_itself_and_the_driver_stays_as_it_was(h):
-    from triton.runtime import driver
-
+def test_a_round_times_each_call_by_itself(h):
     x = h.randn(1 << 24)
     calls = {"once": lambda: x.mul_(1), "four times": lambda: [x.mul_(1) for _ in range(4)]}
     rounds = gpu_round_ms(calls, dict.fromkeys(calls, 0.05), [["once", "four times"], ["four times", "once"]] * 5)
     assert len(rounds) == 10
     assert all(2 < each["four times"] / each["once"] < 6 for each in rounds)
-    gpu_ms(lambda: torch.zeros(10, device="cuda"))
-    assert "clear_cache" not in vars(driver.active)
+    assert 0 < gpu_ms(lambda: torch.zeros(10, device="cuda")) < 0.1
 
 
 @pytest.mark.gpu

@@ -128,19 +128,15 @@ def test_a_topic_is_read_from_its_text(tmp_path):
     for text, message in [
         ('"""Topic."""\n', "lists its technique files in TECHNIQUES"),
         ("def (:\n", "invalid syntax"),
-        ("TECHNIQUES = []\nARCHITECTURES = 90\n", r"ARCHITECTURES is .*; write \(80, 90\)"),
-        ("TECHNIQUES = []\nARCHITECTURES = ('sm_90',)\n", r"ARCHITECTURES is "),
         ("TECHNIQUES = ['a/x.py', 'b/x.py']\n", "share a name"),
     ]:
         path.write_text(text)
         with pytest.raises(CatalogError, match=message):
             read_topic(path)
-    path.write_text("TECHNIQUES = []\n")
-    assert read_topic(path).architectures == ()
-    path.write_text('"""Topic."""\nARCHITECTURES = (80, 120)\nTECHNIQUES = ["gone.py", "latin.py"]\n')
+    path.write_text('"""Topic."""\nTECHNIQUES = ["gone.py", "latin.py"]\n')
     (tmp_path / "latin.py").write_bytes('"""Lesson \xe9."""\n'.encode("latin-1"))
     found = read_topic(path)
-    assert (found.title, found.architectures) == ("Topic.", (80, 120))
+    assert found.title == "Topic."
     gone, latin = found.techniques  # what cannot be read keeps the others company
     assert gone.error.endswith("gone.py: no such file")
     assert "latin.py" in latin.error
