@@ -161,7 +161,7 @@ def demo(h: Harness) -> None:
     model = GatedMLP(width, 11 * width // 4).to(h.device, torch.bfloat16 if gpu else torch.float32)
     model.requires_grad_(False)
     batches = [h.randn(rows, tokens, width, dtype=model.down.weight.dtype) for rows in SIZES]
-    # On two cores a C++ compiler needs a minute for 64 graphs: generated is one policy with a symbol, and one that pads.
+    # On two cores a C++ compiler needs a minute for 64 graphs: generated are one policy with a symbol, one that pads.
     counted = h.pick(quick=tuple(POLICIES.keys() - {"mark_dynamic", "padded to 64"}), full=())
     served, rows = compile_all(h, model, batches, counted)
     h.table(f"batches of 1 to {LARGEST}", rows)

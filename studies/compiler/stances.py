@@ -8,7 +8,7 @@ from harness import Harness
 
 import torch
 
-from examples.compiler.stances import STANCES, Counting, checked_stance, new_function, outcomes_of
+from examples.compiler.stances_outcomes import STANCES, Counting, new_function, outcomes_of
 
 
 def study(h: Harness) -> None:
@@ -37,7 +37,7 @@ def forced_backend(h: Harness) -> None:
     own, forced = Counting(), Counting()
     compiled = torch.compile(new_function()[0], backend=own)
     x = torch.arange(4.0)
-    with checked_stance("default", force_backend=forced):
+    with torch.compiler.set_stance("default", force_backend=forced):
         compiled(x)
         within = {"own": own.graphs, "forced": forced.graphs}
     compiled(x)
@@ -64,10 +64,6 @@ def wrong_name(h: Harness) -> None:
             seen["first call"] = "no error"
         except RuntimeError as error:
             seen["first call"] = f"RuntimeError: {str(error).splitlines()[0]}"
-    try:
-        checked_stance("fail_on_recompiles")
-    except ValueError as error:
-        seen["checked_stance"] = f"ValueError: {error}"
     h.fact("a stance misspelt", seen)
 
 
@@ -76,7 +72,7 @@ def reach(h: Harness) -> None:
     inside, done = threading.Event(), threading.Event()
 
     def other() -> None:
-        with checked_stance("force_eager"):
+        with torch.compiler.set_stance("force_eager"):
             inside.set()
             done.wait(30)
 
