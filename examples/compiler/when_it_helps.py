@@ -15,7 +15,7 @@ all of the time, compiled or not.
 Question   What will torch.compile give this model at this size, and can that be known before trying?
 Needs      torch
 Wins when  the host is slower than the GPU (CUDA graphs), or memory traffic between matrix products counts (fusion).
-Variants   when_it_helps_work.py (counts the work)
+Variants   when_it_helps_work.py (counts the work of eager execution)
 Study      studies/compiler/when_it_helps.py (one operation by itself; when the first call has paid for itself)
 Source     chapter sections "When torch.compile helps" and "Key question"; roofline: Williams, Waterman, Patterson 2009.
 """
@@ -23,68 +23,56 @@ Source     chapter sections "When torch.compile helps" and "Key question"; roofl
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
 from harness import Harness, Timing, Work, run
 
 import torch
 
 from compile_inspect import warm_up
-from examples.common.transformer import TINY, WIDE, Transformer
-from examples.compiler.when_it_helps_work import eager_steps, fused_steps, twin
+from examples.common.transformer import TINY, WIDE, Transformer, steps
+from examples.compiler.when_it_helps_work import eager_steps, twin
 
 EAGER, DEFAULT, REDUCE = "torch eager", "torch.compile default", "torch.compile reduce-overhead"
 LOST_IN_NOISE = 0.03
+Steps = list[tuple[int, int]]  # bytes and FLOPs of each kernel
+Rates = tuple[float, float]  # bytes and FLOPs a millisecond
 
 
-@dataclass(frozen=True)
-class Costs:
-    """What one call of each variant costs at no work, in ms: launching it, and running its kernels."""
-
-    host: dict[str, float]
-    kernels: dict[str, float]
+def predict(steps: Steps, rates: Rates, host: float, kernels: float) -> float:
+    """Milliseconds of a call: the slower of host and GPU, whose fixed costs `host` and `kernels` are."""
+    return max(host, kernels + sum(max(moved / rates[0], flops / rates[1]) for moved, flops in steps))
 
 
-def predict(steps: list[tuple[int, int]], bytes_ms: float, flops_ms: float, host: float, kernels: float) -> float:
-    """Milliseconds of a call: the slower of host and GPU; `steps` are (bytes, FLOPs), rates are per millisecond.
-
-    Raises ValueError for rates that are not positive.
-    """
-    if bytes_ms <= 0 or flops_ms <= 0:
-        raise ValueError(f"predict: {bytes_ms} bytes and {flops_ms} FLOPs a ms; pass measured, positive rates")
-    return max(host, kernels + sum(max(moved / bytes_ms, flops / flops_ms) for moved, flops in steps))
-
-
-def bound_of(steps: list[tuple[int, int]], bytes_ms: float, flops_ms: float, host: float) -> str:
-    moving, computing = (sum(step[i] for step in steps) / rate for i, rate in ((0, bytes_ms), (1, flops_ms)))
+def bound_of(steps: Steps, rates: Rates, host: float) -> str:
+    moving, computing = (sum(step[i] for step in steps) / rate for i, rate in enumerate(rates))
     if host > max(moving, computing):
         return "launch-bound"
     return "compute-bound" if computing > moving else "bandwidth-bound"
 
 
-def costs_of(table, n_eager: int, n_fused: int) -> Costs:
-    """From the twin's times: of so many operations in eager, so many kernels when fused."""
+def fixed_costs(table, n_eager: int, n_fused: int) -> dict[str, tuple[float, float]]:
+    """Of each variant, in ms: (launching a call, running its kernels) at no work, from the twin's times.
+
+    The twin has `n_eager` operations in eager, and `n_fused` kernels when fused.
+    """
     ms = {row.variant: row.ms for row in table.rows}
     if REDUCE not in ms:  # on a CPU who launches is who computes
-        return Costs(dict.fromkeys(ms, 0.0), ms)
+        return {name: (0.0, time) for name, time in ms.items()}
     # Without a graph the twin's time is the host's; its kernels, one for one, take what a graph's do.
-    return Costs(ms, {EAGER: ms[REDUCE] / n_fused * n_eager, DEFAULT: ms[REDUCE], REDUCE: ms[REDUCE]})
-
-
-def variants_of(model: Transformer) -> dict[str, Callable]:
-    """Eager and compiled; on a CPU, which has no CUDA graphs, reduce-overhead would compile what default does."""
-    torch.compiler.reset()
-    variants = {EAGER: model, DEFAULT: torch.compile(model, dynamic=False)}
-    if model.embedding.weight.is_cuda:
-        variants[REDUCE] = torch.compile(model, mode="reduce-overhead", dynamic=False)
-    return variants
+    return {name: (time, ms[REDUCE] * (n_eager / n_fused if name == EAGER else 1)) for name, time in ms.items()}
 
 
 def compare(h: Harness, model: Transformer, batch: int, tokens: int, title: str):
+    """Eager and compiled; on a CPU, which has no CUDA graphs, reduce-overhead would compile what default does."""
     config, dtype = model.config, model.embedding.weight.dtype
+    torch.compiler.reset()
+    variants: dict[str, Callable] = {EAGER: model, DEFAULT: torch.compile(model, dynamic=False)}
+    if h.device.type == "cuda":
+        variants[REDUCE] = torch.compile(model, mode="reduce-overhead", dynamic=False)
     return h.compare(
-        variants_of(model), model.float64, h.randint(config.vocab, batch, tokens), baseline=EAGER, title=title,
-        work=Work.in_steps(fused_steps(config, batch, tokens, dtype), dtype), case=f"{batch}x{tokens} tokens",
+        variants, model.float64, h.randint(config.vocab, batch, tokens), baseline=EAGER, title=title,
+        work=Work.in_steps(steps(config, batch, tokens, dtype.itemsize), dtype), case=f"{batch}x{tokens} tokens",
         timing=Timing(end_to_end=True, cold=True), max_error_ratio=2.0, dtype=dtype,
     )  # fmt: skip
 
@@ -102,20 +90,13 @@ def rates(h: Harness, width: int, hidden: int, dtype: torch.dtype) -> list:
     ]  # fmt: skip
 
 
-def judge(
-    table, config, size: tuple[int, int], dtype, cost: Costs, bytes_ms: float, flops_ms: float
-) -> dict[str, dict]:
+def judge(table, eager: Steps, fused: Steps, rates: Rates, costs: dict[str, tuple[float, float]]) -> dict[str, dict]:
     """A row for each compiled variant: its speed over eager as predicted, and as measured."""
-    eager, fused = eager_steps(config, *size, dtype, REDUCE in table), fused_steps(config, *size, dtype)
-    ms = {
-        row.variant: predict(eager if row.variant == EAGER else fused, bytes_ms, flops_ms, cost.host[row.variant],
-                             cost.kernels[row.variant])
-        for row in table.rows
-    }  # fmt: skip
-    bound = bound_of(fused, bytes_ms, flops_ms, cost.host[EAGER])
+    ms = {name: predict(eager if name == EAGER else fused, rates, *cost) for name, cost in costs.items()}
     return {
         f"{table.case}, {name.removeprefix('torch.compile ')}": {
-            "bound": bound, "predicted ms": round(ms[name], 3), "ms": round(table[name].ms, 3),
+            "bound": bound_of(fused, rates, costs[EAGER][0]),
+            "predicted ms": round(ms[name], 3), "ms": round(table[name].ms, 3),
             "predicted x": round(ms[EAGER] / ms[name], 2), "x eager": round(table.over(EAGER, name), 2),
         }
         for name in ms if name != EAGER
@@ -148,12 +129,15 @@ def demo(h: Harness) -> None:
         model = Transformer.random(config, h.device, dtype, h.seed)
         tables = {size: compare(h, model, *size, "when_it_helps") for size in sizes}
 
+    def work(config, size: tuple[int, int]) -> tuple[Steps, Steps]:
+        return eager_steps(config, *size, dtype, on_gpu), steps(config, *size, dtype.itemsize)
+
     def judged() -> dict[str, dict]:
-        rates_ms, rows = (copy.rows[0].tbps * 1e9, product.rows[0].tflops * 1e9), {}
+        per_ms, rows = (copy.rows[0].tbps * 1e9, product.rows[0].tflops * 1e9), {}
         for size, table in tables.items():
             several = size != (1, 1)
-            counts = (len(count(small.config, 1, 16 if several else 1, dtype)) for count in (eager_steps, fused_steps))
-            rows |= judge(table, config, size, dtype, costs_of(twins[several], *counts), *rates_ms)
+            counts = map(len, work(small.config, (1, 16 if several else 1)))
+            rows |= judge(table, *work(config, size), per_ms, fixed_costs(twins[several], *counts))
         return rows
 
     h.table("predicted from the twin, the work and the rates; measured", judged() if h.timed else {})

@@ -1,4 +1,4 @@
-"""when_it_helps: the bytes and FLOPs of a forward pass, counted without data; in eager, and when fused."""
+"""when_it_helps: the bytes and FLOPs of a forward pass, counted without data."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 from torch.utils.flop_counter import flop_registry
 
-from examples.common.transformer import Config, Transformer, pieces
+from examples.common.transformer import Config, Transformer
 
 
 class EagerWork(TorchDispatchMode):
@@ -66,11 +66,6 @@ def eager_steps(
     with EagerWork() as work, _OneStep(work, on_gpu), torch.no_grad():
         model(ids)
     return work.steps
-
-
-def fused_steps(config: Config, batch: int, tokens: int, dtype: torch.dtype) -> list[tuple[int, int]]:
-    """(bytes, FLOPs) of each step that is left when everything between the matrix products is fused."""
-    return [(p.bytes, p.flops) for p in pieces(config, batch, tokens, dtype.itemsize) for _ in range(p.count)]
 
 
 def twin(config: Config) -> Config:
