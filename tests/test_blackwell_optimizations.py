@@ -36,6 +36,7 @@ from harness.hardware import enqueue_ms, machine
 import pytest
 import torch
 
+from examples.common.fp8_gemm import scaled_mm_blockwise
 from examples.compiler import cuda_graphs
 from examples.fp8 import blockwise_matmul as blockwise
 from examples.fp8 import fp8_matmul as fp8
@@ -316,7 +317,7 @@ def test_fp8_blockwise(h, speed):
     inputs = blockwise.operands(h, n, n, n)
     want, budget = blockwise.reference(*inputs), {"dtype": torch.bfloat16} | blockwise.budget(h, n)
     if "torch" not in blockwise.library(*inputs):
-        speed.add("_scaled_mm", blockwise.scaled_mm_blockwise, *inputs, want=want, **budget)
+        speed.add("_scaled_mm", scaled_mm_blockwise, *inputs, want=want, **budget)
     for variant in blockwise.runnable(h.device):
         fn = functools.partial(blockwise.blockwise_matmul, variant=variant, check_scales=False)
         name = {"tiles": "plain", "warp specialized": "warp specialized"}[variant]

@@ -23,7 +23,6 @@ Source     goes beyond the chapter: the recipe of DeepSeek-V3's report; layouts 
 
 from __future__ import annotations
 
-import contextlib
 import functools
 from collections.abc import Callable
 
@@ -34,17 +33,14 @@ import triton
 import triton.language as tl
 
 from examples.common.device import device_limits, require_triton_device
-from examples.common.fp8 import E4M3, E5M2, dequantize_reference, quantize_reference, require_scales
+from examples.common.fp8 import E4M3, E5M2, dequantize_reference, require_scales
+from examples.common.fp8_gemm import blockwise_library as library
+from examples.common.fp8_gemm import blockwise_operands as operands
 from examples.common.gluon import gluon_architecture
 from examples.common.operands import check_choice, check_fp8_gemm, fp8_tma_takes
+from examples.common.quantize import GROUP
 from examples.common.tiles import tile_coords
-from examples.fp8.blockwise_matmul_warp_specialized import (
-    GROUP,
-    launch_warp_specialized,
-    require_hopper_layout,
-    rows_contiguous,
-    scales_fit,
-)
+from examples.fp8.blockwise_matmul_warp_specialized import launch_warp_specialized, require_hopper_layout, scales_fit
 
 # Two programs of 4 warps fit an SM of Hopper or Blackwell. With the little shared memory of GPUs that multiply from
 # registers (mma.sync, which keeps a step of K less in it) one program does, and has 8 warps.
@@ -89,7 +85,7 @@ def _launch_tiles(a, b, c, scale_a, scale_b) -> None:
     )  # fmt: skip
 
 
-LAUNCH: dict[str, Callable] = {"tiles": _launch_tiles, "warp specialized": launch_warp_specialized}
+LAUNCH = {"tiles": _launch_tiles, "warp specialized": launch_warp_specialized}
 VARIANTS = tuple(LAUNCH)
 
 
@@ -143,41 +139,6 @@ def reference(a, b, scale_a, scale_b) -> torch.Tensor:
 def budget(h: Harness, K: int) -> dict:
     """On Hopper only a group is summed in about 14 bits, however long K is; the interpreter sums all in float32."""
     return {"terms": K} if h.interpreted else {"terms": GROUP, "acc": 2.0**-13, "roundings": GROUP // 32}
-
-
-def _spread(blocks: torch.Tensor) -> torch.Tensor:
-    """One number for each block of 128x128 -> one for each element."""
-    return blocks.repeat_interleave(GROUP, 0).repeat_interleave(GROUP, 1)
-
-
-def operands(h: Harness, M: int, N: int, K: int, dtypes=(E4M3, E4M3)) -> tuple[torch.Tensor, ...]:
-    """a, b, scale_a, scale_b of a layer: activations, and weights as [N, K]; groups and blocks of different sizes."""
-    x, w = h.randn(M, K), h.randn(N, K)
-    x.view(M, -1, GROUP).mul_(h.randn(M, K // GROUP, 1, scale=0.5).exp_())
-    w.mul_(_spread(h.randn(triton.cdiv(N, GROUP), K // GROUP, scale=0.5).exp_())[:N])
-    a, scale_a = quantize_reference(x, (1, GROUP), dtypes[0])
-    w, scale_b = quantize_reference(w, (GROUP, GROUP), dtypes[1])
-    return a, w.t(), rows_contiguous(scale_a), scale_b.t()
-
-
-def torch_dequantized(a, b, scale_a, scale_b) -> torch.Tensor:
-    weight = b.float() * _spread(scale_b)[:, : b.shape[1]]
-    return ((a.float() * scale_a.repeat_interleave(GROUP, 1)) @ weight).bfloat16()
-
-
-def scaled_mm_blockwise(a, b, scale_a, scale_b, out_dtype=torch.bfloat16) -> torch.Tensor:
-    """cuBLASLt's, which takes these very layouts."""
-    from torch.nn.functional import ScalingType, scaled_mm
-
-    one_row, block = ScalingType.BlockWise1x128, ScalingType.BlockWise128x128
-    return scaled_mm(a, b, scale_a, one_row, scale_b, block, output_dtype=out_dtype)
-
-
-def library(*inputs) -> dict[str, Callable]:  # torch on floats where cuBLASLt does not take these inputs
-    with contextlib.suppress(ImportError, NotImplementedError, RuntimeError, TypeError, ValueError):
-        if inputs[0].is_cuda and scaled_mm_blockwise(*inputs) is not None:
-            return {"_scaled_mm blockwise": scaled_mm_blockwise}
-    return {"torch": torch_dequantized}
 
 
 def rms_errors(a, b, one_sum: Callable) -> tuple[float, float]:

@@ -22,10 +22,11 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 from examples.common.device import device_limits
 from examples.common.gluon import async_load, barriers, buffers, init_ring, next_slot, require_wgmma, store_parts
 from examples.common.operands import check_fp8_tma
+from examples.common.quantize import GROUP
 from examples.common.tiles import tile_coords
 from examples.common.tma import gluon_descriptor, tma_takes
 
-GROUP = 128  # of K with one scale, and columns that share one: also the tile's step of K and its columns
+# GROUP of K has one scale, and so many columns share one: it is also the tile's step of K and its columns.
 # Warpgroups of 64 rows -> whether each has two groups in flight, slots of the ring, GROUP_M, registers of a thread.
 # More slots do not help: programs drift apart, and no longer find in L2 what others loaded.
 CONFIGS = {
@@ -192,14 +193,6 @@ def choose_warpgroups(M: int, N: int, K: int, sms: int) -> int:
     """
     large = M * N * K >= LARGE
     return 3 if large and efficiency(M, N, 3, sms) >= efficiency(M, N, 2, sms) - 0.01 else 2
-
-
-def rows_contiguous(scale: torch.Tensor) -> torch.Tensor:
-    """The same scales [M, K / 128] with M contiguous and columns a multiple of 4 apart, as TMA reads them."""
-    M, groups = scale.shape
-    return torch.empty_strided(
-        (M, groups), (1, triton.cdiv(max(M, 1), 4) * 4), dtype=scale.dtype, device=scale.device
-    ).copy_(scale)
 
 
 def scales_fit(scale_a: torch.Tensor) -> bool:

@@ -37,7 +37,7 @@ from examples.common.gluon import (
 )
 from examples.common.tiles import split_columns, tile_coords
 from examples.common.tma import gluon_descriptor
-from examples.fp8.fp8_matmul_pointers import GROUP_M
+from examples.fp8.fp8_matmul_persistent import GROUP_M
 
 # BLOCK_M, BLOCK_N, BLOCK_K; slots of the ring; steps of every tile that the second consumer does after the first has
 # done its last (no more than the ring holds). With half a tile of two bytes an element for results, nearly all of

@@ -13,17 +13,12 @@ from examples.common import gluon as common
 from examples.common import operands as checks
 from examples.common.device import SHARED_LIMIT, Limits
 from examples.common.fp8 import E4M3, E5M2, OUT_DTYPES, quantize_reference
-from examples.common.tma import gluon_descriptor
+from examples.common.fp8_gemm import rows_contiguous
+from examples.common.quantize import GROUP
 from examples.fp8 import blockwise_matmul as lesson
 from examples.fp8 import blockwise_matmul_warp_specialized as hopper
 from examples.fp8.blockwise_matmul import TILE, VARIANTS, blockwise_matmul, budget, choose, operands, reference
-from examples.fp8.blockwise_matmul_warp_specialized import (
-    CONFIGS,
-    GROUP,
-    choose_warpgroups,
-    efficiency,
-    rows_contiguous,
-)
+from examples.fp8.blockwise_matmul_warp_specialized import CONFIGS, choose_warpgroups, efficiency
 from studies.fp8.blockwise_matmul import CODE
 
 FORMATS = [(E4M3, E4M3), (E4M3, E5M2), (E5M2, E4M3), (E5M2, E5M2)]
@@ -51,12 +46,10 @@ def variant(request, h, monkeypatch):
 @pytest.fixture
 def gpu_of(monkeypatch):
     """As if the GPU had so many SMs."""
-
-    def pretend(sms):
-        for module in (lesson, hopper):
-            monkeypatch.setattr(module, "device_limits", lambda device: Limits(sms, SHARED_LIMIT[90]))
-
-    return pretend
+    return lambda sms: [
+        monkeypatch.setattr(module, "device_limits", lambda device: Limits(sms, SHARED_LIMIT[90]))
+        for module in (lesson, hopper)
+    ]
 
 
 # One row, one column, one tile, one more in each dimension; nothing to sum, no result. K of 1 to 5 groups.
@@ -101,7 +94,6 @@ def test_layouts(h, variant):
     wide = rows_contiguous(torch.cat([scale_a, scale_a]))  # columns further apart than rows are many
     cases = [
         (a[:, :256], b[:256, :296], *scales),  # rows apart: what lies between them must not be summed
-        (a[:, 128:384], b[256:, :104], scale_a[:, 1:3], scale_b[2:, :1]),  # starts further on
         (a[::3, :256], b[:256, 8:296:2], rows_contiguous(scales[0][::3]), scales[1][:, :2]),  # every third row
         (a[:, :256], b[:256, :296], wide[140:, :2], scales[1]),
         (a[:1], b[:, :8], scale_a[:1], scale_b[:, :1]),
@@ -117,24 +109,6 @@ def test_layouts(h, variant):
         check(h, inputs, variant, what=f"{variant} {[tuple(x.stride()) for x in inputs]}")
 
 
-def test_rows_contiguous(h):
-    for M in (0, 1, 4, 5, 130):
-        scale = h.randn(M, 3)
-        got = rows_contiguous(scale)
-        assert torch.equal(got, scale)
-        assert (got.stride(0), got.stride(1) % 4) == (1, 0)
-        assert got.stride(1) >= M
-
-
-def test_descriptors_of_a_gluon_kernel():
-    """Layouts as the tensor cores read them, none for a row of scales; a stride that is never used is made valid."""
-    for rows, columns, dtype, swizzle in [(64, 128, E4M3, 128), (64, 32, torch.float16, 64), (1, 64, torch.float32, 0)]:
-        made = gluon_descriptor(torch.empty(256, 256, dtype=dtype, device="meta"), [rows, columns])
-        assert (made.layout.swizzle_byte_width, made.layout.element_bitwidth) == (swizzle, 8 * dtype.itemsize)
-    one = torch.empty(1, 64, device="meta").as_strided((1, 64), (5, 1))
-    assert gluon_descriptor(one, [1, 64]).strides == [16, 1]
-
-
 def test_extremes(h, variant):
     """NaN and infinity reach what torch says they reach: not the rows and columns beside the tail of a tile."""
     scales = rows_contiguous(h.randn(130, 3).exp_()), h.randn(3, 3).exp_().t()
@@ -143,9 +117,6 @@ def test_extremes(h, variant):
     check(h, (a.to(E4M3), b.to(E4M3).t(), *scales), variant, what="NaN")
     a[129, 383], b[263, 383], b[130, 7] = (float(x) for x in ("inf", "-inf", "inf"))
     check(h, (a.to(E5M2), b.to(E5M2).t(), *scales), variant, what="NaN and infinities")
-    largest = torch.full((5, 384), 448.0, device=h.device).to(E4M3)
-    signs = torch.where(h.randn(264, 384) > 0, 448.0, -448.0).to(E4M3).t()
-    check(h, (largest, signs, rows_contiguous(scales[0][:5]), scales[1]), variant, what="the largest numbers")
     finite_a, finite_b = a.nan_to_num(0, 1, 1), b.nan_to_num(0, 1, 1).to(E4M3).t()
     least = (finite_a * 2.0**-8).to(E4M3)  # mostly subnormal
     small = rows_contiguous(2.0**-30 * scales[0]), 2.0**-30 * scales[1]
@@ -207,11 +178,9 @@ def test_code_of_tiles(sm):
         assert 2 * 32 * kernel.warps * kernel.registers <= 65536
 
 
-@pytest.mark.parametrize(
-    ("shape", "out"), [(SMALL, torch.bfloat16), (LARGE, torch.float32), ((1, 8, 128), torch.bfloat16)], ids=str
-)
+@pytest.mark.parametrize(("shape", "out"), [(SMALL, torch.bfloat16), (LARGE, torch.float32)], ids=str)
 def test_warp_specialized_code(shape, out):
-    """What the compiler is trusted with, for each warpgroup; a size of 1, a constant of the kernel, compiles too."""
+    """What the compiler is trusted with, for each warpgroup."""
     args = (*layer(*shape, formats=FORMATS[1]), out, SPECIALIZED)
     (kernel,) = compile_for(blockwise_matmul, args, sms=(90,))
     assert (kernel.error, kernel.spills, kernel.fits) == (None, 0, True)
@@ -258,37 +227,28 @@ def test_which_kernel_is_chosen(h, monkeypatch):
 
 
 def test_how_many_warpgroups():
-    assert {choose_warpgroups(n, n, n, sms=132) for n in (2048, 4096)} == {2}
-    assert {choose_warpgroups(n, n, n, sms=132) for n in (8192, 16384)} == {3}
+    assert [choose_warpgroups(n, n, n, sms=132) for n in (2048, 4096, 8192, 16384)] == [2, 2, 3, 3]
     for shape in ((4096, 14336, 4096), (4096, 4096, 14336), (1, 8, 128), (16, 8192, 2**23)):
         assert choose_warpgroups(*shape, sms=132) == 2
-
-
-def test_efficiency():
-    """A share: all of it where tiles fill waves; else what lies over the edges and the empty SMs are missing."""
+    # A share: all of it where tiles fill waves; else what lies over the edges and the empty SMs are missing.
     assert efficiency(64 * 3 * 132, GROUP, 3, 132) == efficiency(128 * 12, GROUP * 11, 2, 132) == 1
-    assert efficiency(128 + 64, GROUP, 2, 1) == pytest.approx(0.75)
-    assert efficiency(128 * 3, GROUP, 2, 2) == pytest.approx(0.75)
+    assert efficiency(128 + 64, GROUP, 2, 1) == efficiency(128 * 3, GROUP, 2, 2) == pytest.approx(0.75)
 
 
 def test_bad_input(h, monkeypatch):
     a, b, scale_a, scale_b = operands(h, 6, 144, 256)
-    nan, flat = torch.full_like(scale_a, float("nan")), torch.zeros(6 * 272, device=h.device).to(E4M3)
+    nan = torch.full_like(scale_a, float("nan"))
     bad = [
         ({"a": a[:, :200], "b": b[:200]}, "K is 200, but a scale covers 128 of it: pad K"),
         ({"b": b.contiguous()}, r"b has strides \(144, 1\); .*b\.t\(\)\.contiguous\(\)\.t\(\)"),
         ({"scale_a": scale_a[:, :1]}, r"scale_a has shape \[6, 1\]; need \[6, 2\]"),
-        ({"scale_b": scale_b[:, :1]}, r"scale_b has shape \[2, 1\]; need \[2, 2\]"),  # the tail's block is missing
         ({"scale_a": nan}, "scale_a has 12 of 12 values that are not positive and finite"),
     ]
     for_tma = [
         ({"b": b[:, :140]}, "N 140; TMA needs .* N to one of 8"),
         ({"scale_a": scale_a.contiguous()}, r"scale_a has strides \(2, 1\) .*pass rows_contiguous\(scale_a\)"),
-        ({"scale_a": scale_a.t().contiguous().t()}, r"scale_a has strides \(1, 6\)"),
         ({"scale_a": scale_a[:, :1].expand(6, 2)}, r"scale_a has strides \(1, 0\)"),
         ({"a": a[1:], "scale_a": scale_a[1:]}, "scale_a has .* starts 4 bytes past a multiple of 16"),
-        ({"a": flat[1:1537].view(6, 256)}, "a has .* starts 1 bytes past a multiple of 16"),
-        ({"b": b[:, :1].expand(256, 144)}, r"b\.t\(\) has .* strides \(0, 1\)"),
     ]
     assert blockwise_matmul(a, b, nan, scale_b, check_scales=False).isnan().all()  # not looked at, so not refused
     for module, its in ((checks, "architecture"), (common, "gluon_architecture")):
