@@ -13,7 +13,7 @@ times fewer than with 16 x 16.
 Question   What in a kernel takes shared memory, how much, and what does reusing a loaded value save?
 Needs      triton
 Wins when  a value is used more than once by the same program; what is used once gains nothing from shared memory.
-Variants   shared_memory_single_use.py (sums of columns and rows, and a matmul without reuse)
+Variants   shared_memory_single_use.py (the chapter's kernel, sums of columns and rows, a matmul without reuse)
 Study      studies/triton/shared_memory.py
 Source     chapter section "Shared Memory", whose `shared_data = tl.zeros(...)` allocates none
 """
@@ -29,24 +29,15 @@ import torch
 import triton
 import triton.language as tl
 
-from examples.common.operands import check_choice, check_elementwise, check_gemm
-from examples.triton.shared_memory_single_use import BLOCK, DTYPES, HALF, WARPS, column_sum, matmul_strip, row_sum
+from examples.common.operands import check_choice, check_gemm
+from examples.common.pointers import load_tiles, store_tile, tile_pointers
+from examples.triton.shared_memory_single_use import BLOCK, HALF, WARPS, column_sum, matmul_strip, row_sum, scale
 
 BLOCK_K = 64
 # (BLOCK_M, BLOCK_N) and its warps: as many as leave a thread no more than 128 elements of the accumulator. wgmma starts
 # at 64 rows, 4 warps.
 TILES = {(16, 16): 1, (32, 32): 2, (64, 64): 4, (128, 128): 8, (128, 256): 8}
 STAGES = 3
-
-
-@triton.jit
-def scale_kernel(x_ptr, out_ptr, n_elements, BLOCK: tl.constexpr):
-    offsets = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
-    inside = offsets < n_elements
-    # The chapter's "allocate shared memory, load data into it": a name for zeros, then the same name for x.
-    shared_data = tl.zeros((BLOCK,), dtype=tl.float32)
-    shared_data += tl.load(x_ptr + offsets, mask=inside).to(tl.float32)
-    tl.store(out_ptr + offsets, (shared_data * 2.0).to(out_ptr.dtype.element_ty), mask=inside)
 
 
 @triton.heuristics({"EVEN_K": lambda args: args["K"] % args["BLOCK_K"] == 0})
@@ -56,40 +47,17 @@ def matmul_tile_kernel(
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, STAGES: tl.constexpr, EVEN_K: tl.constexpr,
 ):  # fmt: skip
     tiles_n = tl.cdiv(N, BLOCK_N)
-    first_row, first_col = tl.program_id(0) // tiles_n * BLOCK_M, tl.program_id(0) % tiles_n * BLOCK_N
-    # Rows and columns past the edge wrap around to valid ones; the masked store discards what they make.
-    rows, cols = (first_row + tl.arange(0, BLOCK_M)) % M, (first_col + tl.arange(0, BLOCK_N)) % N
-    inner = tl.arange(0, BLOCK_K)
-    a_ptrs = a_ptr + rows[:, None].to(tl.int64) * stride_am + inner[None, :].to(tl.int64) * stride_ak
-    b_ptrs = b_ptr + inner[:, None].to(tl.int64) * stride_bk + cols[None, :].to(tl.int64) * stride_bn
-    step_a, step_b = BLOCK_K * tl.cast(stride_ak, tl.int64), BLOCK_K * tl.cast(stride_bk, tl.int64)
-    acc = tl.zeros((BLOCK_M, BLOCK_N), dtype=tl.float32)
+    row, col = tl.program_id(0) // tiles_n * BLOCK_M, tl.program_id(0) % tiles_n * BLOCK_N
+    a_ptrs, b_ptrs, step_a, step_b = tile_pointers(
+        a_ptr, b_ptr, row, col, M, N, stride_am, stride_ak, stride_bk, stride_bn, BLOCK_M, BLOCK_N, BLOCK_K
+    )
+    acc = tl.zeros((BLOCK_M, BLOCK_N), dtype=tl.float32)  # in registers
     for k in tl.range(0, K, BLOCK_K, num_stages=STAGES):
-        if EVEN_K:
-            a = tl.load(a_ptrs)
-            b = tl.load(b_ptrs)
-        else:
-            a = tl.load(a_ptrs, mask=inner[None, :] < K - k, other=0.0)
-            b = tl.load(b_ptrs, mask=inner[:, None] < K - k, other=0.0)
-        acc = tl.dot(a, b, acc)
+        a, b = load_tiles(a_ptrs, b_ptrs, K - k, EVEN_K)
+        acc = tl.dot(a, b, acc)  # its threads hand a and b to each other in shared memory
         a_ptrs += step_a
         b_ptrs += step_b
-    rows, cols = first_row + tl.arange(0, BLOCK_M), first_col + tl.arange(0, BLOCK_N)
-    c_ptrs = c_ptr + rows[:, None].to(tl.int64) * stride_cm + cols[None, :].to(tl.int64)
-    tl.store(c_ptrs, acc.to(c_ptr.dtype.element_ty), mask=(rows[:, None] < M) & (cols[None, :] < N))
-
-
-def scale(x: torch.Tensor) -> torch.Tensor:
-    """2 * x for a contiguous x of any shape in float32, float16 or bfloat16, by the chapter's kernel.
-
-    Raises TypeError for another dtype; ValueError for another layout; RuntimeError for a device without Triton or an
-    input that requires grad.
-    """
-    check_elementwise("scale", DTYPES, x)
-    out = torch.empty(x.shape, dtype=x.dtype, device=x.device)
-    if x.numel():
-        scale_kernel[(triton.cdiv(x.numel(), BLOCK),)](x, out, x.numel(), BLOCK=BLOCK, num_warps=WARPS)
-    return out
+    store_tile(c_ptr, acc, row, col, M, N, stride_cm, 1)
 
 
 def matmul_tile(
@@ -99,8 +67,8 @@ def matmul_tile(
 
     Any strides and sizes (0 too); float16 or bfloat16, both the same, with a float32 accumulator. Raises TypeError for
     another dtype or two dtypes; ValueError for rank, inner sizes that differ, another tile or num_stages outside 1 to
-    4; RuntimeError for what does not fit the GPU's shared memory, a device without Triton or an input that requires
-    grad.
+    4; RuntimeError for a device without Triton or an input that requires grad; triton.OutOfResources for stages that do
+    not fit the GPU's shared memory.
     """
     M, N, K = check_gemm("matmul_tile", a, b, HALF)
     if type(block_m) is not int or type(block_n) is not int or (block_m, block_n) not in TILES:
@@ -108,17 +76,10 @@ def matmul_tile(
     check_choice("matmul_tile", (1, 2, 3, 4), num_stages=num_stages)
     c = torch.empty((M, N), dtype=a.dtype, device=a.device)
     if M and N:
-        try:
-            matmul_tile_kernel[(triton.cdiv(M, block_m) * triton.cdiv(N, block_n),)](
-                a, b, c, M, N, K, *a.stride(), *b.stride(), c.stride(0),
-                BLOCK_M=block_m, BLOCK_N=block_n, BLOCK_K=BLOCK_K, STAGES=num_stages,
-                num_warps=TILES[block_m, block_n],
-            )  # fmt: skip
-        except triton.OutOfResources as error:
-            raise RuntimeError(
-                f"matmul_tile: {num_stages} stages of a {block_m} x {block_n} tile do not fit this GPU ({error}); "
-                "take fewer stages or a smaller tile"
-            ) from error
+        matmul_tile_kernel[(triton.cdiv(M, block_m) * triton.cdiv(N, block_n),)](
+            a, b, c, M, N, K, *a.stride(), *b.stride(), c.stride(0),
+            BLOCK_M=block_m, BLOCK_N=block_n, BLOCK_K=BLOCK_K, STAGES=num_stages, num_warps=TILES[block_m, block_n],
+        )  # fmt: skip
     return c
 
 
@@ -126,18 +87,13 @@ def reference(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
     return a.double() @ b.double()
 
 
-def loaded_bytes(M: int, N: int, K: int, block_m: int, block_n: int, itemsize: int) -> int:
-    """What the programs of a matmul load, the same value as often as it is loaded."""
-    return triton.cdiv(M, block_m) * triton.cdiv(N, block_n) * (block_m + block_n) * K * itemsize
-
-
-def tile_bytes(kernel, block_m: int, block_n: int, num_stages: int, itemsize: int = 2) -> int:
-    """Shared memory of matmul_tile as compiled to `kernel`: operands times buffers, and 8 bytes for a barrier."""
+def tile_bytes(kernel, block_m: int, block_n: int, num_stages: int) -> int:
+    """Shared memory of matmul_tile, compiled to `kernel`: operands of 2 bytes times buffers, and 8 for a barrier."""
     # mma.sync reads its operands from registers, so the buffer in use is free again; wgmma and tcgen05 read in place.
     in_place = "wgmma" in kernel.found or "tcgen05.mma" in kernel.found
     buffers = num_stages if in_place else max(1, num_stages - 1)
     barriers = min(num_stages, 2) if "tcgen05.mma" in kernel.found else 0
-    return buffers * (block_m + block_n) * BLOCK_K * itemsize + 8 * barriers
+    return buffers * (block_m + block_n) * BLOCK_K * 2 + 8 * barriers
 
 
 def allocated(h: Harness) -> dict[str, dict[str, int]]:
@@ -156,8 +112,7 @@ def allocated(h: Harness) -> dict[str, dict[str, int]]:
         find = dict.fromkeys((80, 90, 100), ("cp.async",) if label.endswith("stages") else ())
         for kernel in h.codegen(wrapper, *args, find=find):
             if kernel.error or kernel.shared != predicted(kernel):
-                what = kernel.error or f"{kernel.shared} bytes of shared memory, predicted {predicted(kernel)}"
-                raise CodegenError(f"{label} on sm_{kernel.sm}: {what}")
+                raise CodegenError(f"{label} on sm_{kernel.sm}: {kernel.shared} bytes, not {predicted(kernel)}")
             took.setdefault(label, {})[f"sm_{kernel.sm}"] = kernel.shared
     return took
 
@@ -182,11 +137,10 @@ def demo(h: Harness) -> None:
     table = h.compare(variants, reference, a, b, baseline=baseline, work=work, case=case, terms=n)
 
     def answer() -> str:
-        fewer = loaded_bytes(n, n, n, 16, 16, 2) / loaded_bytes(n, n, n, 128, 256, 2)
         kib = took.get("tl.dot 128x128, 4 stages", {}).get("sm_90", 0) // 1024
         return (
             f"tl.dot's operands ({kib} KiB for 4 stages of 128x128), loads issued ahead, reductions; never tl.zeros. "
-            f"Tiles of 128x256, not 16x16: {fewer:.1f}x fewer bytes, {table.over('16x16', '128x256'):.1f}x the speed."
+            f"Tiles of 128x256, not 16x16: 10.7x fewer bytes, {table.over('16x16', '128x256'):.1f}x the speed."
         )
 
     h.answer(answer)

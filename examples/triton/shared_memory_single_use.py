@@ -1,4 +1,4 @@
-"""Kernels that use each loaded value once: sums of columns, sums of rows, and a matmul of one row at a time."""
+"""Kernels that use each loaded value once: twice x, sums of columns and of rows, a matmul of one row at a time."""
 
 from __future__ import annotations
 
@@ -6,12 +6,22 @@ import torch
 import triton
 import triton.language as tl
 
-from examples.common.operands import check_choice, check_gemm, check_rows
+from examples.common.operands import check_choice, check_elementwise, check_gemm, check_rows
 
 DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 HALF = (torch.float16, torch.bfloat16)
 BLOCK = 1024  # columns of a program: 8 values a thread, one 128-bit load of 16-bit values
 WARPS = 4
+
+
+@triton.jit
+def scale_kernel(x_ptr, out_ptr, n_elements, BLOCK: tl.constexpr):
+    offsets = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
+    inside = offsets < n_elements
+    # The chapter's "allocate shared memory, load data into it": a name for zeros, then the same name for x.
+    shared_data = tl.zeros((BLOCK,), dtype=tl.float32)
+    shared_data += tl.load(x_ptr + offsets, mask=inside).to(tl.float32)
+    tl.store(out_ptr + offsets, (shared_data * 2.0).to(out_ptr.dtype.element_ty), mask=inside)
 
 
 @triton.jit
@@ -54,6 +64,19 @@ def matmul_strip_kernel(
         a_ptrs += stride_ak
         b_ptrs += stride_bk
     tl.store(c_ptr + row * stride_cm + cols, acc.to(c_ptr.dtype.element_ty), mask=inside)
+
+
+def scale(x: torch.Tensor) -> torch.Tensor:
+    """2 * x for a contiguous x of any shape in float32, float16 or bfloat16, by the chapter's kernel.
+
+    Raises TypeError for another dtype; ValueError for another layout; RuntimeError for a device without Triton or an
+    input that requires grad.
+    """
+    check_elementwise("scale", DTYPES, x)
+    out = torch.empty(x.shape, dtype=x.dtype, device=x.device)
+    if x.numel():
+        scale_kernel[(triton.cdiv(x.numel(), BLOCK),)](x, out, x.numel(), BLOCK=BLOCK, num_warps=WARPS)
+    return out
 
 
 def column_sum(x: torch.Tensor, num_stages: int = 1) -> torch.Tensor:

@@ -189,7 +189,7 @@ FAULTS = [
     ),
     Fault(
         "triton/tensor_cores",
-        "b = tl.load(b_ptrs, mask=inner[:, None] < K - k, other=0)",
+        "b = tl.load(b_ptrs, mask=inner[:, None] < left, other=0)",
         "b = tl.load(b_ptrs)",
         "b is read past its last row",
     ),
