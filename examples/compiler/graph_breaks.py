@@ -5,8 +5,9 @@ after it. Kernels on both sides are no longer fused, guards and launches are pai
 read the host waits for the GPU. That is the mild case: inside a try block or a loop over a generator Dynamo cannot
 resume, and leaves the rest of the function, or all of it, to eager.
 
-One layer is written with six common causes, and again without. find_breaks names the line and what it leaves to eager
-(torch._dynamo.explain lists none that cannot be resumed from); fullgraph=True holds the mended version to one graph.
+One layer is written with five common causes, and again without; calls of code that Dynamo does not know are the subject
+of custom_ops. find_breaks names the line and what it leaves to eager (torch._dynamo.explain lists none that cannot be
+resumed from); fullgraph=True holds the mended version to one graph.
 
 Question   Which line of the model breaks the graph, what does that cost, and how is it written without?
 Needs      torch
@@ -19,11 +20,10 @@ Source     chapter section "Graph Breaks and Debugging".
 from __future__ import annotations
 
 import io
-import json
 import warnings
 from collections.abc import Callable
 from contextlib import redirect_stdout
-from dataclasses import dataclass
+from typing import NamedTuple
 
 from harness import Harness, Timing, Work, run
 
@@ -31,9 +31,6 @@ import torch
 import torch.nn.functional as F
 
 from compile_inspect import SPLIT, Breaks, find_breaks, logs, warm_up
-
-SETTINGS = '{"floor": 0.05}'
-FLOOR = json.loads(SETTINGS)["floor"]
 
 # --- one layer, broken and mended: tanh(silu(x) * scale / temperature) * scale + x
 
@@ -74,17 +71,6 @@ def selects(x, scale, temperature):
     return torch.tanh(y) * scale + x
 
 
-def parses_settings(x, scale, temperature):
-    y = F.silu(x) * scale
-    floor = json.loads(SETTINGS)["floor"]
-    return torch.tanh(y / temperature.clamp(min=floor)) * scale + x
-
-
-def is_given_settings(x, scale, temperature):
-    y = F.silu(x) * scale
-    return torch.tanh(y / temperature.clamp(min=FLOOR)) * scale + x
-
-
 def catches(x, scale, temperature):
     y = F.silu(x) * scale
     try:
@@ -111,8 +97,7 @@ def reference(x, scale, temperature):
     return stays_a_tensor(x.double(), scale.double(), temperature.double())
 
 
-@dataclass(frozen=True)
-class Layer:
+class Layer(NamedTuple):
     """A way to write the layer: a function, and what its caller hands in besides."""
 
     fn: Callable
@@ -137,16 +122,10 @@ PAIRS = {  # broken, mended
     "print": (Layer(prints), Layer(prints_when_eager)),
     ".item()": (Layer(reads_an_item), Layer(stays_a_tensor)),
     "if on a tensor": (Layer(branches), Layer(selects)),
-    "unsupported call": (Layer(parses_settings), Layer(is_given_settings)),
     "try/except": (Layer(catches), Layer(guards_the_zero)),
     "generator": (Layer(iterates, lambda t: ((each for each in (t,)),)), Layer(iterates, lambda t: ([t],))),
 }
 EAGER, ONE_GRAPH = "torch eager", "torch.compile, one graph"
-
-
-def broken(cause: str) -> str:
-    """The row of a table."""
-    return f"torch.compile, {cause}"
 
 
 def budget(dtype: torch.dtype) -> dict:
@@ -177,7 +156,7 @@ def answer(rows: dict[str, dict], tables: list) -> str:
     more = [cause for cause, row in rows.items() if row["left to eager"] != SPLIT]
     costs = []
     for table in tables:  # without print: to format a tensor takes time, compiled or not
-        times = {cause: table.over(broken(cause), ONE_GRAPH) for cause in PAIRS if cause != "print"}
+        times = {cause: table.over(f"torch.compile, {cause}", ONE_GRAPH) for cause in PAIRS if cause != "print"}
         dearest = max(times, key=times.get)
         costs.append(f"{min(times.values()):.2f}-{times[dearest]:.2f}x ({dearest}) at {table.case}")
     lost = f"{', '.join(more)} also leave the rest to eager" if more else "all lose only fusion"
@@ -201,7 +180,7 @@ def demo(h: Harness) -> None:
     h.table("what breaks the graph; mended, each is one graph with all operations", rows)
     tables = []
     for size in sizes:
-        layers = {broken(cause): before.compiled() for cause, (before, _) in PAIRS.items()}
+        layers = {f"torch.compile, {cause}": before.compiled() for cause, (before, _) in PAIRS.items()}
         tables.append(compare(h, operands(h, *size), layers))
     h.answer(lambda: answer(rows, tables))
 

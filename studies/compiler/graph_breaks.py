@@ -4,11 +4,9 @@ from __future__ import annotations
 
 import io
 import re
-import types
 import warnings
 from collections.abc import Callable
-from contextlib import contextmanager, nullcontext, redirect_stdout
-from dataclasses import replace
+from contextlib import redirect_stdout
 from pathlib import Path
 
 from harness import Harness
@@ -16,7 +14,7 @@ from harness import Harness
 import torch
 import torch.nn.functional as F
 
-from compile_inspect import find_breaks, logs, watch
+from compile_inspect import find_breaks, logs, own_code
 from examples.compiler import graph_breaks as lesson
 from examples.compiler.graph_breaks import (
     PAIRS,
@@ -25,7 +23,6 @@ from examples.compiler.graph_breaks import (
     catches,
     operands,
     prints,
-    prints_when_eager,
     reads_an_item,
     reference,
 )
@@ -63,10 +60,6 @@ def reads_items_in_a_generator(x, scale, temperature):
     return torch.tanh(y / divisor) * scale + x
 
 
-def streams(x, scale, temperature):
-    yield torch.tanh(F.silu(x) * scale / temperature) * scale + x
-
-
 # Fixes beside those of the lesson: how it is written, and the settings of Dynamo under which it is compiled.
 FIXES = {
     "print": {"reorderable_logging_functions": (Layer(prints), {"reorderable_logging_functions": {print}})},
@@ -75,24 +68,15 @@ FIXES = {
 }
 
 
-@contextmanager
-def settings(config: dict):
-    """Dynamo under these settings, from nothing."""
-    torch.compiler.reset()
-    with torch._dynamo.config.patch(**config) if config else nullcontext():
-        yield
-    torch.compiler.reset()
-
-
 def own(layer: Layer) -> Layer:
     """The same with code of its own: graphs belong to the code, also those compiled under other settings."""
-    return replace(layer, fn=types.FunctionType(layer.fn.__code__.replace(), layer.fn.__globals__))
+    return layer._replace(fn=own_code(layer.fn))
 
 
 def show_fixes(h: Harness, *inputs) -> None:
     for cause, fixes in FIXES.items():
         for name, (layer, config) in fixes.items():
-            with settings(config):
+            with torch._dynamo.config.patch(config):
                 found = layer.breaks(*inputs)
                 h.check(
                     own(layer).compiled(backend="aot_eager", fullgraph=True), reference, *inputs,
@@ -151,20 +135,6 @@ def what_is_traced(h: Harness, *inputs) -> None:
         lost = found.breaks[-1].lost if found.breaks else "nothing"
         h.fact(name, {"graphs": found.graphs, "breaks": len(found.breaks), "lost": lost})
 
-    torch.compiler.reset()
-    with watch() as seen, logs(graph_breaks=True) as records:
-        list(torch.compile(streams, backend="eager")(*inputs))
-    h.fact("a generator function, compiled itself", {"graphs": seen.graphs, "messages": len(records)})
-
-    printed = {}
-    ways = {"broken": (PAIRS["print"][0], {}), "torch.compiler.is_compiling": (Layer(prints_when_eager), {})}
-    for name, (layer, config) in (ways | FIXES["print"]).items():
-        fn, out = torch.compile(own(layer).fn, backend="eager"), io.StringIO()
-        with settings(config), redirect_stdout(out), logs():
-            fn(*inputs), fn(*inputs)
-        printed[name] = len(out.getvalue().splitlines())
-    h.fact("lines printed by two compiled calls", printed)
-
 
 def captured_try(h: Harness, x: torch.Tensor, scale: torch.Tensor) -> None:
     """fullgraph=True, which captures .item(), takes the layer with try/except; then comes the value it was for."""
@@ -187,9 +157,7 @@ def names_of_the_api(h: Harness, x: torch.Tensor) -> None:
     def asks(x, who):
         return x + 1 if who() else x
 
-    def is_compiling(who: Callable | None) -> str:
-        if who is None:
-            return "does not exist"
+    def is_compiling(who: Callable) -> str:
         torch.compiler.reset()
         zero = torch.zeros((), device=x.device)
         return f"eager {bool(asks(zero, who))}, compiled {bool(torch.compile(asks, backend='eager')(zero, who))}"
@@ -201,20 +169,14 @@ def names_of_the_api(h: Harness, x: torch.Tensor) -> None:
         except (RuntimeError, TypeError, AttributeError) as error:
             return f"{type(error).__name__}: {str(error)[:90]}"
 
-    @torch.compiler.disable
-    def left_alone(x):
-        return x * 2
-
-    def calls_it(x):
-        return left_alone(x + 1) + 1
-
-    found = find_breaks(calls_it, x)
-    torch.compiler.reset()
+    private = getattr(torch._dynamo, "is_compiling", None)
+    left_alone = torch.compiler.disable(lambda x: x * 2)
+    found = find_breaks(lambda x: left_alone(x + 1) + 1, x)
     h.fact(
         "claim is-compiling-api",
         {
             "torch.compiler.is_compiling()": is_compiling(torch.compiler.is_compiling),
-            "torch._dynamo.is_compiling(), private": is_compiling(getattr(torch._dynamo, "is_compiling", None)),
+            "torch._dynamo.is_compiling(), private": is_compiling(private) if private else "does not exist",
             "with torch._dynamo.disable()": as_a_context(torch._dynamo.disable),
             "with torch.compiler.disable()": as_a_context(torch.compiler.disable),
             "@torch.compiler.disable": f"{found.graphs} graphs, {len(found.breaks)} break",

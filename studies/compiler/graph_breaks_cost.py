@@ -15,7 +15,6 @@ from examples.compiler.graph_breaks import (
     ONE_GRAPH,
     PAIRS,
     Layer,
-    broken,
     compare,
     operands,
     prints,
@@ -37,8 +36,8 @@ def kernels(layer: Layer, *inputs) -> int:
 
 def show_cost(h: Harness, *inputs) -> None:
     """Kernels that Inductor writes, and the time of the fixes, of print in eager, and of .item() captured."""
-    layers = {ONE_GRAPH: Layer(stays_a_tensor)} | {broken(cause): before for cause, (before, _) in PAIRS.items()}
-    written = {name.removeprefix("torch.compile, "): kernels(layer, *inputs) for name, layer in layers.items()}
+    layers = {"one graph": Layer(stays_a_tensor)} | {cause: before for cause, (before, _) in PAIRS.items()}
+    written = {name: kernels(layer, *inputs) for name, layer in layers.items()}
     case = "x".join(map(str, inputs[0].shape))
     h.fact(f"kernels that Inductor writes, {case}", written)
 
@@ -46,11 +45,12 @@ def show_cost(h: Harness, *inputs) -> None:
         with redirect_stdout(io.StringIO()):
             return prints(*args)
 
-    timed = {"torch eager, print": prints_unseen, broken("print"): own(Layer(prints)).compiled()}
+    layers = {"print": Layer(prints)}
     if h.machine.mode == "gpu":  # compiling torch.cond takes a CPU as long as all the rest
-        timed[broken("if as torch.where")] = own(Layer(selects)).compiled()
-        timed[broken("if as torch.cond")] = own(Layer(branches_in_the_graph)).compiled()
-    timed[broken(".item() captured")] = own(Layer(reads_an_item)).compiled(fullgraph=True)
+        layers |= {"if as torch.where": Layer(selects), "if as torch.cond": Layer(branches_in_the_graph)}
+    timed = {"torch eager, print": prints_unseen}
+    timed |= {f"torch.compile, {name}": own(layer).compiled() for name, layer in layers.items()}
+    timed["torch.compile, .item() captured"] = own(Layer(reads_an_item)).compiled(fullgraph=True)
     table = compare(h, inputs, timed, "fixes and print")
     if table.timed:
         ratio = {name: table.over(name, ONE_GRAPH) for name in timed}
