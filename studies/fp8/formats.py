@@ -1,9 +1,8 @@
 """Study of formats: casts number by number, and on each architecture.
 
 1. Every cast of all 16-bit numbers, ties and their neighbours, held to the definition.
-2. How Triton casts on each architecture, and what the fnuz formats make of the same bits.
-3. Casts of the largest number, ties and what is beyond; how many numbers rounding to float16 on the way moves.
-4. On a GPU: all 2^32 codes of float32, cast by Triton as by torch after a clamp.
+2. How Triton casts on each architecture.
+3. On a GPU: all 2^32 codes of float32, cast by Triton as by torch after a clamp.
 """
 
 from __future__ import annotations
@@ -115,17 +114,6 @@ def code_for(dtype: torch.dtype, sms: tuple[int, ...] = (80, 89, 90, 100, 120)) 
     return found
 
 
-def in_fnuz(dtype: torch.dtype) -> dict[str, float | int]:
-    """What the codes of a format stand for in its fnuz namesake, as torch reads them."""
-    codes = torch.arange(256, dtype=torch.uint8)
-    ours, theirs = codes.view(dtype).float(), codes.view(getattr(torch, f"float8_{short(dtype)[:4]}fnuz")).float()
-    return {
-        "largest": theirs.nan_to_num(nan=0.0).max().item(),
-        "codes of 256 for the same number": int((ours == theirs).sum()),
-        "reads a 1 as": theirs[ours == 1.0].item(),
-    }
-
-
 def differing(
     first: int, count: int, dtype: torch.dtype, device: torch.device, via: torch.dtype = torch.float32
 ) -> int:
@@ -134,21 +122,6 @@ def differing(
     ours, theirs = cast(x, dtype), clamp_cast(x.to(via).float(), dtype)
     same = (ours.view(torch.uint8) == theirs.view(torch.uint8)) | (ours.float().isnan() & theirs.float().isnan())
     return count - int(same.sum())
-
-
-def show_casts(h: Harness, dtype: torch.dtype) -> None:
-    """Single numbers by every cast, and how many are rounded twice by way of float16."""
-    name, casts = short(dtype), casts_of(h)
-    values = numbers(dtype)
-    tie, least = (3 * values[-1] - values[-2]) / 2, values[1] / 2
-    samples = torch.stack([values[-1], tie, 1.001 * tie, least, 1.001 * least]).float()
-    samples = torch.cat([samples, torch.tensor([math.inf, -math.inf, math.nan])])
-    made = {label: fn(samples.to(device), dtype).float().tolist() for label, (fn, device, _) in casts.items()}
-    rows = {f"{v:.7g}": {label: f"{made[label][i]:g}" for label in made} for i, v in enumerate(samples.tolist())}
-    h.table(f"{name}: the largest, the tie beyond it, the tie above 0, just above", rows)
-    x = hard_cases(dtype)
-    twice = encode(x, dtype, saturate=True) != encode(x.half(), dtype, saturate=True)
-    h.fact(f"of {len(x)} numbers, rounded to float16 on the way to {name}, end elsewhere", int(twice.sum()))
 
 
 def all_of_float32(h: Harness, dtype: torch.dtype) -> None:
@@ -163,13 +136,9 @@ def study(h: Harness) -> None:
     if h.profile:
         return
     h.table("triton's cast of float32", {short(dtype): code_for(dtype) for dtype in FORMATS})
-    h.table(
-        "the fnuz formats are AMD's, and not the same numbers", {f"{short(d)[:4]}fnuz": in_fnuz(d) for d in FORMATS}
-    )
     if h.interpreted:
         h.say("triton is interpreted here, and told to cast as these instructions do; a GPU shows that they do")
     for dtype in FORMATS:
         check_rules(h, dtype)
-        show_casts(h, dtype)
         if h.device.type == "cuda":
             all_of_float32(h, dtype)

@@ -5,7 +5,6 @@ import torch
 
 from examples.common.fp8 import E4M3, E5M2, FORMATS
 from examples.common.rows import DTYPES
-from examples.fp8 import formats
 from examples.fp8.formats import BLOCK, cast, clamp_cast, decode, properties
 
 
@@ -18,16 +17,13 @@ def test_the_definition_is_torchs(dtype):
     assert torch.signbit(got[[0, 128]]).tolist() == [False, True]  # 0 and -0
 
 
-def test_properties(monkeypatch):
+def test_properties():
     assert properties(E4M3) == {
         "largest": 448.0, "apart at 1": 0.125, "smallest normal": "2^-6", "smallest": "2^-9", "numbers": 253,
         "infinities": 0, "NaN": 2, "dynamic range": 448 * 64,
     }  # fmt: skip
     found = properties(E5M2)
     assert (found["numbers"], found["infinities"], found["NaN"]) == (247, 2, 6)
-    monkeypatch.setitem(formats.LAYOUTS, E4M3, formats.Layout(4, 3, 8, False))
-    with pytest.raises(ValueError, match=r"e4m3fn: the definition says \(224\.0"):  # one that is not torch's
-        properties(E4M3)
 
 
 @pytest.mark.parametrize("n", [0, 1, 31, BLOCK, BLOCK + 1])
@@ -51,7 +47,7 @@ def test_shapes_and_bad_input(h):
     for args, error, message in [
         ((x, torch.float64), TypeError, r"dtype is torch\.float64, which is not one of"),
         ((x, torch.float8_e4m3fnuz), TypeError, r"dtype is torch\.float8_e4m3fnuz"),
-        ((x[0].t(), E4M3), ValueError, r"strides \(1, 7\) of shape \(7, 5\); call x\.contiguous\(\)"),
+        ((x[0].t(), E4M3), ValueError, r"strides \(1, 7\); call \.contiguous\(\)"),
     ]:
         with pytest.raises(error, match=f"cast: .*{message}"):
             cast(*args)
