@@ -17,7 +17,6 @@ Source     chapter sections "torch.compile fundamentals" and "Compilation cost".
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable
 from dataclasses import replace
 
@@ -26,7 +25,7 @@ from harness import Harness, Timing, Work, run
 import torch
 
 from compile_inspect import fresh_cache, fresh_compiler, warm_up, watch
-from examples.common.transformer import FORTY_BILLION, ONE_BILLION, SMALL, Block, Config, Transformer, pieces
+from examples.common.transformer import FORTY_BILLION, ONE_BILLION, SMALL, Block, Config, Transformer, steps
 
 EAGER, WHOLE, BLOCKS = "torch eager", "torch.compile whole model", "torch.compile one block"
 CAPTURED = "CUDA graph of compiled blocks"
@@ -43,48 +42,33 @@ def compiled_blocks(model: Transformer) -> Callable:
     return lambda tokens: model(tokens, step)
 
 
-class Captured:
-    """fn(tokens), launched as one CUDA graph. The result is overwritten by the next call: clone it to keep it.
+def captured(fn: Callable, tokens: torch.Tensor) -> Callable:
+    """fn, called before on such tokens, launched as one CUDA graph; the result is overwritten by the next call.
 
-    Raises ValueError for tokens that are not on a GPU, or of another shape than those captured.
+    What the graph holds is an address: copy_ would broadcast in silence, so ValueError for tokens of another shape.
     """
+    held, graph = tokens.clone(), torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        out = fn(held)
 
-    def __init__(self, fn: Callable, tokens: torch.Tensor) -> None:
-        if not tokens.is_cuda:
-            raise ValueError(f"Captured: tokens are on {tokens.device}; a CUDA graph needs them on a GPU")
-        self.tokens, self.graph = tokens.clone(), torch.cuda.CUDAGraph()
-        aside = torch.cuda.Stream()  # what a first call allocates and tunes must not be captured
-        aside.wait_stream(torch.cuda.current_stream())
-        with torch.cuda.stream(aside):
-            for _ in range(2):
-                fn(self.tokens)
-        torch.cuda.current_stream().wait_stream(aside)
-        with torch.cuda.graph(self.graph):
-            self.out = fn(self.tokens)
+    def replay(tokens: torch.Tensor) -> torch.Tensor:
+        if tokens.shape != held.shape:
+            raise ValueError(f"captured: tokens {tuple(tokens.shape)}, captured {tuple(held.shape)}; capture again")
+        held.copy_(tokens)
+        graph.replay()
+        return out
 
-    def __call__(self, tokens: torch.Tensor) -> torch.Tensor:
-        if tokens.shape != self.tokens.shape:
-            raise ValueError(
-                f"Captured: tokens {tuple(tokens.shape)}, captured {tuple(self.tokens.shape)}; capture again"
-            )
-        self.tokens.copy_(tokens)
-        self.graph.replay()
-        return self.out
-
-
-def bytes_needed(config: Config, dtype: torch.dtype) -> int:
-    """Weights, one block of them in float64 for the reference, and 2 GiB for the rest."""
-    return config.parameters * dtype.itemsize + 8 * config.block_parameters + 2 * 2**30
+    return replay
 
 
 def lacks_memory(config: Config, device: torch.device, dtype: torch.dtype) -> str | None:
-    """Why this model cannot run here, if it cannot."""
-    need = bytes_needed(config, dtype)
+    """Why this model cannot run here: weights, one block of them in float64 for the reference, 2 GiB for the rest."""
+    need = (config.parameters * dtype.itemsize + 8 * config.block_parameters) / 2**30 + 2
     if device.type == "cpu":
-        return None if config is not FORTY_BILLION else f"needs a GPU with {need / 2**30:.0f} GiB"
+        return None if config is not FORTY_BILLION else f"needs a GPU with {need:.0f} GiB"
     torch.cuda.empty_cache()
-    free = torch.cuda.mem_get_info()[0]
-    return None if free >= need else f"needs {need / 2**30:.0f} GiB of GPU memory, {free / 2**30:.0f} are free"
+    free = torch.cuda.mem_get_info()[0] / 2**30
+    return None if free >= need else f"needs {need:.0f} GiB of GPU memory, {free:.0f} are free"
 
 
 def compile_all(model: Transformer, ids: torch.Tensor, whole: bool) -> tuple[dict[str, Callable], dict[str, dict]]:
@@ -100,25 +84,26 @@ def compile_all(model: Transformer, ids: torch.Tensor, whole: bool) -> tuple[dic
         traced = sum(frame.graph_ops for frame in seen.frames)
         facts[variant] = {"first call s": round(seen.seconds, 2), "graphs": seen.graphs, "operations traced": traced}
     if ids.is_cuda:
-        started = time.perf_counter()
-        variants[CAPTURED] = Captured(variants[BLOCKS], ids)
-        torch.cuda.synchronize()
-        facts[CAPTURED] = {"first call s": round(facts[BLOCKS]["first call s"] + time.perf_counter() - started, 2)}
+        with watch() as seen:
+            variants[CAPTURED] = captured(variants[BLOCKS], ids)
+            torch.cuda.synchronize()
+        facts[CAPTURED] = {"first call s": round(facts[BLOCKS]["first call s"] + seen.seconds, 2)}
     return {EAGER: model} | variants, facts
 
 
-def one_size(h: Harness, name: str, model: Transformer, tokens: int, whole: bool):
+def one_size(h: Harness, name: str, model: Transformer, tokens: int):
     config, dtype = model.config, model.embedding.weight.dtype
     ids, case = h.randint(config.vocab, 1, tokens), f"{name}, 1x{tokens} tokens"
-    steps = ((p.bytes, p.flops) for p in pieces(config, 1, tokens, dtype.itemsize) for _ in range(p.count))
     with fresh_compiler():
         with h.progress(f"compiling {case}"):
-            variants, facts = compile_all(model, ids, whole)
+            # The whole model is compiled for one token alone: for the cost of it. It runs what the blocks run.
+            variants, facts = compile_all(model, ids, whole=tokens == 1)
         h.table(f"{case}: compiling", facts)
         seconds = {variant: fact["first call s"] for variant, fact in facts.items()}
         return h.compare(
-            variants, model.float64, ids, baseline=EAGER, work=Work.in_steps(steps, dtype), title="large_models",
-            case=case, timing=Timing(end_to_end=True, first_calls=seconds), max_error_ratio=2.0, dtype=dtype,
+            variants, model.float64, ids, baseline=EAGER, title="large_models", case=case,
+            work=Work.in_steps(steps(config, 1, tokens, dtype.itemsize), dtype),
+            timing=Timing(end_to_end=True, first_calls=seconds), max_error_ratio=2.0, dtype=dtype,
         )  # fmt: skip
 
 
@@ -146,9 +131,7 @@ def demo(h: Harness) -> None:
                 h.say(f"{name} skipped: {reason}")
                 continue
             model = Transformer.random(config, h.device, dtype, h.seed)
-            # The whole model is compiled once: for the cost of it. It runs what the blocks run.
-            sizes = h.pick(quick=(1,), full=(1, 512))
-            tables[name] = [one_size(h, name, model, tokens, whole=tokens == 1) for tokens in sizes]
+            tables[name] = [one_size(h, name, model, tokens) for tokens in h.pick(quick=(1,), full=(1, 512))]
     if tables:
         h.answer(lambda: answer(tables))
 

@@ -6,21 +6,10 @@ import torch
 from compile_inspect import watch
 from examples.common.transformer import FORTY_BILLION, TINY, Transformer
 from examples.compiler import large_models
-from examples.compiler.large_models import BLOCKS, WHOLE, Captured, bytes_needed, compiled_blocks, demo, lacks_memory
-from tests.quiet import ran
-
-
-@pytest.mark.slow
-def test_the_demo_compiles_one_graph_however_many_layers():
-    record = ran(demo, finish=False).record
-    compiling = next(fact for name, fact in record.facts.items() if name.endswith(": compiling"))
-    assert compiling[BLOCKS]["graphs"] == compiling[WHOLE]["graphs"] == 1
-    assert compiling[BLOCKS]["operations traced"] < compiling[WHOLE]["operations traced"]
-    assert all(row["error"] <= 1 for table in record.tables for row in table["rows"])
+from examples.compiler.large_models import captured, compiled_blocks, demo, lacks_memory
 
 
 def test_too_little_memory_is_a_reason_and_not_a_crash(h, monkeypatch):
-    assert 80 < bytes_needed(FORTY_BILLION, torch.bfloat16) / 2**30 < 90
     assert lacks_memory(TINY, h.device, torch.float32) is None
     if h.device.type == "cpu":
         assert "needs a GPU with" in lacks_memory(FORTY_BILLION, h.device, torch.float32)
@@ -30,7 +19,7 @@ def test_too_little_memory_is_a_reason_and_not_a_crash(h, monkeypatch):
     monkeypatch.setattr(large_models, "lacks_memory", lambda *_: "needs more than there is")
     monkeypatch.setattr(large_models, "warm_up", lambda device: None)
     demo(h)
-    assert "19 M skipped: needs more than there is" in h.record.conclusions or h.device.type == "cuda"
+    assert any("skipped: needs more than there is" in text for text in h.record.conclusions)
     assert not h.record.tables
 
 
@@ -40,18 +29,16 @@ def test_layers_share_their_compiled_code(h):
         out = compiled_blocks(model)(ids)
     assert (seen.graphs, seen.recompiles) == (1, [])
     assert (out - model.float64(ids)).abs().max() < 1e-4
-    if h.device.type == "cpu":
-        with pytest.raises(ValueError, match="Captured: tokens are on cpu; a CUDA graph needs them on a GPU"):
-            Captured(lambda x: x, ids)
 
 
 @pytest.mark.gpu
 def test_a_captured_graph_follows_new_tokens_and_refuses_new_shapes(h):
     model = Transformer.random(TINY, h.device, torch.float32)
     with torch.no_grad():
-        captured = Captured(model, h.randint(TINY.vocab, 1, 5))
+        model(h.randint(TINY.vocab, 1, 5))
+        replay = captured(model, h.randint(TINY.vocab, 1, 5))
         for _ in range(3):
             ids = h.randint(TINY.vocab, 1, 5)
-            assert (captured(ids) - model.float64(ids)).abs().max() < 1e-3
-        with pytest.raises(ValueError, match=r"Captured: tokens \(1, 6\), captured \(1, 5\); capture again"):
-            captured(h.randint(TINY.vocab, 1, 6))
+            assert (replay(ids) - model.float64(ids)).abs().max() < 1e-3
+        with pytest.raises(ValueError, match=r"captured: tokens \(1, 6\), captured \(1, 5\); capture again"):
+            replay(h.randint(TINY.vocab, 1, 6))
