@@ -5,34 +5,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from examples.compiler.numerics import (
-    CALLS,
-    DETERMINISTIC,
-    EAGER,
-    NAMES,
-    demo,
-    distinct,
-    measure,
-    off_by,
-    repeat,
-    share_differing,
-)  # fmt: skip
-from tests.quiet import ran
-
-
-@pytest.mark.slow
-def test_demo():
-    h = ran(demo)
-    errors = h.record.facts["bfloat16: rms error from float64, share of bits that differ from eager's"]
-    assert list(errors) == list(NAMES)
-    for name in ("layer norm", "gelu", "multiply-add"):  # a rounding to bfloat16 that is left out is an error less
-        assert errors[name]["compiled error"] < errors[name]["eager error"]
-        assert errors[name]["compiled differs"] > 0
-    again = h.record.facts[f"index_add: different results in {CALLS} calls"]
-    assert again["torch eager, deterministic"]["results"] == again[DETERMINISTIC]["results"] == 1
-    assert "emulate_precision_casts brings" in h.record.answer
-    if h.device.type == "cpu" and torch.__version__ >= "2.13":
-        assert errors["transformer"]["emulated differs"] < 0.01
+from examples.compiler.numerics import DETERMINISTIC, EAGER, distinct, measure, off_by, repeat, share_differing
 
 
 @given(st.lists(st.integers(0, 3), min_size=2, max_size=12))
@@ -45,8 +18,6 @@ def test_distinct_keeps_no_reference_and_measures():
     """A result whose memory the next call overwrites, as a CUDA graph's, still counts."""
     memory = torch.zeros(3)
     assert distinct(lambda: memory.add_(1), calls=5) == 5
-    with pytest.raises(ValueError, match="distinct: 1 calls; it takes two"):
-        distinct(lambda: torch.ones(1), calls=1)
     want = torch.tensor([3.0, 4.0], dtype=torch.float64)
     assert off_by(want.float(), want) == 0
     assert off_by(torch.tensor([3.0, 4.5]), want) == pytest.approx(0.1)
