@@ -15,8 +15,8 @@ Question   What does a GEMM look like on Blackwell, and what of it does the comp
 Needs      triton, sm_90
 Wins when  not yet known: until a record names a GPU with tensor memory, by hand and block-scaled are compiled, and run
            on a model of an SM by the tests, but never on a GPU.
-Variants   blackwell_compiled.py (pipelined, specialized), blackwell_scaled.py (mxfp8, mxfp4, nvfp4), blackwell_plan.py
-           (what fits shared and tensor memory)
+Variants   blackwell_compiled.py (pipelined, specialized), blackwell_scaled.py (mxfp8, mxfp4, nvfp4), blackwell_store.py
+           (the epilogue partition), blackwell_plan.py (checks, what fits shared and tensor memory)
 Study      studies/tma/blackwell.py
 Source     PTX ISA, "tcgen05" and "mbarrier"; chapter section "Blackwell"; Gluon as both Triton 3.6 and 3.7 have it
 """
@@ -35,21 +35,20 @@ from triton.experimental.gluon.language.nvidia.blackwell import (
     TensorMemoryLayout,
     allocate_tensor_memory,
     fence_async_shared,
-    get_tmem_reg_layout,
     mbarrier,
     tcgen05_commit,
     tcgen05_mma,
-    tma,
 )
 
 from examples.common.device import device_limits
 from examples.common.fp8 import E4M3
-from examples.common.gluon import async_load, async_store, barriers, buffers, init_ring, next_slot
+from examples.common.gluon import async_load, barriers, buffers, init_ring, next_slot
 from examples.common.operands import check_choice
 from examples.common.tiles import tile_coords
 from examples.common.tma import gluon_descriptor
 from examples.tma import blackwell_plan as plan
 from examples.tma.blackwell_compiled import launch_by_the_compiler
+from examples.tma.blackwell_store import epilogue_partition
 
 
 @gluon.jit
@@ -102,40 +101,6 @@ def _mma_partition(ring, accs, M, N, K, STAGES: gl.constexpr, ACCS: gl.constexpr
 
 
 @gluon.jit
-def _epilogue_partition(
-    accs, c_desc, c_bufs, M, N, BLOCK_N: gl.constexpr, ACCS: gl.constexpr, BUFFERS: gl.constexpr, GROUP_M: gl.constexpr
-):  # fmt: skip
-    """Eight warps: each can read one quarter of the lanes. A tile of 128 x 256 is 64 registers of two numbers a thread;
-    these are free, so it leaves tensor memory at once and nobody waits for its stores."""
-    acc_bufs, acc_full, acc_empty = accs
-    BLOCK_M: gl.constexpr = c_desc.block_shape[0]
-    WIDTH: gl.constexpr = c_desc.block_shape[1]
-    PARTS: gl.constexpr = BLOCK_N // WIDTH
-    PART: gl.constexpr = TensorMemoryLayout((BLOCK_M, WIDTH), col_stride=1)
-    REGISTERS: gl.constexpr = get_tmem_reg_layout(gl.float32, (BLOCK_M, WIDTH), PART, gl.num_warps())
-    slot = 0
-    phase = 0
-    tiles = gl.cdiv(M, BLOCK_M) * gl.cdiv(N, BLOCK_N)
-    for tile in range(gl.program_id(0), tiles, gl.num_programs(0)):
-        row, col = tile_coords(tile, M, N, BLOCK_M, BLOCK_N, GROUP_M)
-        mbarrier.wait(acc_full.index(slot), phase)
-        acc = acc_bufs.index(slot)
-        parts = ()
-        for part in gl.static_range(PARTS):
-            c = acc.slice(part * WIDTH, WIDTH).load(REGISTERS)
-            parts = parts + (c.to(c_desc.dtype),)  # noqa: RUF005  (Gluon has no stars)
-        mbarrier.arrive(acc_empty.index(slot))
-        for part in gl.static_range(PARTS):
-            c_buf = c_bufs.index(part % BUFFERS)
-            tma.store_wait(BUFFERS - 1)  # all but the latest have been read: this buffer too
-            c_buf.store(parts[part])
-            fence_async_shared()
-            async_store(c_desc, [row, col + part * WIDTH], c_buf)
-        slot, phase = next_slot(slot, phase, ACCS)
-    tma.store_wait(0)
-
-
-@gluon.jit
 def matmul_by_hand_kernel(
     a_desc, b_desc, c_desc, M, N, K, STAGES: gl.constexpr, ACCS: gl.constexpr, BUFFERS: gl.constexpr,
     GROUP_M: gl.constexpr,
@@ -160,7 +125,7 @@ def matmul_by_hand_kernel(
     ring = (a_bufs, b_bufs, full, empty)
     accs = (acc_bufs, acc_full, acc_empty)
     gl.warp_specialize([
-        (_epilogue_partition, (accs, c_desc, c_bufs, M, N, BLOCK_N, ACCS, BUFFERS, GROUP_M)),
+        (epilogue_partition, (accs, c_desc, c_bufs, None, None, M, N, BLOCK_N, ACCS, BUFFERS, GROUP_M)),
         (_mma_partition, (ring, accs, M, N, K, STAGES, ACCS)),
         (_load_partition, (ring, a_desc, b_desc, M, N, K, STAGES, GROUP_M)),
     ], [1, 1], [24, 24])  # fmt: skip  # warps of the last two, and registers of their threads

@@ -103,7 +103,7 @@ PARTITIONED = (*TCGEN05, *_PARTITIONS)
 FIND = {
     "pipelined": {90: (_TMA, "wgmma"), 100: TCGEN05, 103: TCGEN05, 120: (_TMA, "mma.sync")},
     "by hand": {90: (), 100: PARTITIONED, 103: PARTITIONED, 120: ()},
-    # All architectures of the topic's last table. On sm_90 a flattened loop is not specialized.
+    # On sm_90 a flattened loop is not specialized.
     "specialized": {
         80: (), 89: (), 90: (_TMA, "wgmma"), 100: PARTITIONED, 103: PARTITIONED, 120: (_TMA, "mma.sync", *_PARTITIONS),
     },

@@ -7,8 +7,6 @@ and run on the tests' model of an SM, but never on a GPU, as all of that file.
 
 from __future__ import annotations
 
-from typing import NamedTuple
-
 import torch
 import triton
 from triton.experimental import gluon
@@ -18,45 +16,21 @@ from triton.experimental.gluon.language.nvidia.blackwell import (
     TensorMemoryScalesLayout,
     allocate_tensor_memory,
     fence_async_shared,
-    get_tmem_reg_layout,
     mbarrier,
     tcgen05_commit,
     tcgen05_copy,
     tcgen05_mma_scaled,
-    tma,
 )
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 from examples.common.device import device_limits, require_triton_device
 from examples.common.fp8 import E4M3
-from examples.common.gluon import async_load, async_store, barriers, buffers, init_ring, next_slot
-from examples.common.operands import check_choice
+from examples.common.gluon import async_load, barriers, buffers, init_ring, next_slot
+from examples.common.microscaling import FORMATS, check_operand, check_tensor_scale, format_of
 from examples.common.tiles import tile_coords
-from examples.common.tma import gluon_descriptor, require_tma_layout
-from examples.tma.blackwell_plan import (
-    BLOCK_BYTES,
-    EPILOGUE_WARPS,
-    GROUP_M,
-    by_hand_plan,
-    check_out,
-    require_tensor_memory,
-)
-
-
-class Format(NamedTuple):
-    element: torch.dtype
-    scale: torch.dtype
-    group: int
-    pack: int  # values in a byte
-    dot: str  # what Gluon calls the element
-    kind: str  # of tcgen05.mma
-
-
-FORMATS = {
-    "mxfp8": Format(E4M3, torch.float8_e8m0fnu, 32, 1, "e4m3", "kind::mxf8f6f4"),
-    "mxfp4": Format(torch.float4_e2m1fn_x2, torch.float8_e8m0fnu, 32, 2, "e2m1", "kind::mxf4"),
-    "nvfp4": Format(torch.float4_e2m1fn_x2, E4M3, 16, 2, "e2m1", "kind::mxf4nvf4"),
-}
+from examples.common.tma import gluon_descriptor
+from examples.tma import blackwell_plan as plan
+from examples.tma.blackwell_store import epilogue_partition
 
 
 @gluon.jit
@@ -135,46 +109,6 @@ def _mma_scaled(
 
 
 @gluon.jit
-def _epilogue_scaled(
-    accs, c_desc, c_bufs, a_whole_ptr, b_whole_ptr, M, N, BLOCK_N: gl.constexpr, ACCS: gl.constexpr,
-    BUFFERS: gl.constexpr, GROUP_M: gl.constexpr,
-):  # fmt: skip
-    """Eight warps: each can read one quarter of the lanes. A tile of 128 x 256 is 64 registers of two numbers a thread;
-    these are free, so it leaves tensor memory at once and nobody waits for its stores."""
-    acc_bufs, acc_full, acc_empty = accs
-    BLOCK_M: gl.constexpr = c_desc.block_shape[0]
-    WIDTH: gl.constexpr = c_desc.block_shape[1]
-    PARTS: gl.constexpr = BLOCK_N // WIDTH
-    PART: gl.constexpr = TensorMemoryLayout((BLOCK_M, WIDTH), col_stride=1)
-    REGISTERS: gl.constexpr = get_tmem_reg_layout(gl.float32, (BLOCK_M, WIDTH), PART, gl.num_warps())
-    whole = 1.0
-    if a_whole_ptr is not None:
-        whole = gl.load(a_whole_ptr) * gl.load(b_whole_ptr)
-    slot = 0
-    phase = 0
-    tiles = gl.cdiv(M, BLOCK_M) * gl.cdiv(N, BLOCK_N)
-    for tile in range(gl.program_id(0), tiles, gl.num_programs(0)):
-        row, col = tile_coords(tile, M, N, BLOCK_M, BLOCK_N, GROUP_M)
-        mbarrier.wait(acc_full.index(slot), phase)
-        acc = acc_bufs.index(slot)
-        parts = ()
-        for part in gl.static_range(PARTS):
-            c = acc.slice(part * WIDTH, WIDTH).load(REGISTERS)
-            if a_whole_ptr is not None:
-                c = c * whole
-            parts = parts + (c.to(c_desc.dtype),)  # noqa: RUF005  (Gluon has no stars)
-        mbarrier.arrive(acc_empty.index(slot))
-        for part in gl.static_range(PARTS):
-            c_buf = c_bufs.index(part % BUFFERS)
-            tma.store_wait(BUFFERS - 1)  # all but the latest have been read: this buffer too
-            c_buf.store(parts[part])
-            fence_async_shared()
-            async_store(c_desc, [row, col + part * WIDTH], c_buf)
-        slot, phase = next_slot(slot, phase, ACCS)
-    tma.store_wait(0)
-
-
-@gluon.jit
 def matmul_scaled_kernel(
     a_desc, b_desc, a_scale_desc, b_scale_desc, c_desc, a_whole_ptr, b_whole_ptr, M, N, K,
     GROUP: gl.constexpr, PACK: gl.constexpr, FORMAT: gl.constexpr, STAGES: gl.constexpr, ACCS: gl.constexpr,
@@ -210,7 +144,7 @@ def matmul_scaled_kernel(
     ring = (a_bufs, b_bufs, full, empty)
     accs = (acc_bufs, acc_full, acc_empty)
     gl.warp_specialize([
-        (_epilogue_scaled, (accs, c_desc, c_bufs, a_whole_ptr, b_whole_ptr, M, N, BLOCK_N, ACCS, BUFFERS, GROUP_M)),
+        (epilogue_partition, (accs, c_desc, c_bufs, a_whole_ptr, b_whole_ptr, M, N, BLOCK_N, ACCS, BUFFERS, GROUP_M)),
         (_mma_scaled, (ring, scales, accs, M, N, K, GROUP, PACK, FORMAT, STAGES, ACCS)),
         (_load_scaled, (ring, scales, a_desc, b_desc, a_scale_desc, b_scale_desc, M, N, K,
                           GROUP, PACK, STAGES, GROUP_M)),
@@ -226,38 +160,15 @@ def _scale_descriptor(scale: torch.Tensor, rows: int, groups: int) -> TensorDesc
 
 def _launch_scaled(a, b, c, K: int, fmt: str, scales, wholes) -> None:
     form = FORMATS[fmt]
-    groups = BLOCK_BYTES * form.pack // form.group
+    groups = plan.BLOCK_BYTES * form.pack // form.group
     limits, (M, N) = device_limits(a.device), c.shape
-    block_m, block_n, width, c_buffers, stages, accs = by_hand_plan(limits.shared_bytes, groups)
+    block_m, block_n, width, c_buffers, stages, accs = plan.by_hand_plan(limits.shared_bytes, groups)
     boxes = [_scale_descriptor(x, m, groups) for x, m in zip(scales, (block_m, block_n), strict=True)]
     matmul_scaled_kernel[(min(triton.cdiv(M, block_m) * triton.cdiv(N, block_n), limits.sms),)](
-        gluon_descriptor(a, [block_m, BLOCK_BYTES]), gluon_descriptor(b, [block_n, BLOCK_BYTES]), *boxes,
+        gluon_descriptor(a, [block_m, plan.BLOCK_BYTES]), gluon_descriptor(b, [block_n, plan.BLOCK_BYTES]), *boxes,
         gluon_descriptor(c, [block_m, width]), *wholes, M, N, K, GROUP=form.group, PACK=form.pack, FORMAT=form.dot,
-        STAGES=stages, ACCS=accs, BUFFERS=c_buffers, GROUP_M=GROUP_M, num_warps=EPILOGUE_WARPS,
+        STAGES=stages, ACCS=accs, BUFFERS=c_buffers, GROUP_M=plan.GROUP_M, num_warps=plan.EPILOGUE_WARPS,
     )  # fmt: skip
-
-
-def _check_scaled(name: str, label: str, q: torch.Tensor, scale: torch.Tensor, whole, fmt: str) -> None:
-    form = FORMATS[fmt]
-    if q.dtype is not form.element or scale.dtype is not form.scale:
-        raise TypeError(
-            f"{name}: {label} is {q.dtype} with scales in {scale.dtype}; {fmt} is {form.element} with {form.scale}"
-        )
-    if q.ndim != 2 or q.shape[1] * form.pack % 32:
-        raise ValueError(
-            f"{name}: {label} has shape {tuple(q.shape)}; need [rows, K / {form.pack}], K a multiple of 32"
-        )
-    need = (triton.cdiv(q.shape[0], 128), triton.cdiv(q.shape[1] * form.pack // form.group, 4), 32, 16)
-    if tuple(scale.shape) != need or not scale.is_contiguous():
-        raise ValueError(
-            f"{name}: scales of {label} have shape {list(scale.shape)}; need {list(need)}, contiguous: swizzle them"
-        )
-    if (whole is not None) != (fmt == "nvfp4"):
-        have = "has no" if fmt != "nvfp4" else "needs a"
-        raise ValueError(f"{name}: {fmt} {have} scale for the tensor {label}, got {type(whole).__name__}")
-    if whole is not None and (whole.dtype is not torch.float32 or whole.numel() != 1):
-        raise TypeError(f"{name}: the scale of tensor {label} is {whole.dtype} {list(whole.shape)}; need one float32")
-    require_tma_layout(name, **{label: q, f"scales of {label}": scale})
 
 
 def blackwell_mx_matmul(
@@ -283,14 +194,15 @@ def blackwell_mx_matmul(
     name = "blackwell_mx_matmul"
     wholes = (a_tensor_scale, b_tensor_scale)
     require_triton_device(name, a_q, a_scale, b_q, b_scale, *(x for x in wholes if x is not None))
-    check_choice(name, tuple(FORMATS), format=fmt)
-    _check_scaled(name, "a", a_q, a_scale, a_tensor_scale, fmt)
-    _check_scaled(name, "b", b_q, b_scale, b_tensor_scale, fmt)
+    format_of(name, fmt)
+    for label, q, scale, whole in (("a", a_q, a_scale, a_tensor_scale), ("b", b_q, b_scale, b_tensor_scale)):
+        check_operand(name, label, q, scale, fmt)
+        check_tensor_scale(name, fmt, whole, q, values=False)
     M, N, K = a_q.shape[0], b_q.shape[0], a_q.shape[1] * FORMATS[fmt].pack
     if b_q.shape[1] != a_q.shape[1]:
         raise ValueError(f"{name}: shapes {tuple(a_q.shape)} and {tuple(b_q.shape)}; K must be the same")
-    check_out(name, out_dtype, N)
-    require_tensor_memory(name, a_q.device, "mx_matmul of examples/fp8/microscaling.py")
+    plan.check_out(name, out_dtype, N)
+    plan.require_tensor_memory(name, a_q.device, "mx_matmul of examples/fp8/microscaling.py")
     if not (M and N and K):
         return torch.zeros((M, N), dtype=out_dtype, device=a_q.device)
     c = torch.empty((M, N), dtype=out_dtype, device=a_q.device)

@@ -18,6 +18,7 @@ import torch
 from examples.common.device import SHARED_LIMIT
 from examples.common.fp8 import E4M3
 from examples.common.gluon import gluon_architecture
+from examples.common.microscaling import FORMATS
 from examples.tma.blackwell import blackwell_matmul, reference
 from examples.tma.blackwell_compiled import LARGE
 from examples.tma.blackwell_plan import (
@@ -34,8 +35,9 @@ from examples.tma.blackwell_plan import (
     runnable,
     scale_columns,
 )
-from examples.tma.blackwell_scaled import FORMATS, blackwell_mx_matmul
+from examples.tma.blackwell_scaled import blackwell_mx_matmul
 
+KINDS = {"mxfp8": "kind::mxf8f6f4", "mxfp4": "kind::mxf4", "nvfp4": "kind::mxf4nvf4"}  # as PTX names them
 TMA = "cp.async.bulk.tensor"
 SHOWN = (
     "wgmma", "mma.sync", "tcgen05.mma", "mma f8", "block_scale", "tcgen05.cp", "tcgen05.ld", "tcgen05.commit",
@@ -74,7 +76,7 @@ def show_code(h: Harness, n: int = 4096) -> dict[str, Kernel]:
         scale = scale.to(form.scale)
         whole = h.meta(1, dtype=torch.float32) if fmt == "nvfp4" else None
         operands = (q, scale, q, scale, fmt, h.half, whole, whole)
-        native = (*PARTITIONED, "block_scale", "tcgen05.cp", form.kind)
+        native = (*PARTITIONED, "block_scale", "tcgen05.cp", KINDS[fmt])
         for kernel in h.codegen(blackwell_mx_matmul, *operands, find={90: (), 100: native, 103: native, 120: ()}):
             kernels[f"scaled {fmt}, sm_{kernel.sm}"] = kernel
         for kernel in h.codegen(mx_matmul, *operands, find={120: (TMA, "mma.sync", "block_scale")}):

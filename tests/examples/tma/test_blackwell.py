@@ -19,13 +19,14 @@ from triton.runtime.jit import JITFunction
 
 from examples.common.device import SHARED_LIMIT, Limits
 from examples.common.fp8 import E4M3, E5M2
+from examples.common.microscaling import FORMATS
 from examples.fp8.microscaling import Operands, mx_matmul
 from examples.fp8.microscaling import budget as mx_budget
 from examples.tma import blackwell, blackwell_compiled, blackwell_plan, blackwell_scaled
 from examples.tma.blackwell import blackwell_matmul, reference
 from examples.tma.blackwell_compiled import LARGE, SMALL
 from examples.tma.blackwell_plan import COLUMNS, VARIANTS, budget, by_hand_plan, runnable, scale_columns
-from examples.tma.blackwell_scaled import FORMATS, blackwell_mx_matmul
+from examples.tma.blackwell_scaled import blackwell_mx_matmul
 
 HALF, FP4 = torch.float16, torch.float4_e2m1fn_x2
 
@@ -682,11 +683,11 @@ def _bad(device):
         ((*mx[:4], "mxfp6"), ValueError, "format 'mxfp6' is not one"),
         ((fp4, *mx[1:]), TypeError, r"a is torch\.float4_e2m1fn_x2"),
         ((q, nv_scale, *mx[2:]), TypeError, r"with scales in torch\.float8_e4m3fn"),
-        ((q[:, :48], *mx[1:]), ValueError, "K a multiple of 32"),
-        ((q, scale[0, 0], *mx[2:]), ValueError, "scales of a have .*swizzle them"),
+        ((q[:, :48], *mx[1:]), ValueError, "K of a is 48; need a multiple of 32"),
+        ((q, scale[0, 0], *mx[2:]), ValueError, "scales of a have .*swizzle_scales"),
         ((q, scale, q[:, :32], scale, "mxfp8"), ValueError, r"shapes \(8, 64\) and \(8, 32\)"),
-        ((*mx, HALF, whole), ValueError, "mxfp8 has no scale for the tensor a"),
-        ((*nv, HALF, whole), ValueError, "needs a scale for the tensor b"),
+        ((*mx, HALF, whole), ValueError, "mxfp8 has no scale for the tensor"),
+        ((*nv, HALF, whole), ValueError, "needs a scale for the tensor"),
     ]
     return [(blackwell_matmul, *case) for case in plain] + [(blackwell_mx_matmul, *case) for case in scaled]
 
