@@ -6,21 +6,17 @@ bug is hunted with tools, and a tool is trusted once it has found a bug that is 
 name the planted bug and to pass a twin without it, or the run fails.
 
 All four tools work on any machine. The study has those of a GPU (tl.device_print, tl.device_assert, compute-sanitizer)
-and the compiler's stages. What the interpreter cannot show: races within a program, tiles that exceed shared memory,
-bfloat16 (silently wrong), tl.device_assert (skipped; Python's assert is not). Nothing is timed: these tools change the
-code or what runs it.
+and the compiler's stages. Nothing is timed: these tools change the code or what runs it.
 
 Question   Which tool finds an out-of-bounds write, a bad value, a narrow load or a race?
 Needs      triton
 Wins when  something is wrong: begin with h.check, then take the tool for the symptom.
+Variants   debugging_interpreted.py (a bad value and a race, and the tool that runs programs in reverse)
 Study      studies/triton/debugging.py, studies/triton/debugging_memcheck.py, studies/triton/debugging_ir.py
 Source     chapter section "Debugging Commands", which says of TRITON_DEBUG=1 only that it is the debug mode
 """
 
 from __future__ import annotations
-
-from collections.abc import Iterator
-from contextlib import contextmanager
 
 from harness import Harness, process, run
 from harness.check import check
@@ -29,10 +25,8 @@ import torch
 import triton
 import triton.language as tl
 
-from examples.common.operands import check_elementwise
+from examples.triton.debugging_interpreted import BLOCK, elementwise, programs_in_reverse, sqrt, total
 
-DTYPES = (torch.float32, torch.float16, torch.bfloat16)
-BLOCK = 1024
 N = BLOCK - 61  # the overrun, 61 float32 values, stays within the 256 guard bytes, and so off the heap of a CPU
 WIDE = 1 << 20  # a multiple of 16 elements, so that Triton may load 16 bytes at a time
 
@@ -51,71 +45,14 @@ def scale_overrun_kernel(x_ptr, y_ptr, n_elements, BLOCK: tl.constexpr):
     tl.store(y_ptr + offsets, 2 * x, mask=offsets < tl.num_programs(0) * BLOCK)  # the planted bug: the padded size
 
 
-@triton.jit
-def sqrt_kernel(x_ptr, y_ptr, n_elements, BLOCK: tl.constexpr):
-    offsets = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
-    x = tl.load(x_ptr + offsets, mask=offsets < n_elements, other=1.0).to(tl.float32)
-    # Checked in the interpreter and, on a GPU, with TRITON_DEBUG=1. One value: a block is true whatever it holds.
-    assert tl.min(x, axis=0) >= 0, "x is negative"
-    tl.store(y_ptr + offsets, tl.sqrt(x).to(y_ptr.dtype.element_ty), mask=offsets < n_elements)
-
-
-@triton.jit
-def total_kernel(x_ptr, total_ptr, n_elements, BLOCK: tl.constexpr, RACY: tl.constexpr):
-    if RACY and tl.program_id(0) == 0:
-        tl.store(total_ptr, 0.0)  # the planted bug: no other program waits for this
-    offsets = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
-    x = tl.load(x_ptr + offsets, mask=offsets < n_elements, other=0.0)
-    tl.atomic_add(total_ptr, tl.sum(x.to(tl.float32), axis=0))
-
-
-def _elementwise(kernel, x: torch.Tensor) -> torch.Tensor:
-    check_elementwise(kernel.fn.__name__.removesuffix("_kernel"), DTYPES, x)
-    y = torch.empty(x.shape, dtype=x.dtype, device=x.device)
-    if x.numel():  # a grid of zero programs is a launch error
-        kernel[(triton.cdiv(x.numel(), BLOCK),)](x, y, x.numel(), BLOCK=BLOCK)
-    return y
-
-
 def scale(x: torch.Tensor) -> torch.Tensor:
     """2 * x for a contiguous x in float32, float16 or bfloat16. Raises what check_elementwise does for another."""
-    return _elementwise(scale_kernel, x)
+    return elementwise(scale_kernel, x)
 
 
 def scale_overrun(x: torch.Tensor) -> torch.Tensor:
     """scale() with the bug. Writes up to BLOCK - 1 elements behind its output: never on memory that matters."""
-    return _elementwise(scale_overrun_kernel, x)
-
-
-def sqrt(x: torch.Tensor) -> torch.Tensor:
-    """The square root of what scale() takes. A negative value is NaN, and where asserts are checked an error."""
-    return _elementwise(sqrt_kernel, x)
-
-
-def total(x: torch.Tensor, racy: bool = False) -> torch.Tensor:
-    """The sum of what scale() takes, a float32 scalar. `racy`: the kernel clears it, and no launch before it."""
-    check_elementwise("total", DTYPES, x)
-    result = (torch.empty if racy else torch.zeros)((), dtype=torch.float32, device=x.device)
-    if x.numel():
-        total_kernel[(triton.cdiv(x.numel(), BLOCK),)](x, result, x.numel(), BLOCK=BLOCK, RACY=racy)
-    return result
-
-
-@contextmanager
-def programs_in_reverse() -> Iterator[None]:
-    """The interpreter runs the programs of a grid in order; within this, from the last to the first.
-
-    A result that changes depends on the order. One that does not may still lose updates on a GPU, where a load, an
-    addition and a store stand for tl.atomic_add: interpreted programs never overlap.
-    """
-    from triton.runtime.interpreter import interpreter_builder as builder
-
-    in_order = builder.set_grid_idx
-    builder.set_grid_idx = lambda *at: in_order(*(size - 1 - i for size, i in zip(builder.grid_dim, at, strict=True)))
-    try:
-        yield
-    finally:
-        builder.set_grid_idx = in_order
+    return elementwise(scale_overrun_kernel, x)
 
 
 def reference(x: torch.Tensor) -> torch.Tensor:

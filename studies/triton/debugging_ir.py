@@ -1,12 +1,11 @@
 """debugging, the compiler's stages: what one load is at each, which pass made it so, and the switches that show them.
 
-The texts come from harness.codegen.dump, for GPUs that need not be here. With TRITON_DUMP_DIR=folder in front of the
-command they are kept there. Triton's own switches are listed in triton/knobs.py.
+The texts come from harness.codegen.dump, for GPUs that need not be here; with TRITON_DUMP_DIR=folder and
+TRITON_KERNEL_DUMP=1 Triton keeps them there. Its own switches are listed in triton/knobs.py.
 """
 
 from __future__ import annotations
 
-import os
 import re
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -34,32 +33,19 @@ def study(h: Harness) -> None:
 
 def stages(h: Harness) -> None:
     """What one load is at each stage, and why one element more makes it four times as narrow."""
-    texts = {}
-    for sm in (90, 100):
+    for sm in (100, 90):
         with h.progress(f"compiling scale for sm_{sm}"):
-            texts[sm] = dump(scale, (h.meta(WIDE, dtype=torch.float32),), sm=sm)
-    for stage, pattern in LOADS.items():
-        found = {sm: re.search(pattern, text[stage]) for sm, text in texts.items()}
-        require(all(found.values()), f"{stage} has no {pattern}")
-        for sm, text in texts.items():
-            h.fact(f"{stage} for sm_{sm}", f"{len(text[stage].splitlines())} lines; the load: {found[sm][0]}")
-    ptx, sass = (re.findall(LOADS[stage], texts[90][stage]) for stage in ("ptx", "sass"))
-    require(ptx[0].endswith(".v4.b32") and sass[0].endswith(".128"), f"not 16 bytes at a time: {ptx[0]}, {sass[0]}")
-
+            wide = dump(scale, (h.meta(WIDE, dtype=torch.float32),), sm=sm)
+        for stage, pattern in LOADS.items():
+            load = re.search(pattern, wide[stage])
+            require(load is not None, f"{stage} has no {pattern}")
+            h.fact(f"{stage} for sm_{sm}", f"{len(wide[stage].splitlines())} lines; the load: {load[0]}")
     one_more = dump(scale, (h.meta(WIDE + 1, dtype=torch.float32),), sm=90)
-    narrow = re.findall(LOADS["sass"], one_more["sass"])
-    hint = r"%n_elements: i32 \{tt\.divisibility = 16"
-    require(".128" not in narrow[0], f"{WIDE + 1} elements still load {narrow[0]}")
-    require(bool(re.search(hint, texts[90]["ttir"])), "TTIR does not say that n_elements divides by 16")
-    require(not re.search(hint, one_more["ttir"]), f"TTIR says that {WIDE + 1} divides by 16")
-    h.fact(f"the load of {WIDE + 1} elements", f"{narrow[0]}: in its TTIR n_elements has lost tt.divisibility = 16")
-    if folder := os.environ.get("TRITON_DUMP_DIR"):
-        for sm, text in texts.items():
-            place = Path(folder) / f"sm_{sm}"
-            place.mkdir(parents=True, exist_ok=True)
-            for stage in STAGES:
-                (place / f"scale_kernel.{stage}").write_text(text[stage], encoding="utf-8")
-        h.say(f"kept: scale_kernel.{{{','.join(STAGES)}}} in {folder}/sm_90 and {folder}/sm_100")
+    loads = [re.findall(LOADS["sass"], texts["sass"])[0] for texts in (wide, one_more)]
+    hints = [bool(re.search(r"%n_elements: i32 \{tt\.divisibility = 16", texts["ttir"])) for texts in (wide, one_more)]
+    require([".128" in load for load in loads] == [True, False], f"loads of 16 bytes and narrower ones: {loads}")
+    require(hints == [True, False], f"n_elements divides by 16: {hints}")
+    h.fact(f"the load of {WIDE + 1} elements", f"{loads[1]}: in its TTIR n_elements has lost tt.divisibility = 16")
 
 
 def switches(h: Harness) -> None:
@@ -71,32 +57,20 @@ def switches(h: Harness) -> None:
             "MLIR_ENABLE_DUMP": "scale_kernel", "MLIR_DUMP_PATH": f"{folder}/passes.mlir",
         }  # fmt: skip
         with Child(child_compiled, env=env) as child, h.progress("the dump switches"):
-            read_dumps(h, child.output(), Path(folder))
+            error = result_of(child.output())["error"]
+        require(error is None, f"scale did not compile: {error}")
+        wrote = sorted(path.suffix[1:] for path in Path(folder).glob("dump/*/scale_kernel.*"))
+        require({*STAGES, "cubin"} <= set(wrote), f"TRITON_KERNEL_DUMP wrote {wrote}")
+        count, name = passes_of(Path(folder, "passes.mlir").read_text(), r"sizePerThread = \[4\]")
+    # The folder's name is a hash of the source and its constants: another num_warps, num_stages or GPU writes over it.
+    h.fact("TRITON_KERNEL_DUMP=1, with TRITON_ALWAYS_COMPILE=1, wrote", wrote)
+    h.fact("MLIR_ENABLE_DUMP", {"passes": count, "sizePerThread = [4] comes from": name})
 
 
 def child_compiled() -> None:
     """Compile for a GPU that need not be here, under Triton's own dump switches."""
     (kernel,) = compile_for(scale, (torch.empty(WIDE, device="meta"),), sms=(90,))
     report(error=kernel.error)
-
-
-def read_dumps(h: Harness, output: str, folder: Path) -> None:
-    error = result_of(output)["error"]
-    require(error is None, f"scale did not compile: {error}")
-    wrote = {path.suffix[1:]: path for path in folder.glob("dump/*/scale_kernel.*")}
-    require({*STAGES, "cubin"} <= set(wrote), f"TRITON_KERNEL_DUMP wrote {sorted(wrote)}")
-    # Its instructions: the lines that name places in the source may be switched off, as Inductor does for a process.
-    usual = dump(scale, (h.meta(WIDE, dtype=torch.float32),), sm=90)["ptx"]
-    same = instructions(wrote["ptx"].read_text()) == instructions(usual)
-    require(same, "TRITON_KERNEL_DUMP wrote another PTX than the kernel has")
-    # The folder's name is a hash of the source and its constants: another num_warps, num_stages or GPU writes over it.
-    h.fact("TRITON_KERNEL_DUMP=1, with TRITON_ALWAYS_COMPILE=1, wrote", sorted(wrote))
-    count, name = passes_of((folder / "passes.mlir").read_text(), r"sizePerThread = \[4\]")
-    h.fact("MLIR_ENABLE_DUMP", {"passes": count, "sizePerThread = [4] comes from": name})
-
-
-def instructions(ptx: str) -> list[str]:
-    return [line.split("//")[0].strip() for line in ptx.splitlines() if re.match(r"\t[@a-z]", line)]
 
 
 def passes_of(text: str, pattern: str) -> tuple[int, str]:

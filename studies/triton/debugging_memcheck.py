@@ -23,8 +23,7 @@ def study(h: Harness) -> None:
         return  # a profiler would see the tool alone, and a sanitizer does not watch another one
     sanitizer = find_sanitizer() if h.machine.mode == "gpu" else None
     if sanitizer is None:
-        why = "it needs a GPU" if h.machine.mode != "gpu" else "it is not on the PATH; it is part of the CUDA toolkit"
-        h.fact("compute-sanitizer", f"not shown here: {why}")
+        h.fact("compute-sanitizer", "not shown here: it needs a GPU, and to be on the PATH (it is part of CUDA)")
         return
     with (
         TemporaryDirectory(prefix="triton-debugging-", ignore_cleanup_errors=True) as folder,
@@ -73,8 +72,9 @@ def read_memcheck(h: Harness, alone: str, cached: str) -> None:
     a tensor and stays in its piece is in bounds.
     """
     _, places = memcheck_report(alone)
-    if not places and (refusal := memcheck_refusal(alone)):
-        h.fact("compute-sanitizer", f"not shown here: it says: {refusal}")
+    known = r"Device not supported|Internal \w+ [Ee]rror|[Ii]nsufficient p(?:ermissions|rivileges)"
+    if not places and (refusal := re.search(rf"^=* *(.*(?:{known}).*)$", alone, re.MULTILINE)):
+        h.fact("compute-sanitizer", f"not shown here: it says: {refusal[1].strip()}")
         return
     result = result_of(alone)  # a run in which nothing was launched would be free of errors, too
     require(result["twin_right"], "under compute-sanitizer the twin is wrong")
@@ -98,13 +98,6 @@ def memcheck_report(output: str) -> tuple[int | None, list[str]]:
     """Errors that compute-sanitizer counted (None: it never got that far), and the place of each invalid write."""
     summary = re.search(r"ERROR SUMMARY: (\d+) error", output)
     return int(summary[1]) if summary else None, re.findall(r"Invalid __global__ write of .*\n=+ +at (.+)", output)
-
-
-def memcheck_refusal(output: str) -> str | None:
-    """The line in which compute-sanitizer says that it cannot work on this machine, if it does."""
-    known = r"Device not supported|Internal \w+ [Ee]rror|[Ii]nsufficient p(?:ermissions|rivileges)"
-    refusal = re.search(rf"^=* *(.*(?:{known}).*)$", output, re.MULTILINE)
-    return refusal[1].strip() if refusal else None
 
 
 def place_of(kernel, text: str) -> tuple[str, int]:

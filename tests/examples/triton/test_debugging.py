@@ -1,6 +1,5 @@
 """debugging: the twins are right, and every tool fails the lesson when it does not find what was planted."""
 
-import contextlib
 import inspect
 
 from harness.check import CheckError, check
@@ -30,16 +29,10 @@ def test_the_twins_are_right(h, dtype):
     h.check(scale, reference, odd.to(dtype), terms=0)
 
 
-@pytest.mark.parametrize(("beyond", "blocks", "dtype"), [(1, 3, FLOATS[0]), (61, 1, FLOATS[0]), (17, 2, FLOATS[1])])
-def test_a_guarded_buffer_finds_every_overrun(h, beyond, blocks, dtype):
-    """One value is enough, and the message counts the bytes."""
-    x = torch.ones(blocks * BLOCK - beyond, dtype=dtype, device=h.device)
-    with pytest.raises(CheckError, match=f"{beyond * x.element_size()} bytes outside its output"):
-        check(scale_overrun, reference, x, what="scale_overrun", terms=0, constant_ok=True)
-
-
 def test_the_bug_is_one_mask(h):
-    """The twins differ in their name and in the mask of the store alone; without an overrun the bug does not show."""
+    """The twins differ in their name and in the mask of the store alone; one value beyond the output is found."""
+    with pytest.raises(CheckError, match="4 bytes outside its output"):
+        check(scale_overrun, reference, h.randn(3 * BLOCK - 1), what="scale_overrun", terms=0)
     h.check(scale_overrun, reference, h.randn(2 * BLOCK), terms=0)
     kernels = (debugging.scale_kernel, debugging.scale_overrun_kernel)
     right, wrong = (inspect.getsource(kernel.fn).splitlines()[2:] for kernel in kernels)
@@ -53,9 +46,7 @@ def test_programs_in_reverse_are_the_same_programs():
     with programs_in_reverse():
         check(scale, reference, x, what="scale", terms=0)
         assert total(ones, racy=True).item() == BLOCK
-    with contextlib.suppress(ZeroDivisionError), programs_in_reverse():
-        raise ZeroDivisionError
-    assert total(ones, racy=True).item() == 3 * BLOCK  # put back, after an error too
+    assert total(ones, racy=True).item() == 3 * BLOCK  # put back
 
 
 # The tools, each shown something that lacks what it must find.

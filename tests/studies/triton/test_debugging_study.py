@@ -9,17 +9,10 @@ import pytest
 from examples.common.device import interpreted
 from examples.triton.debugging import BLOCK, N, NothingFound, scale_overrun_kernel
 from studies.triton import debugging, debugging_ir, debugging_memcheck
-from studies.triton.debugging import printed_values, sqrt_checked, sqrt_checked_kernel, squares
+from studies.triton.debugging import printed_values, sqrt_checked_kernel, squares
 from studies.triton.debugging_memcheck import place_of, read_memcheck
 
 fails = (NothingFound, ChildFailed)
-
-
-def test_the_square_root_is_right(h, capfd):
-    for shape in [(0,), (1,), (31,), (33,), (2, 37)]:
-        h.check(sqrt_checked, lambda x: x.double().sqrt(), h.randn(*shape).abs(), terms=0)
-    h.check(sqrt_checked, lambda x: x.double().sqrt(), squares().to(h.device), terms=0)
-    assert debugging.neighbour_overwritten(h.device) == BLOCK - N
 
 
 @pytest.mark.skipif(not interpreted(), reason="needs the interpreter")
@@ -31,9 +24,7 @@ def test_the_interpreter_shows_values_steps_and_skips_asserts(h, capsys):
     for old, new, complaint in [
         (r" -4\.", " 9.", "device_print printed"),
         (r'"nan": 1', '"nan": 0', "0 values of y are NaN"),
-        (r"array\(\[", "[", "pdb did not stop"),
         (rf"\({BLOCK - 1}, {N}\)", f"({N - 1}, {N})", "pdb does not show the overrun"),
-        (r'"overwritten": 61', '"overwritten": 0', "0 values were overwritten"),
         (r"result: .*", "Killed", "last words:(?s:.*)Killed"),
     ]:
         changed = re.sub(old, new, output)
@@ -67,17 +58,14 @@ ABORT = (
 def test_device_side_tools_that_show_less_fail(h):
     shuffled = "".join(reversed(GPU_PRINT.splitlines(keepends=True)))
     assert printed_values(shuffled) == squares().tolist()
-    assert printed_values("(0, 0, 0)  x:  [ 0. -4.\n 9.5]") == [0.0, -4.0, 9.5]
     debugging.on_the_gpu(h, SILENT, ABORT)
-    assert h.record.facts["tl.device_assert, TRITON_DEBUG=1"].startswith("debugging.py:")  # no folder of ours
     for silent, abort, complaint in [
         (SILENT.splitlines()[-1], ABORT, r"device_print printed \[\]"),
-        (SILENT.replace('"nan": 1', '"nan": 0'), ABORT, "0 values of y are NaN"),
-        (GPU_PRINT + ABORT.splitlines()[1], ABORT, "TRITON_DEBUG=0: CUDA error"),
+        (SILENT.replace('"nan": 1', '"nan": 0'), ABORT, "TRITON_DEBUG=0: .*'nan': 0"),
+        (GPU_PRINT + ABORT.splitlines()[1], ABORT, "TRITON_DEBUG=0: .*CUDA error"),
         (SILENT, SILENT, "TRITON_DEBUG=1 did not abort"),
         (SILENT, ABORT.replace("x is negative", "int32 overflow"), "TRITON_DEBUG=1 did not abort"),
         (SILENT, re.sub(r"py:\d+", "py:1", ABORT), "names line 1, not "),
-        (SILENT, "terminate called", "last words:\nterminate called"),
     ]:
         with pytest.raises(fails, match=complaint):
             debugging.on_the_gpu(h, silent, abort)
@@ -85,19 +73,9 @@ def test_device_side_tools_that_show_less_fail(h):
 
 STORE = place_of(scale_overrun_kernel, "tl.store")[1]
 RAN = 'result: {"twin_right": true, "overrun_error": "CUDA error: unspecified launch failure"}\n'
-
-
-def invalid_write(place):
-    return (
-        "========= Invalid __global__ write of size 16 bytes\n"
-        f"=========     at {place}\n"
-        "=========     by thread (0,0,0) in block (1,0,0)\n"
-        "=========     Access to 0x7f0000001010 is out of bounds\n========= \n"
-    )
-
-
-NEW = invalid_write(f"scale_overrun_kernel+0x2f0 in debugging.py:{STORE}")
-OLD = invalid_write(f"0x2f0 in /some/where/debugging.py:{STORE}:scale_overrun_kernel")
+WRITE = "========= Invalid __global__ write of size 16 bytes\n=========     at {}\n=========     by thread (0,0,0)\n"
+NEW = WRITE.format(f"scale_overrun_kernel+0x2f0 in debugging.py:{STORE}")
+OLD = WRITE.format(f"0x2f0 in /some/where/debugging.py:{STORE}:scale_overrun_kernel")
 FOUND = RAN + NEW + NEW + "========= ERROR SUMMARY: 2 errors\n"
 CLEAN = 'result: {"twin_right": true, "overrun_error": null}\n========= ERROR SUMMARY: 0 errors\n'
 
@@ -105,7 +83,6 @@ CLEAN = 'result: {"twin_right": true, "overrun_error": null}\n========= ERROR SU
 def test_a_sanitizer_that_finds_too_little_or_too_much_fails(h):
     for record in (NEW, OLD):  # both forms in which it has reported
         read_memcheck(h, RAN + record + "========= ERROR SUMMARY: 1 error\n", CLEAN)
-        assert h.record.facts["compute-sanitizer"].startswith("1 invalid writes, 0 of the twin; the first at ")
         assert f"debugging.py:{STORE}" in h.record.facts["compute-sanitizer"]
     for alone, cached, complaint in [
         (CLEAN, CLEAN, "compute-sanitizer found nothing"),
@@ -117,8 +94,7 @@ def test_a_sanitizer_that_finds_too_little_or_too_much_fails(h):
     ]:
         with pytest.raises(fails, match=complaint):
             read_memcheck(h, alone, cached)
-    refused = "========= COMPUTE-SANITIZER\n========= Error: Device not supported\nRuntimeError: CUDA error: unknown\n"
-    read_memcheck(h, refused, CLEAN)
+    read_memcheck(h, "========= Error: Device not supported\nRuntimeError: CUDA error: unknown\n", CLEAN)
     assert h.record.facts["compute-sanitizer"] == "not shown here: it says: Error: Device not supported"
 
 
