@@ -12,11 +12,14 @@ of tiles (grouped rasterization) the tiles that run together form a compact patc
 Question   How close to cuBLAS does a page of Triton get, and how much does the order of tiles matter?
 Needs      triton
 Wins when  cuBLAS has no kernel for the shape, or something is fused into it; on large squares it is about equal.
+Variants   matmul_tiles.py (no kernel: the tiles that are timed, and which of them fit)
 Study      studies/triton/matmul.py
 Source     chapter section "Tensor Cores"; the grouped order is that of Triton tutorial 03.
 """
 
 from __future__ import annotations
+
+from functools import partial
 
 from harness import Harness, Work, near, run
 
@@ -24,11 +27,11 @@ import torch
 import triton
 import triton.language as tl
 
-from examples.common.device import autotune_configs, device_limits
+from examples.common.device import autotune_configs
 from examples.common.operands import check_choice, check_gemm
+from examples.triton.matmul_tiles import CONFIGS, fitting_configs
 
 DTYPES = (torch.float16, torch.bfloat16, torch.float32)
-PRECISIONS = ("ieee", "tf32", "tf32x3")
 GROUP_M = 8
 
 
@@ -73,40 +76,6 @@ def matmul_kernel(
     tl.store(c_ptrs, acc.to(c_ptr.dtype.element_ty), mask=(rows[:, None] < M) & (cols[None, :] < N))
 
 
-# (BLOCK_M, BLOCK_N, BLOCK_K, num_warps, num_stages). BLOCK_K is 128 bytes of a row, the widest swizzle of shared
-# memory: 64 values of two bytes, 32 of four. The first is the best known on Hopper for large sizes; with float32
-# products on the CUDA cores ("ieee") it would spill, so four-byte values stop at 128 x 128.
-TILES = [
-    (128, 256, 64, 8, 3), (128, 256, 64, 8, 4), (128, 128, 64, 8, 3), (64, 128, 64, 4, 4), (64, 64, 64, 4, 4),
-    (128, 128, 32, 8, 3), (64, 128, 32, 4, 3), (64, 64, 32, 4, 3),
-]  # fmt: skip
-CONFIGS = [
-    triton.Config({"BLOCK_M": m, "BLOCK_N": n, "BLOCK_K": k}, num_warps=warps, num_stages=stages)
-    for m, n, k, warps, stages in TILES
-]
-
-
-def fitting_configs(configs: list[triton.Config], named_args: dict, **kwargs) -> list[triton.Config]:
-    """The configurations worth compiling for these arguments: they may fit shared memory and do not dwarf the problem.
-
-    wgmma and tcgen05 keep num_stages buffers, mma.sync one fewer. The smaller count decides here; what then turns
-    out not to fit, autotune itself leaves out.
-    """
-    a, M, N = named_args["a_ptr"], named_args["M"], named_args["N"]
-    shared, itemsize = device_limits(a.device).shared_bytes, a.element_size()
-
-    def fits(config: triton.Config) -> bool:
-        m, n, k = config.kwargs.values()
-        return (
-            k * itemsize == 128
-            and (m + n) * k * itemsize * (config.num_stages - 1) <= shared
-            and m <= max(64, triton.next_power_of_2(M))
-            and n <= max(64, triton.next_power_of_2(N))
-        )
-
-    return [config for config in configs if fits(config)]
-
-
 tuned_kernel = triton.autotune(
     configs=autotune_configs(CONFIGS),
     key=["M", "N", "K", "stride_ak", "stride_bk", "PRECISION"],
@@ -126,7 +95,7 @@ def matmul(a: torch.Tensor, b: torch.Tensor, input_precision: str = "ieee", grou
     or an input that requires grad.
     """
     M, N, K = check_gemm("matmul", a, b, DTYPES)
-    check_choice("matmul", PRECISIONS, input_precision=input_precision)
+    check_choice("matmul", ("ieee", "tf32", "tf32x3"), input_precision=input_precision)
     if not isinstance(group_m, int) or not 1 <= group_m <= 1024:
         raise ValueError(f"matmul: group_m is {group_m!r}; it counts rows of tiles, an int from 1 to 1024")
     c = torch.empty((M, N), dtype=a.dtype, device=a.device)
@@ -145,24 +114,19 @@ def reference(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
     return a.double() @ b.double()
 
 
-def row_by_row(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
-    return matmul(a, b, group_m=1)
-
-
 def demo(h: Harness) -> None:
     # One element, primes, one tile plus one in each dimension, nothing to sum over.
     for M, N, K in [(1, 1, 1), (37, 53, 61), (129, 257, 65), (5, 7, 0)]:
         a, b = h.randn(M, K, dtype=h.half), h.randn(K, N, dtype=h.half)
         h.check(matmul, reference, a, b, terms=K, what=f"matmul {M}x{N}x{K}")
-    transposed, strided = h.randn(96, 80, dtype=h.half).t(), h.randn(96, 200, dtype=h.half)[:, ::2]
-    h.check(matmul, reference, transposed, strided, terms=96, what="matmul of a transposed and a strided matrix")
+    h.check(matmul, reference, h.randn(96, 80, dtype=h.half).t(), h.randn(96, 200, dtype=h.half)[:, ::2], terms=96)
 
     find = {80: ("cp.async", "mma.sync"), 90: ("cp.async", "wgmma"), 100: ("cp.async", "tcgen05.mma")}
-    h.codegen(matmul, h.meta(4096, 4096), h.meta(4096, 4096), find=find | {120: ("cp.async", "mma.sync")})
+    h.codegen(matmul, h.meta(4096, 4096), h.meta(4096, 4096), find=find | {120: find[80]})
 
     library, tables = "torch" if h.interpreted else "cuBLAS", {}
     # Grouped comes first: the tile is tuned for it, and the other order runs that tile.
-    variants = {library: torch.matmul, "triton grouped": matmul, "triton row by row": row_by_row}
+    variants = {library: torch.matmul, "triton grouped": matmul, "triton row by row": partial(matmul, group_m=1)}
     for n in h.pick(interpreted=(192,), quick=(2048, 8192), full=(2048, 4096, 8192, 16384)):
         n = h.fit(n, bytes_each=60 * n)
         a, b = h.randn(n, n, dtype=h.half), h.randn(n, n, dtype=h.half)

@@ -45,6 +45,7 @@ def test_sums(h):
 
 
 def test_products(h):
+    h.check(matmul_strip, reference, *matrices(h, 2, BLOCK + 5, 3), what="strip", terms=3)
     for i, (a, b) in enumerate(products(h, (16, 257, 65))):
         small = a.shape[0] * b.shape[1] < 2000  # small tiles are slow where programs run one after the other
         check_products(h, a, b, list(TILES)[i % 2 if small else 2 + i % 3])
