@@ -1,27 +1,25 @@
-"""lazy_tensors, measured: what is copied between the host and the device, and what one operation costs."""
+"""lazy_tensors, measured: what is copied between the host and the device, and programs of one operation."""
 
 from __future__ import annotations
 
-import statistics
-import time
-from collections.abc import Callable
-
-from harness import Harness
+from harness import Harness, Work
 
 import torch
 import torch_xla
+from torch_xla.experimental.eager import eager_mode_context
 
 from examples.common import xla
-from examples.xla.lazy_tensors import EAGER, LAYERS, LAZY, ONE_BY_ONE, OPS, ROWS, WIDTH, shown
+from examples.xla.lazy_tensors import LAYERS, LAZY, OPS, ROWS, WIDTH, chain, exact, shown
 
 PIECES, PIECE = 100, 10_000
+ONE_BY_ONE = "torch_xla eager mode"
 
 
 def study(h: Harness) -> None:
-    if h.profile:
-        return
-    transfers(h)
-    shares(h)
+    if not h.profile:
+        transfers(h)
+        one_copy(h)
+    one_by_one(h)
     xla.settle()
 
 
@@ -40,42 +38,33 @@ def transfers(h: Harness) -> None:
     with xla.watch() as ran["a result that is pending, read"]:
         (on_device * number).cpu()
     h.table("copies", {what: shown(each) for what, each in ran.items()})
-    if not h.timing:
-        return
-    many, one = [h.randn(PIECE) for _ in range(PIECES)], h.randn(PIECES * PIECE)
-    numbers = [torch.tensor(float(i)).to(xla.device()) for i in range(PIECES)]
-    many_there, one_there = [t.to(xla.device()) for t in many], one.to(xla.device())
-    ms = {
-        f"{one.nbytes / 1e6:g} MB there": (
-            lambda: [t.to(xla.device()) for t in many], lambda: one.to(xla.device()),
-        ),
-        f"{one.nbytes / 1e6:g} MB back": (lambda: [t.cpu() for t in many_there], one_there.cpu),
-        f"{PIECES} numbers read": (lambda: [t.item() for t in numbers], lambda: torch.stack(numbers).cpu()),
-    }  # fmt: skip
-    took = {}
-    for what, (apart, together) in ms.items():
-        a, b = (1000 * median_seconds(xla.waited(fn)) for fn in (apart, together))
-        took[what] = {f"ms in {PIECES} copies": round(a, 2), "ms in one": round(b, 2)}
-        h.say(f"{what}: {PIECES} copies take {a / b:.1f} times as long as one")
-    h.table("ms of copies", took)
 
 
-def median_seconds(fn: Callable, times: int = 9) -> float:
-    def once() -> float:
-        started = time.perf_counter()
-        fn()
-        return time.perf_counter() - started
+def one_copy(h: Harness) -> None:
+    """Many small results that are read, and one of the same bytes."""
+    many = [h.randn(PIECE) for _ in range(PIECES)]
+    together = torch.cat(many)
+    many_there, one_there = [t.to(xla.device()) for t in many], together.to(xla.device())
+    h.compare(
+        {f"{PIECES} copies": lambda _: torch.cat([t.cpu() for t in many_there]), "one copy": lambda _: one_there.cpu()},
+        torch.Tensor.double, together, baseline="one copy", work=Work(), title="results read",
+        case=f"{together.nbytes / 1e6:g} MB",
+    )  # fmt: skip
 
-    fn()
-    return statistics.median(once() for _ in range(times))
 
+def one_by_one(h: Harness) -> None:
+    """torch_xla's eager mode: each operation a program of its own."""
+    rows, width = 7, 61
+    given = h.randn(rows, width), *(h.randn(width, width, scale=width**-0.5) for _ in range(LAYERS))
+    there = [t.to(xla.device()) for t in given]
 
-def shares(h: Harness) -> None:
-    """What the lesson's times are for one operation."""
-    for table in h.lesson:
-        if table.timed:
-            us = {row.variant: 1000 * row.ms / LAYERS / OPS for row in table.rows}
-            h.say(
-                f"{table.case}: an operation costs {us[EAGER]:.1f} us in eager, {us[LAZY]:.1f} us in lazy mode, and "
-                f"{us[ONE_BY_ONE]:.1f} us as a program of its own, in torch_xla's eager mode"
-            )
+    def eagerly(*_) -> torch.Tensor:
+        with eager_mode_context(True):
+            y = chain(*there)
+            xla.wait()
+        return y
+
+    h.compare(
+        {LAZY: xla.waited(lambda *_: chain(*there)), ONE_BY_ONE: eagerly}, exact(chain), *given, baseline=LAZY,
+        terms=LAYERS * width, work=Work(), title=f"{LAYERS * OPS} operations", case=f"{rows}x{width}",
+    )  # fmt: skip
