@@ -4,9 +4,8 @@ A linear layer is a GEMM and an elementwise epilogue. As two kernels the result 
 14336 x 4 bytes take 0.11 ms of an H200's memory, beside 1.3 ms of GEMM. In the GEMM's store the accumulator is still on
 the chip. Two kernels, on the same operands:
 
-  persistent        this file: one program per SM, all by TMA (triton/persistent_matmul.py has the steps). All warps do
-                    the epilogue after their MMAs, on the float32 accumulator. Meanwhile the tensor cores idle: the
-                    epilogue is exposed, so the activations are written with one special operation (tanh.approx).
+  persistent        this file: one program per SM, all by TMA. All warps do the epilogue on the float32 accumulator,
+                    while the tensor cores idle: it is exposed, so activations use tanh.approx.
   warp specialized  in Gluon, the default on Hopper: an epilogue partition finishes and stores a tile while two
                     consumers multiply the next one. It gets the accumulator rounded to 16 bits, as two kernels do.
 
@@ -17,7 +16,7 @@ Wins when  the pre-activation is not needed again (training needs it). What is s
 Variants   tma_epilogues_hopper.py, tma_epilogues_swiglu.py, tma_epilogues_fp8.py (a quantizer in the store),
            tma_epilogues_shared.py (checks and tiles of all three)
 Study      studies/tma/tma_epilogues.py
-Source     chapter section "TMA"; SwiGLU: Shazeer 2020; GELU: Hendrycks and Gimpel 2016; partitions: fp8_matmul.py
+Source     chapter section "TMA"; SwiGLU: Shazeer 2020; GELU: Hendrycks and Gimpel 2016
 """
 
 from __future__ import annotations
@@ -31,26 +30,21 @@ import triton
 import triton.language as tl
 
 from examples.common.activations import ACTIVATIONS, activate, activation_reference
-from examples.common.device import device_limits
 from examples.common.operands import check_choice
-from examples.common.tiles import split_columns, tile_coords
-from examples.common.tma import tma_descriptor
+from examples.common.tiles import tile_coords
+from examples.tma import tma_epilogues_shared as shared
 from examples.tma.tma_epilogues_hopper import launch_warp_specialized
-from examples.tma.tma_epilogues_shared import FAST, GROUP_M, STORE_COLUMNS, check_layer, fitting_tile, runnable
+from examples.tma.tma_epilogues_shared import halves, launch_persistent, load_bias, runnable
 
 
 @triton.jit
 def _finish_and_store(y_desc, acc, bias, row, col, ACT: tl.constexpr, BIAS: tl.constexpr, FAST: tl.constexpr):
     """The epilogue of a tile, as many columns at a time as y_desc stores: fewer registers and less shared memory."""
-    columns: tl.constexpr = acc.shape[1]  # wider than a store: the left and the right half, of the bias too
+    columns: tl.constexpr = acc.shape[1]
     if columns > y_desc.block_shape[1]:
-        half: tl.constexpr = columns // 2
-        left, right = split_columns(acc)
-        bias_left, bias_right = bias, bias
-        if BIAS:
-            bias_left, bias_right = bias.reshape(2, half).permute(1, 0).split()
+        left, right, bias_left, bias_right = halves(acc, bias, BIAS)
         _finish_and_store(y_desc, left, bias_left, row, col, ACT, BIAS, FAST)
-        _finish_and_store(y_desc, right, bias_right, row, col + half, ACT, BIAS, FAST)
+        _finish_and_store(y_desc, right, bias_right, row, col + columns // 2, ACT, BIAS, FAST)
     else:
         if BIAS:
             acc += bias[None, :].to(tl.float32)
@@ -70,31 +64,14 @@ def linear_persistent_kernel(
         acc = tl.zeros((BLOCK_M, BLOCK_N), dtype=tl.float32)
         for k in tl.range(0, K, BLOCK_K):
             acc = tl.dot(x_desc.load([row, k]), w_desc.load([col, k]).T, acc)
-        bias = 0.0
-        if BIAS:
-            cols = col + tl.arange(0, BLOCK_N)
-            bias = tl.load(bias_ptr + cols, mask=cols < N, other=0.0)
+        bias = load_bias(bias_ptr, col, N, BLOCK_N)
         _finish_and_store(y_desc, acc, bias, row, col, ACT, BIAS, FAST)
 
 
-def _launch_persistent(x, w, y, bias, activation: str) -> None:
-    (M, K), N = x.shape, y.shape[1]
-    block_m, block_n, block_k, num_warps, stages = fitting_tile(x.device, y.element_size())
-    tiles = triton.cdiv(M, block_m) * triton.cdiv(N, block_n)
-    linear_persistent_kernel[(min(tiles, device_limits(x.device).sms),)](
-        tma_descriptor(x, [block_m, block_k]), tma_descriptor(w, [block_n, block_k]),
-        tma_descriptor(y, [block_m, STORE_COLUMNS[y.element_size()]]), bias, M, N, K, ACT=activation, FAST=FAST,
-        BLOCK_M=block_m, BLOCK_N=block_n, BLOCK_K=block_k, GROUP_M=GROUP_M, num_warps=num_warps, num_stages=stages,
-    )  # fmt: skip
-
-
 def linear(
-    x: torch.Tensor,
-    w: torch.Tensor,
-    bias: torch.Tensor | None = None,
-    activation: str = "none",
+    x: torch.Tensor, w: torch.Tensor, bias: torch.Tensor | None = None, activation: str = "none",
     variant: str | None = None,
-) -> torch.Tensor:
+) -> torch.Tensor:  # fmt: skip
     """activation(x @ w.t() + bias) -> y [M, N], contiguous, by the variant of choose(), or by one of VARIANTS.
 
     x [M, K], w [N, K] as torch.nn.Linear has it, bias [N] or None, all float16 or bfloat16. Rows contiguous; K and N
@@ -106,13 +83,13 @@ def linear(
     without Triton, an architecture without TMA, too little shared memory, an input that requires grad or, warp
     specialized, any architecture but sm_90, and the interpreter.
     """
-    variant = check_layer("linear", x, bias, variant, 2, w=w)
+    variant = shared.check_layer("linear", x, bias, variant, 2, w=w)
     check_choice("linear", ACTIVATIONS, activation=activation)
     y = torch.empty(x.shape[0], w.shape[0], dtype=x.dtype, device=x.device)
     if variant == "warp specialized" and y.numel():
         launch_warp_specialized(x, w, w, y, bias, None, activation, "none")
     elif y.numel():
-        _launch_persistent(x, w, y, bias, activation)
+        launch_persistent(linear_persistent_kernel, x, (w,), y, bias, ACT=activation)
     return y
 
 
@@ -179,7 +156,7 @@ def demo(h: Harness) -> None:
         references=dict.fromkeys((alone, "linear, no epilogue"), lambda x, w, bias: reference(x, w)),
         peers=["linear, no epilogue"], **budget(h, K),
     )  # fmt: skip
-    h.answer(lambda: answer(table, triton.cdiv(N, fitting_tile(h.device, 2)[1])))
+    h.answer(lambda: answer(table, triton.cdiv(N, shared.fitting_tile(h.device, 2)[1])))
 
 
 if __name__ == "__main__":

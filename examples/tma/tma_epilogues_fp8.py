@@ -12,19 +12,16 @@ import triton
 import triton.language as tl
 
 from examples.common.activations import ACTIVATIONS, activate
-from examples.common.device import device_limits
 from examples.common.fp8 import E4M3, fp8_max, require_scales
 from examples.common.operands import check_choice
-from examples.common.tiles import split_columns, tile_coords
-from examples.common.tma import tma_descriptor
+from examples.common.tiles import tile_coords
 from examples.tma.tma_epilogues_hopper import launch_warp_specialized
 from examples.tma.tma_epilogues_shared import (
-    FAST,
     GROUP,
-    GROUP_M,
-    STORE_COLUMNS,
     check_layer,
-    fitting_tile,
+    halves,
+    launch_persistent,
+    load_bias,
     scale_and_inverse,
 )
 
@@ -38,15 +35,10 @@ def _quantize_and_store(
     rows: tl.constexpr = acc.shape[0]
     columns: tl.constexpr = acc.shape[1]
     if columns > q_desc.block_shape[1]:
-        half: tl.constexpr = columns // 2
-        left, right = split_columns(acc)
-        bias_left, bias_right = bias, bias
-        if BIAS:
-            bias_left, bias_right = bias.reshape(2, half).permute(1, 0).split()
+        left, right, bias_left, bias_right = halves(acc, bias, BIAS)
         _quantize_and_store(q_desc, left, bias_left, inverse, scale_ptr, row, col, M, N, ACT, BIAS, PER, MOST, FAST)
-        _quantize_and_store(
-            q_desc, right, bias_right, inverse, scale_ptr, row, col + half, M, N, ACT, BIAS, PER, MOST, FAST
-        )
+        col += columns // 2
+        _quantize_and_store(q_desc, right, bias_right, inverse, scale_ptr, row, col, M, N, ACT, BIAS, PER, MOST, FAST)
     else:
         if BIAS:
             acc += bias[None, :].to(tl.float32)
@@ -76,22 +68,14 @@ def linear_fp8_persistent_kernel(
         acc = tl.zeros((BLOCK_M, BLOCK_N), dtype=tl.float32)
         for k in tl.range(0, K, BLOCK_K):
             acc = tl.dot(x_desc.load([row, k]), w_desc.load([col, k]).T, acc)
-        bias = 0.0
-        if BIAS:
-            cols = col + tl.arange(0, BLOCK_N)
-            bias = tl.load(bias_ptr + cols, mask=cols < N, other=0.0)
+        bias = load_bias(bias_ptr, col, N, BLOCK_N)
         _quantize_and_store(q_desc, acc, bias, inverse, scale_ptr, row, col, M, N, ACT, BIAS, PER, MOST, FAST)
 
 
 def linear_fp8(
-    x: torch.Tensor,
-    w: torch.Tensor,
-    bias: torch.Tensor | None = None,
-    activation: str = "none",
-    scale: torch.Tensor | None = None,
-    variant: str | None = None,
-    check_scales: bool = True,
-) -> tuple[torch.Tensor, torch.Tensor]:
+    x: torch.Tensor, w: torch.Tensor, bias: torch.Tensor | None = None, activation: str = "none",
+    scale: torch.Tensor | None = None, variant: str | None = None, check_scales: bool = True,
+) -> tuple[torch.Tensor, torch.Tensor]:  # fmt: skip
     """(q, scales) of linear(): q [M, N] float8_e4m3fn, q * scales is the result. With `scale` [1] it serves all.
 
     Else each group of 128 columns has its own: scales [M, ceil(N / 128)] with strides (1, M), as 1x128 scales of a GEMM
@@ -105,7 +89,7 @@ def linear_fp8(
     check_choice("linear_fp8", ACTIVATIONS, activation=activation)
     if scale is not None:
         require_scales("linear_fp8", x, check_scales, scale=(scale, ((1,),)))
-    (M, K), N = x.shape, w.shape[0]
+    M, N = x.shape[0], w.shape[0]
     q = torch.empty(M, N, dtype=E4M3, device=x.device)
     per = "group" if scale is None else "tensor"
     if scale is None:
@@ -113,12 +97,7 @@ def linear_fp8(
     if variant == "warp specialized" and q.numel():
         launch_warp_specialized(x, w, w, q, bias, scale, activation, per)
     elif q.numel():
-        block_m, block_n, block_k, num_warps, stages = fitting_tile(x.device, 1)
-        tiles = triton.cdiv(M, block_m) * triton.cdiv(N, block_n)
-        linear_fp8_persistent_kernel[(min(tiles, device_limits(x.device).sms),)](
-            tma_descriptor(x, [block_m, block_k]), tma_descriptor(w, [block_n, block_k]),
-            tma_descriptor(q, [block_m, STORE_COLUMNS[1]]), bias, scale, M, N, K, ACT=activation, PER=per,
-            MOST=fp8_max(E4M3), FAST=FAST, BLOCK_M=block_m, BLOCK_N=block_n, BLOCK_K=block_k, GROUP_M=GROUP_M,
-            num_warps=num_warps, num_stages=stages,
-        )  # fmt: skip
+        launch_persistent(
+            linear_fp8_persistent_kernel, x, (w,), q, bias, scale, ACT=activation, PER=per, MOST=fp8_max(E4M3)
+        )
     return q, scale

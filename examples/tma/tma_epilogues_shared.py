@@ -1,4 +1,4 @@
-"""What the layers of tma_epilogues share: checks, the tile that fits, the kernel a GPU gets, a group's scale."""
+"""What the layers of tma_epilogues share: checks, the tile that fits, the kernel a GPU gets, pieces of kernels."""
 
 from __future__ import annotations
 
@@ -10,7 +10,8 @@ from examples.common.device import architecture, device_limits, require_triton_d
 from examples.common.fp8 import FLOOR
 from examples.common.gluon import gluon_architecture, require_wgmma
 from examples.common.operands import check_choice
-from examples.common.tma import require_tma_layout
+from examples.common.tiles import split_columns
+from examples.common.tma import require_tma_layout, tma_descriptor
 
 DTYPES = (torch.float16, torch.bfloat16)
 VARIANTS = ("persistent", "warp specialized")
@@ -31,6 +32,27 @@ def scale_and_inverse(amax_bits, MOST: tl.constexpr):
     amax = amax_bits.to(tl.float32, bitcast=True)
     amax = tl.maximum(amax, AMAX_FLOOR, propagate_nan=tl.PropagateNan.ALL)
     return tl.div_rn(amax, MOST), tl.div_rn(MOST, amax)
+
+
+@triton.jit
+def load_bias(bias_ptr, col, N, BLOCK_N: tl.constexpr):
+    """The bias of a tile's columns; 0 without one."""
+    if bias_ptr is None:
+        return 0.0
+    else:
+        cols = col + tl.arange(0, BLOCK_N)
+        return tl.load(bias_ptr + cols, mask=cols < N, other=0.0)
+
+
+@triton.jit
+def halves(acc, bias, BIAS: tl.constexpr):
+    """The left and the right half of a tile's columns, and of its bias."""
+    half: tl.constexpr = acc.shape[1] // 2
+    left, right = split_columns(acc)
+    bias_left, bias_right = bias, bias
+    if BIAS:
+        bias_left, bias_right = bias.reshape(2, half).permute(1, 0).split()
+    return left, right, bias_left, bias_right
 
 
 def choose(device: torch.device) -> str:
@@ -89,3 +111,16 @@ def check_layer(name: str, x, bias, variant: str | None, out_itemsize: int, **we
     if variant == "warp specialized":
         require_wgmma(name, x.device, "variant='persistent'")
     return variant or choose(x.device)
+
+
+def launch_persistent(kernel, x, weights: tuple, y, *more, **options) -> None:
+    """One of the persistent kernels on a layer, all of it checked; its weights share a tile's columns."""
+    (M, K), N = x.shape, y.shape[1]
+    block_m, block_n, block_k, num_warps, stages = fitting_tile(x.device, y.element_size())
+    block_n //= len(weights)
+    tiles = triton.cdiv(M, block_m) * triton.cdiv(N, block_n)
+    kernel[(min(tiles, device_limits(x.device).sms),)](
+        tma_descriptor(x, [block_m, block_k]), *(tma_descriptor(w, [block_n, block_k]) for w in weights),
+        tma_descriptor(y, [block_m, STORE_COLUMNS[y.element_size()]]), *more, M, N, K, FAST=FAST, BLOCK_M=block_m,
+        BLOCK_N=block_n, BLOCK_K=block_k, GROUP_M=GROUP_M, num_warps=num_warps, num_stages=stages, **options,
+    )  # fmt: skip

@@ -11,11 +11,9 @@ import triton
 import triton.language as tl
 
 from examples.common.activations import silu
-from examples.common.device import device_limits
 from examples.common.tiles import split_columns, tile_coords
-from examples.common.tma import tma_descriptor
 from examples.tma.tma_epilogues_hopper import launch_warp_specialized
-from examples.tma.tma_epilogues_shared import FAST, GROUP_M, STORE_COLUMNS, check_layer, fitting_tile
+from examples.tma.tma_epilogues_shared import check_layer, launch_persistent
 
 
 @triton.jit
@@ -53,17 +51,9 @@ def swiglu_persistent_kernel(
 def swiglu(x: torch.Tensor, w_gate: torch.Tensor, w_up: torch.Tensor, variant: str | None = None) -> torch.Tensor:
     """silu(x @ w_gate.t()) * (x @ w_up.t()) -> y [M, N]; weights [N, K]. Limits, variants and errors as in linear."""
     variant = check_layer("swiglu", x, None, variant, 2, w_gate=w_gate, w_up=w_up)
-    (M, K), N = x.shape, w_gate.shape[0]
-    y = torch.empty(M, N, dtype=x.dtype, device=x.device)
+    y = torch.empty(x.shape[0], w_gate.shape[0], dtype=x.dtype, device=x.device)
     if variant == "warp specialized" and y.numel():
         launch_warp_specialized(x, w_gate, w_up, y, None, None, "swiglu", "none")
     elif y.numel():
-        block_m, block_n, block_k, num_warps, stages = fitting_tile(x.device, 2)
-        tiles = triton.cdiv(M, block_m) * triton.cdiv(N, block_n // 2)
-        swiglu_persistent_kernel[(min(tiles, device_limits(x.device).sms),)](
-            tma_descriptor(x, [block_m, block_k]), tma_descriptor(w_gate, [block_n // 2, block_k]),
-            tma_descriptor(w_up, [block_n // 2, block_k]), tma_descriptor(y, [block_m, STORE_COLUMNS[2]]), M, N, K,
-            FAST=FAST, BLOCK_M=block_m, BLOCK_N=block_n // 2, BLOCK_K=block_k, GROUP_M=GROUP_M,
-            num_warps=num_warps, num_stages=stages,
-        )  # fmt: skip
+        launch_persistent(swiglu_persistent_kernel, x, (w_gate, w_up), y)
     return y

@@ -1,30 +1,25 @@
-"""Study of tma_epilogues: every layer and both kernels, what each epilogue takes, and why a row's scale does not fit.
+"""Study of tma_epilogues: every layer and both kernels.
 
 1. swiglu and linear_fp8, at ragged sizes; the code of every layer.
-2. The GEMM without an epilogue, then linear, linear_fp8 and swiglu beside cuBLAS and one kernel of torch.compile.
-3. What each epilogue takes beyond the GEMM of the same kernel, within the same rounds.
+2. linear, linear_fp8 and swiglu beside cuBLAS and one kernel of torch.compile.
 """
 
 from __future__ import annotations
 
 import functools
-import statistics
 from collections.abc import Callable
 
 from harness import Harness, Work
-from harness.bench import time_rounds
-from harness.hardware import enqueue_ms
 
 import torch
 import triton
 
-from examples.common.device import device_limits
 from examples.common.fp8 import E4M3, fp8_max
 from examples.common.quantize import codes_of, torch_quantize
 from examples.common.quantize import read_back as read_groups
 from examples.tma.tma_epilogues import budget, layer, linear, reference, torch_bias_activation
 from examples.tma.tma_epilogues_fp8 import linear_fp8
-from examples.tma.tma_epilogues_shared import GROUP, fitting_tile, runnable
+from examples.tma.tma_epilogues_shared import GROUP, runnable
 from examples.tma.tma_epilogues_swiglu import swiglu
 
 # One rounding to e4m3, relative or, below its smallest normal, by the size of the row.
@@ -102,84 +97,26 @@ def layers(h: Harness, M: int, N: int, K: int):
     )  # fmt: skip
 
 
-def compare_gemms(h: Harness, M: int, N: int, K: int) -> dict[str, Callable]:
-    """The table without an epilogue, and its variants: what of a ratio below is the GEMM's, and what the epilogue's."""
-    x, w, _ = layer(h, M, N, K)
-    library = "torch" if h.interpreted else "cuBLAS"
-    variants = {library: lambda x, w: torch.matmul(x, w.t())}
-    variants |= {variant: functools.partial(linear, variant=variant) for variant in runnable(h.device)}
-    h.compare(
-        variants, reference, x, w, title="no epilogue", baseline=library, case=case_of(h, M, N, K), terms=K,
-        work=Work(bytes=x.nbytes + w.nbytes + 2 * M * N, flops=2 * M * N * K, dtype=h.half),
-    )  # fmt: skip
-    return variants
-
-
-def epilogue_us(inputs: tuple, fused: dict[str, Callable], gemms: dict[str, Callable]) -> dict[str, float]:
-    """What each of `fused` takes beyond the GEMM of the same name in `gemms`: the median of the rounds' differences.
-
-    Two tables would not say: between them the clocks of a GPU at its power limit change by more than an epilogue takes.
-    """
-    calls = {(name, True): functools.partial(fn, *inputs) for name, fn in fused.items()}
-    calls |= {(name, False): functools.partial(gemms[name], *inputs[:2]) for name in fused}
-    rounds = time_rounds(calls, {name: enqueue_ms(call) for name, call in calls.items()})
-    with_and_without = {name: zip(rounds[name, True], rounds[name, False], strict=True) for name in fused}
-    return {
-        name: round(1000 * statistics.median(ours[0] - alone[0] for ours, alone in pairs), 1)
-        for name, pairs in with_and_without.items()
-    }
-
-
-def case_of(h: Harness, M: int, N: int, K: int) -> str:
-    return f"{M}x{N}x{K} {str(h.half).removeprefix('torch.')}"
-
-
 def compare_layers(h: Harness, M: int, N: int, K: int) -> None:
-    gemm = compare_gemms(h, M, N, K)
-    ratios, costs = {}, {}
+    ratios, case = {}, f"{M}x{N}x{K} {str(h.half).removeprefix('torch.')}"
     baseline = "torch" if h.interpreted else "cuBLAS, then torch.compile"
     for name, inputs, want, ours, library, others, dtype, moved in layers(h, M, N, K):
         gemms = len(inputs) - 1 if name == "SwiGLU" else 1
         variants = {baseline: library, **others} | {v: ours(v) for v in runnable(h.device)}
         table = h.compare(
-            variants, want, *inputs, title=name, baseline=baseline, case=case_of(h, M, N, K), dtype=dtype,
+            variants, want, *inputs, title=name, baseline=baseline, case=case, dtype=dtype,
             work=Work(bytes=moved, flops=gemms * 2 * M * N * K, dtype=h.half), **budget(h, K),
         )  # fmt: skip
-        if not table:
-            continue
-        ratios[name] = {v: round(table.over(baseline, v), 4) for v in runnable(h.device)}
-        if gemms == 1:
-            fused = {each: variants[baseline if each == "cuBLAS" else each] for each in gemm}
-            us = epilogue_us(inputs, fused, gemm)
-            costs[name] = {"kernel of its own": us.pop("cuBLAS"), **us}
+        if table:
+            ratios[name] = {v: round(table.over(baseline, v), 4) for v in runnable(h.device)}
     if ratios:
-        h.table(f"over {baseline}, {case_of(h, M, N, K)}", ratios)
-        h.table(f"us of the epilogue beyond the GEMM of the same kernel, {case_of(h, M, N, K)}", costs)
+        h.table(f"over {baseline}, {case}", ratios)
         best = {name: max(row.values()) for name, row in ratios.items()}
         least = min(best, key=best.get)
         h.say(
             f"{sum(each > 1 for each in best.values())} of {len(best)} epilogues are faster in the GEMM's store than "
             f"as a kernel of their own; least for {least}, {best[least]:.3f}x"
         )
-
-
-def explain_rows(h: Harness, M: int, N: int) -> None:
-    """Why one scale per row is not among the layers."""
-    block_m, block_n, *_ = fitting_tile(h.device, 1)
-    across, sms = triton.cdiv(N, block_n), device_limits(h.device).sms
-    tiles = across * triton.cdiv(M, block_m)
-    h.fact(
-        f"a row of {N} columns",
-        {"tiles across": across, "groups in a tile": block_n // GROUP.value, "tiles": tiles, "tiles at a time": sms},
-    )
-    h.say(
-        f"{block_n // GROUP.value} groups lie within a tile, a row in {across}: "
-        + (
-            "its amax is known when the last of them is done, and by then programs have other tiles in their registers"
-            if across > 1
-            else "only here would a tile also know the amax of a row"
-        )
-    )
 
 
 def check_layers(h: Harness, M: int, N: int, K: int) -> None:
@@ -220,5 +157,3 @@ def study(h: Harness) -> None:
     cases = small if not h.timing else h.pick(interpreted=small, quick=[(4096, 4096, 4096)], full=full)
     for M, N, K in cases:
         compare_layers(h, M, N, K)
-    if not h.profile:
-        explain_rows(h, *cases[-1][:2])

@@ -31,8 +31,8 @@ FAULTS = [
     ),
     Fault(
         "tma/tma_copy",
-        "if out is not None and (length := out.shape[1] * out.element_size()) % 16:",
-        "if out is not None and (length := out.shape[1]) > 2**31:",
+        "if (length := out.shape[1] * out.element_size()) % 16:",
+        "if (length := out.shape[1]) > 2**31:",
         "an output is let through whose rows a TMA store would overrun",
     ),
     Fault(

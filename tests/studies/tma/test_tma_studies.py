@@ -14,10 +14,9 @@ from hypothesis import strategies as st
 
 from examples.common.device import SHARED_LIMIT, Limits
 from examples.tma import tma_persistent_matmul_schedules as schedules
-from examples.tma.tma_epilogues_shared import VARIANTS
 from examples.tma.tma_matmul import BLOCK_K, STEPS, tma_matmul
 from examples.tma.tma_persistent_matmul import reference
-from studies.tma import blackwell, gluon_matmul, tma_copy, tma_copy_edges, tma_epilogues, tma_persistent_matmul
+from studies.tma import blackwell, gluon_matmul, tma_copy, tma_copy_edges, tma_persistent_matmul
 from studies.tma.tma_copy_edges import up_to_16_bytes, written
 from studies.tma.tma_matmul import TILES, gains, judge_claim, loop_of, programs_per_sm
 from studies.tma.tma_persistent_matmul_descriptors import ON_DEVICE, matmul_device_descriptors
@@ -115,19 +114,6 @@ def test_tma_copy_says_how_many_bytes_in_flight_saturate_memory(monkeypatch):
     assert [row["KiB of loads in flight"] for row in table.values()] == [16, 32, 64]
     assert [row["ns a load takes"] for row in table.values()] == [3277, 3277, 6489]
     assert "32 KiB are within 3 % of the most, 2.02; with the shortest latency here, 3277 ns" in said[0]
-
-
-def test_what_an_epilogue_takes_beyond_its_own_gemm(monkeypatch):
-    """From rounds that have both: rounds slow down, as do the calls in each; then comes an odd round."""
-
-    def rounds(calls, enqueue):
-        return {name: [[t + 0.1 * i] for t in (1.0, 2.0, 3.0)] + [[9.0]] for i, name in enumerate(calls)}
-
-    monkeypatch.setattr(tma_epilogues, "time_rounds", rounds)
-    monkeypatch.setattr(tma_epilogues, "enqueue_ms", lambda call: 0.01)
-    fns = dict.fromkeys(("cuBLAS", *VARIANTS), max)
-    # Of six calls the GEMMs are the last three: 0.3 ms behind, in the median of rounds.
-    assert tma_epilogues.epilogue_us((1, 2, 3), fns, fns) == dict.fromkeys(fns, -300.0)
 
 
 def test_tma_matmul_counts_and_ratios():
