@@ -7,16 +7,16 @@
 
 watch() counts what is compiled within it. find_breaks(fn, *inputs) names the lines that break the graph.
 count_entries(fn, calls) compiles fn from nothing, makes the calls and counts its cache entries. guards(fn) lists the
-guards of each entry, generated_code(fn, *inputs) is what Inductor writes, kernels_run(fn, *inputs) are the kernels that
-one call runs. splits(fn, *inputs) compares partitioners. logs(recompiles=True) collects torch's own log.
-own_code(fn) is a copy of fn that Dynamo has never met.
+guards of each entry, aten_graphs(fn, *inputs) the operations of each graph, generated_code(fn, *inputs) what Inductor
+writes, kernels_run(fn, *inputs) are the kernels that one call runs. splits(fn, *inputs) compares partitioners.
+logs(recompiles=True) collects torch's own log. own_code(fn) is a copy of fn that Dynamo has never met.
 
 It imports torch alone. What is private in torch (a leading underscore) is used in this package only, in the form that
 torch 2.9 to 2.13 share.
 """
 
 from compile_inspect.breaks import ALL, REST, SPLIT, Break, Breaks, find_breaks
-from compile_inspect.code import cuda_graphs, generated_code, guards, kernels_run
+from compile_inspect.code import aten_graphs, cuda_graphs, generated_code, guards, kernels_run
 from compile_inspect.entries import Entries, count_entries
 from compile_inspect.fresh import fresh_cache, fresh_compiler, own_code, warm_up
 from compile_inspect.logs import logs
@@ -24,7 +24,7 @@ from compile_inspect.partition import Split, splits
 from compile_inspect.watching import Compiled, Frame, watch
 
 __all__ = [
-    "ALL", "REST", "SPLIT", "Break", "Breaks", "Compiled", "Entries", "Frame", "Split", "count_entries", "cuda_graphs",
-    "find_breaks", "fresh_cache", "fresh_compiler", "generated_code", "guards", "kernels_run", "logs", "own_code",
-    "splits", "warm_up", "watch",
+    "ALL", "REST", "SPLIT", "Break", "Breaks", "Compiled", "Entries", "Frame", "Split", "aten_graphs", "count_entries",
+    "cuda_graphs", "find_breaks", "fresh_cache", "fresh_compiler", "generated_code", "guards", "kernels_run", "logs",
+    "own_code", "splits", "warm_up", "watch",
 ]  # fmt: skip

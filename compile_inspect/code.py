@@ -6,6 +6,8 @@ from collections.abc import Callable
 
 import torch
 
+from compile_inspect.logs import logs
+
 
 def guards(fn: Callable) -> list[list[str]]:
     """The guards of each cache entry of fn, the plain function or what torch.compile made of it; the newest first."""
@@ -30,6 +32,28 @@ def generated_code(fn: Callable, *inputs) -> list[str]:
     from torch._inductor.utils import run_and_get_code
 
     return run_and_get_code(torch.compile(fn), *inputs)[1]
+
+
+def aten_graphs(fn: Callable, *inputs, fullgraph: bool = False) -> list[list[str]]:
+    """fn compiled and called once: the operations of each graph that a compiler behind AOTAutograd would get."""
+    from functorch.compile import make_boxed_func
+    from torch._dynamo.backends.common import aot_autograd
+
+    graphs = []
+
+    def forward(graph, _):
+        names = (str(node.target) for node in graph.graph.nodes if node.op == "call_function")
+        graphs.append([name for name in names if not name.startswith("<built-in")])
+        return make_boxed_func(graph.forward)
+
+    backend = aot_autograd(fw_compiler=forward, bw_compiler=lambda graph, _: make_boxed_func(graph.forward))
+    torch.compiler.reset()
+    try:
+        with logs():
+            torch.compile(fn, backend=backend, fullgraph=fullgraph, dynamic=False)(*inputs)
+    finally:
+        torch.compiler.reset()
+    return graphs
 
 
 def kernels_run(fn: Callable, *inputs) -> tuple[list[str], int]:

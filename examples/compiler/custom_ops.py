@@ -17,16 +17,14 @@ Source     chapter section "Custom operators".
 # No `from __future__ import annotations` here: torch reads an operator's schema from its annotations.
 
 import array
-import types
 import warnings
 from collections.abc import Callable
-from dataclasses import dataclass
 
 from harness import Harness, Timing, Work, run
 
 import torch
 
-from compile_inspect import logs, watch
+from compile_inspect import aten_graphs, logs, own_code, watch
 from examples.compiler.custom_ops_isotonic import isotonic, pooled
 
 NAMESPACE = "companion_ops"
@@ -59,82 +57,39 @@ wave_operator.register_autograd(
 )
 
 
-@dataclass
-class Pair:
-    """An argument that is no tensor. nonstrict_trace asks for this registration, and so does its error message."""
-
-    left: torch.Tensor
-    right: torch.Tensor
-
-
-torch.utils._pytree.register_dataclass(Pair)
+DECORATORS = {
+    "untouched": lambda fn: fn,
+    "allow_in_graph": torch.compiler.allow_in_graph,
+    "nonstrict_trace": torch._dynamo.nonstrict_trace,
+    "disable": torch.compiler.disable,
+}
 
 
-def product(pair: Pair) -> torch.Tensor:
-    return pair.left * pair.right
-
-
-def product_operator(pair: Pair) -> torch.Tensor:
-    schema = torch.library.infer_schema(product, mutates_args=())  # what custom_op does first; raises for a Pair
-    raise AssertionError(f"an operator of schema {schema} is possible now: define it")
-
-
-def own(fn: Callable) -> Callable:
-    """A copy of fn, code and all: the decorators mark it for good, and Dynamo tells functions apart by their code."""
-    return types.FunctionType(fn.__code__.replace(), fn.__globals__, fn.__name__, fn.__defaults__, fn.__closure__)
-
-
-def ways() -> dict[str, tuple[Callable, Callable, Callable]]:
-    """By name: wave, isotonic's plain function and product, each taken that way."""
-    functions = (wave, lambda x: pooled(x)[0], product)
-    decorators = {
-        "untouched": lambda fn: fn,
-        "allow_in_graph": torch.compiler.allow_in_graph,
-        "nonstrict_trace": torch._dynamo.nonstrict_trace,
-        "disable": torch.compiler.disable,
-    }
-    taken = {name: tuple(decorate(own(fn)) for fn in functions) for name, decorate in decorators.items()}
-    return taken | {"custom_op": (wave_operator, isotonic, product_operator)}
+def ways() -> dict[str, tuple[Callable, Callable]]:
+    """By name: wave, and isotonic's plain function, each taken that way."""
+    functions = (wave, lambda x: pooled(x)[0])
+    taken = {name: tuple(decorate(own_code(fn)) for fn in functions) for name, decorate in DECORATORS.items()}
+    return taken | {"custom_op": (wave_operator, isotonic)}
 
 
 def around(fn: Callable) -> Callable:
-    return own(lambda x: fn(x + 1) * 3)
+    return own_code(lambda x: fn(x + 1) * 3)
 
 
 def around_reference(x: torch.Tensor) -> torch.Tensor:
     return (x.double() + 1).sin() * FACTOR[0] * 3
 
 
-def compiled_graphs(fn: Callable, *inputs, fullgraph: bool = False) -> list[list[str]]:
-    """fn compiled and called once: the operations of each graph that a compiler behind AOTAutograd would get."""
-    from functorch.compile import make_boxed_func
-    from torch._dynamo.backends.common import aot_autograd
-
-    graphs = []
-
-    def forward(graph, _):
-        names = (str(node.target) for node in graph.graph.nodes if node.op == "call_function")
-        graphs.append([name for name in names if not name.startswith("<built-in")])
-        return make_boxed_func(graph.forward)
-
-    backend = aot_autograd(fw_compiler=forward, bw_compiler=lambda graph, _: make_boxed_func(graph.forward))
-    torch.compiler.reset()
-    with logs():
-        torch.compile(fn, backend=backend, fullgraph=fullgraph, dynamic=False)(*inputs)
-    torch.compiler.reset()
-    return graphs
-
-
 def one_graph(fn: Callable, x: torch.Tensor) -> str:
     """Whether fn compiles without a break: "yes", or how it ends."""
     try:
-        return "yes" if len(compiled_graphs(fn, x, fullgraph=True)) == 1 else "no"
+        return "yes" if len(aten_graphs(fn, x, fullgraph=True)) == 1 else "no"
     except Exception as error:
         return type(getattr(error, "inner_exception", error)).__name__
 
 
-def probe(x: torch.Tensor, wave_so: Callable, fit_so: Callable, product_so: Callable) -> dict:
-    """What one way does with a function of torch calls, with one that reads its data, and with an object."""
+def probe(x: torch.Tensor, wave_so: Callable, fit_so: Callable) -> dict:
+    """What one way does with a function of torch calls, and with one that reads its data."""
     with logs(), watch() as seen:
         torch.compiler.reset()
         compiled = torch.compile(around(wave_so), backend="aot_eager")
@@ -152,7 +107,7 @@ def probe(x: torch.Tensor, wave_so: Callable, fit_so: Callable, product_so: Call
         finally:
             FACTOR[0] = was
     want = torch.autograd.grad(around_reference(leaf := x.double().requires_grad_()).sum(), leaf)[0]
-    graphs = compiled_graphs(around(wave_so), x)
+    graphs = aten_graphs(around(wave_so), x)
     return {
         "breaks": len(seen.breaks),
         "graph": " | ".join(" ".join(name.split(".")[1] for name in graph) for graph in graphs),
@@ -161,7 +116,6 @@ def probe(x: torch.Tensor, wave_so: Callable, fit_so: Callable, product_so: Call
         "sees a setting changed later": "yes" if followed else "no",
         "one graph": one_graph(around(wave_so), x),
         "one graph if it reads data": one_graph(lambda x: fit_so(x * 2) + 1, x),
-        "one graph with an object": one_graph(lambda x: product_so(Pair(x, x + 1)) * 3, x),
     }
 
 
@@ -172,7 +126,6 @@ def decisions(answers: dict[str, dict]) -> dict[str, str]:
         "its Python runs at every call": lambda a: a["runs at a call"] == 1,
         "... and the graph stays whole": lambda a: a["runs at a call"] == 1 and a["one graph"] == "yes",
         "it reads data, and the graph stays whole": lambda a: a["one graph if it reads data"] == "yes",
-        "it takes an object, and the graph stays whole": lambda a: a["one graph with an object"] == "yes",
     }
     return {need: ", ".join(n for n, a in answers.items() if holds(a)) or "none" for need, holds in needs.items()}
 
@@ -187,7 +140,7 @@ def demo(h: Harness) -> None:
         h.fact("the same function, five ways", answers)
         h.table("when to use which", {need: {"ways": names} for need, names in decisions(answers).items()})
     variants = {"torch eager": around(wave)}
-    variants |= {f"torch {name}": h.compiled(around(wave_so)) for name, (wave_so, _, _) in ways().items()}
+    variants |= {f"torch {name}": h.compiled(around(wave_so)) for name, (wave_so, _) in ways().items()}
     with torch._dynamo.config.patch(recompile_limit=64):
         table = h.compare(
             variants, around_reference, h.randn(16), baseline="torch eager", work=Work(), title="one call",

@@ -16,7 +16,7 @@ def facts():
     return ran(study, lesson=[]).record.facts
 
 
-def test_the_operators_are_sound_and_the_plain_function_breaks(facts):
+def test_the_operators_are_sound(facts):
     for name in ("opcheck", "opcheck of the one that writes into `out`"):
         assert len(facts[name]) == 4
         assert set(facts[name].values()) == {"SUCCESS"}
@@ -24,10 +24,6 @@ def test_the_operators_are_sound_and_the_plain_function_breaks(facts):
     (graph,) = facts["the one that writes into `out`, compiled"]
     assert any("auto_functionalized" in name for name in graph)
     assert facts["graphs for 3 batch sizes"] == 1
-    found = facts["the plain function, compiled"]
-    assert found["graphs"] > 1
-    assert any("tolist" in text for text in found["breaks"])
-    assert found["compilations for 3 more inputs"] >= 3
 
 
 def test_what_comes_of_each_lie(facts):
