@@ -177,6 +177,22 @@ def torch_quantize(y: torch.Tensor, per: str) -> tuple[torch.Tensor, torch.Tenso
     return q.flatten(1)[:, : y.shape[1]], amax / most
 
 
+def block_of(x: torch.Tensor, recipe: str) -> tuple[int, int]:
+    """Rows and columns of x that share a scale: "tensor", "row", "group" or "block"."""
+    return {"tensor": tuple(x.shape), "row": (1, x.shape[1]), "group": (1, GROUP), "block": (GROUP, GROUP)}[recipe]
+
+
+def torch_quantize_blocks(x: torch.Tensor, recipe: str) -> tuple[torch.Tensor, torch.Tensor]:
+    """x to e4m3 in torch by any recipe, for sizes that are multiples of the groups; its reciprocals round once more."""
+    rows, columns = block_of(x, recipe)
+    most = fp8_max(E4M3)
+    groups = x.unflatten(1, (-1, columns)).unflatten(0, (-1, rows))
+    amax = groups.abs().amax(dim=(1, 3), keepdim=True).float().clamp(min=FLOOR)
+    q = (groups.float() * (most / amax)).clamp(-most, most).to(E4M3)
+    scale = (amax / most)[:, 0, :, 0]
+    return q.view(x.shape), scale.t().contiguous().t() if recipe == "group" else scale
+
+
 def fused_variants(
     compiled: Callable, op: Callable, ours: Callable, per: str, quantizer: Callable | None = None
 ) -> dict[str, Callable]:

@@ -13,7 +13,7 @@ Needs      torch
 Wins when  per tensor: ranges stay within the window, as plain data and mild outliers do; per row: tokens differ;
            blocks: groups of channels differ; e5m2: range matters more than its missing bit; a stale scale: one pass
            less over the activations is worth its error on data that grows.
-Variants   accuracy_layer.py (the layer)
+Variants   accuracy_layer.py (the layer), accuracy_data.py (its inputs)
 Study      studies/fp8/accuracy.py, studies/fp8/accuracy_model.py
 Source     goes beyond the chapter; recipes as in torch's scaled products and OCP's MX formats
 """
@@ -21,25 +21,15 @@ Source     goes beyond the chapter; recipes as in torch's scaled products and OC
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator
 
 from harness import Harness, Table, Work, run
 
 import torch
 import torch.nn.functional as F
 
-from examples.fp8.accuracy_layer import (
-    ALL,
-    E4M3,
-    E5M2,
-    FP8Linear,
-    Recipe,
-    engine,
-    multiply,
-    product64,
-    quantize,
-    quantize_input,
-)
+from examples.common.fp8 import E4M3, E5M2
+from examples.fp8.accuracy_data import datasets
+from examples.fp8.accuracy_layer import ALL, FP8Linear, Recipe, engine, multiply, product64, quantize, quantize_input
 
 # Blocks of activations and of weights that share a scale; a Recipe without blocks has one for all.
 RECIPES = {
@@ -53,42 +43,7 @@ RECIPES = {
 }
 ALL_RECIPES: dict[str, Recipe | None] = {"bfloat16": None} | RECIPES
 TIMED = ("per tensor", "per tensor, stale", "per tensor, e5m2", "per row", "1x128 by 128x128")
-EXTREME = 2.0**16  # how far outliers stick out where they are to break something
 BROKEN_DB = 3.0  # below what the recipe reaches on plain data
-
-
-def datasets(randn: Callable, m: int, k: int, n: int) -> Iterator[tuple[str, torch.Tensor, torch.Tensor, torch.Tensor]]:
-    """Names, activations, weights, and the activations of the batch before, of which a stale scale is made."""
-
-    def plain() -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        half = torch.bfloat16
-        return randn(m, k, dtype=half), randn(n, k, dtype=half, scale=k**-0.5), randn(m, k, dtype=half)
-
-    yield "plain", *plain()
-    yield "outlier channels", *with_channels(*plain(), spaced(k, 512), EXTREME)
-    x, w, before = plain()
-    x[spaced(m, 64)] *= EXTREME
-    before[spaced(m, 64)] *= EXTREME
-    yield "outlier tokens", x, w, before
-    x, w, before = plain()
-    for each in (x, before):  # Student's t of two degrees of freedom: its variance is infinite
-        each /= ((randn(m, k).square() + randn(m, k).square()) / 2).sqrt().to(each.dtype)
-    yield "heavy tails", x, w, before
-    yield "small groups", *with_channels(*plain(), torch.arange(k) // 128 % 2 == 1, 2.0**-18)
-    x, w, before = plain()
-    yield "grown 4x", x, w, before / 4
-
-
-def spaced(size: int, every: int) -> slice:
-    return slice(every // 3, size, every)
-
-
-def with_channels(x: torch.Tensor, w: torch.Tensor, before: torch.Tensor, which, factor: float):
-    """The same product with `which` channels of the activations `factor` times as large, and their weights smaller."""
-    for each in (x, before):
-        each[:, which] *= factor
-    w[:, which] /= factor
-    return x, w, before
 
 
 def decibel(ratio: torch.Tensor) -> float:
@@ -135,8 +90,7 @@ def check_products(h: Harness) -> None:
 
 
 def layers(w: torch.Tensor, m: int) -> dict[str, FP8Linear]:
-    """The recipes of TIMED, by what multiplies for m rows here; quantizers are compiled where products are not
-    emulated."""
+    """The recipes of TIMED, by what multiplies for m rows here; quantizers are compiled, but for emulated products."""
     found = {}
     for name in TIMED:
         how = engine(RECIPES[name], m, *w.shape, w.device)

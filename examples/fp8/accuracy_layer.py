@@ -13,6 +13,7 @@ from examples.common.fp8 import (
     E4M3,
     E5M2,
     FLOOR,
+    FORMATS,
     dequantize_reference,
     fp8_max,
     quantize_reference,
@@ -50,22 +51,17 @@ def quantize(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """x -> q in `dtype` and its scales, as quantize_reference; `amax` replaces x's own: what is above it saturates.
 
-    `power` rounds each scale up to a power of two. Raises TypeError for what is not floating point and for another
-    dtype; ValueError for what is no matrix or is empty, and for an amax that is not a tensor of one number or comes
-    with blocks.
+    `power` rounds each scale up to a power of two. Raises TypeError for another dtype; ValueError for what is no matrix
+    or is empty, and for an amax that is not a tensor of one number or comes with blocks.
     """
-    if dtype not in (E4M3, E5M2):
+    if dtype not in FORMATS:
         raise TypeError(f"quantize: dtype is {dtype}; pass {E4M3} or {E5M2}")
-    if not x.is_floating_point():
-        raise TypeError(f"quantize: x is {x.dtype}; pass floating-point values")
     if x.ndim != 2 or not x.numel():
         raise ValueError(f"quantize: x has shape {list(x.shape)}; need a matrix with values, to have a largest one")
-    block = sized(block, x)
-    if amax is not None and (not isinstance(amax, torch.Tensor) or amax.numel() != 1 or block != tuple(x.shape)):
-        got = list(amax.shape) if isinstance(amax, torch.Tensor) else amax
-        raise ValueError(f"quantize: amax {got} for blocks of {block}; it is a tensor of one number for all of x")
-    most = fp8_max(dtype)
+    block, most = sized(block, x), fp8_max(dtype)
     if amax is not None:
+        if not isinstance(amax, torch.Tensor) or amax.numel() != 1 or block != tuple(x.shape):
+            raise ValueError(f"quantize: amax {amax} for blocks of {block}; it is a tensor of one number for all of x")
         amax = amax.float().clamp(min=FLOOR).reshape(1, 1)
         top = amax.new_full((), most)
         scale, factor = amax / top, top / amax
@@ -109,8 +105,7 @@ def multiply(
     """(q * scale) @ (weight * weight_scale).T in bfloat16; the sum is in the accumulator of what multiplies.
 
     q [M, K] and weight [N, K] are float8, scales float32, one for each block of the recipe. Raises TypeError for
-    another dtype; ValueError for sizes that are 0 or differ, and scales of a wrong shape or device or not positive and
-    finite (check_scales=False does not read their values).
+    another dtype; ValueError for sizes that are 0 or differ, and what require_scales refuses.
     """
     require_fp8("multiply", q=q, weight=weight)
     if q.ndim != 2 or weight.ndim != 2 or q.shape[1] != weight.shape[1] or not q.numel() or not weight.numel():

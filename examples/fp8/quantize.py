@@ -30,7 +30,16 @@ import triton
 import triton.language as tl
 
 from examples.common.fp8 import E4M3, FLOOR, dequantize_reference, fp8_max, quantize_reference
-from examples.common.quantize import GROUP, check_quantize, empty_group_scales, magnitude_bits, scale_and_factor
+from examples.common.quantize import (
+    GROUP,
+    READ_BACK,
+    block_of,
+    check_quantize,
+    empty_group_scales,
+    magnitude_bits,
+    scale_and_factor,
+    torch_quantize_blocks,
+)
 from examples.fp8.quantize_long_row import launch_long_rows
 from examples.fp8.quantize_tensor import launch_tensor
 
@@ -136,22 +145,6 @@ def quantize(x: torch.Tensor, recipe: str = "row", dtype: torch.dtype = E4M3) ->
     return RECIPES[recipe](x, dtype)
 
 
-def block_of(x: torch.Tensor, recipe: str) -> tuple[int, int]:
-    """Rows and columns of x that share a scale."""
-    return {"tensor": tuple(x.shape), "row": (1, x.shape[1]), "group": (1, GROUP), "block": (GROUP, GROUP)}[recipe]
-
-
-def eager(x: torch.Tensor, recipe: str, dtype: torch.dtype = E4M3) -> tuple[torch.Tensor, torch.Tensor]:
-    """The same in torch, for sizes that are multiples of the groups; its reciprocals round once more."""
-    rows, columns = block_of(x, recipe)
-    most = fp8_max(dtype)
-    groups = x.unflatten(1, (-1, columns)).unflatten(0, (-1, rows))
-    amax = groups.abs().amax(dim=(1, 3), keepdim=True).float().clamp(min=FLOOR)
-    q = (groups.float() * (most / amax)).clamp(-most, most).to(dtype)
-    scale = (amax / most)[:, 0, :, 0]
-    return q.view(x.shape), scale.t().contiguous().t() if recipe == "group" else scale
-
-
 def reference(x: torch.Tensor, recipe: str) -> torch.Tensor:
     return quantize_reference(x, block_of(x, recipe))[0].double()
 
@@ -159,15 +152,6 @@ def reference(x: torch.Tensor, recipe: str) -> torch.Tensor:
 def read_back(x: torch.Tensor, recipe: str) -> torch.Tensor:
     q, scale = quantize(x, recipe)
     return dequantize_reference(q, scale.reshape(scale.shape or (1, 1)), block_of(x, recipe)).float()
-
-
-def only_q(quantizer, **options):
-    """quantizer() without the scales, which the tables cannot hold to the dtype of q."""
-    return lambda x: quantizer(x, **options)[0]
-
-
-# One rounding to e4m3, relative or, below its smallest normal, by the size of the row. The study holds it to the bit.
-BUDGET = {"dtype": torch.float32, "roundings": 1, "acc": 2.0**-4 * 1.001, "terms": 0, "operand_eps": 4e-6}
 
 
 def answer(tables: dict) -> str:
@@ -185,7 +169,7 @@ def demo(h: Harness) -> None:
     for recipe in RECIPES:  # one element; primes; one more than a group and a block; a long row
         for rows, cols in [(1, 1), (17, 781), (131, 257), (2, 9001)]:
             x, what = h.randn(rows, cols, dtype=h.half), f"{rows}x{cols} per {recipe}"
-            h.check(partial(read_back, recipe=recipe), torch.Tensor.double, x, what=what, **BUDGET)
+            h.check(partial(read_back, recipe=recipe), torch.Tensor.double, x, what=what, **READ_BACK)
     wide = ("ld.global.v4", "st.global.v4")
     h.codegen(quantize_group, h.meta(16384, 16384), find={89: wide, 90: (*wide, "cvt f8"), 100: (*wide, "cvt f8")})
 
@@ -193,11 +177,12 @@ def demo(h: Harness) -> None:
     x = h.randn(h.fit(size * size, bytes_each=64) // size, size, dtype=h.half)
     tables = {}
     for recipe, quantizer in RECIPES.items():
-        in_torch = partial(eager, recipe=recipe)
+        in_torch = partial(torch_quantize_blocks, recipe=recipe)
         variants = {"torch": in_torch, "torch.compile": h.compiled(in_torch), "triton": quantizer}
+        only_q = {name: lambda x, fn=fn: fn(x)[0] for name, fn in variants.items()}  # scales have another dtype
         passes = 2 if recipe == "tensor" else 1
         tables[recipe] = h.compare(
-            {name: only_q(fn) for name, fn in variants.items()}, partial(reference, recipe=recipe), x,
+            only_q, partial(reference, recipe=recipe), x,
             case=f"{x.shape[0]}x{size} per {recipe}", baseline="torch", dtype=E4M3, terms=0,
             work=Work(bytes=passes * x.nbytes + x.numel() + quantizer(x)[1].nbytes),
         )  # fmt: skip

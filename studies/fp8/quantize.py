@@ -1,10 +1,9 @@
-"""Study of quantize: zeros, extremes, infinities and NaN in every recipe, its code, and what each recipe costs.
+"""Study of quantize: zeros, extremes, infinities and NaN in every recipe, bit for bit, and its code.
 
 1. Every bit: of ragged sizes, and of rows of zeros, of numbers below what a scale resolves, near the end of float16,
    infinite and NaN.
 2. How many elements one infinity takes with it: all that share its scale.
 3. The code of every recipe: accesses of 16 bytes, and a cast that saturates.
-4. The price of a recipe in time and bytes, from the lesson's tables.
 """
 
 from __future__ import annotations
@@ -14,7 +13,7 @@ from harness import Harness
 import torch
 
 from examples.common.fp8 import E4M3, FORMATS, quantize_reference
-from examples.fp8.quantize import RECIPES, block_of, only_q, quantize, read_back
+from examples.fp8.quantize import RECIPES, block_of, quantize, read_back
 
 
 def bits(q: torch.Tensor, scale: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
@@ -24,22 +23,14 @@ def bits(q: torch.Tensor, scale: torch.Tensor) -> tuple[torch.Tensor, torch.Tens
     return codes, scale.view(torch.int32).masked_fill(scale.isnan(), -1)
 
 
-def check_bits(h: Harness, x: torch.Tensor, recipe: str, dtype: torch.dtype = E4M3, what: str = "") -> None:
-    """quantize() against quantize_reference, bit for bit; on sm_89 the scales are, and q is within its rounding."""
-    twice = int(h.machine.sm == 89)  # Triton's cast rounds to float16 first
-    what = f"{what or 'random'} {x.shape[0]}x{x.shape[1]} {str(dtype).removeprefix('torch.float8_')} per {recipe}"
-
-    def wanted(x):
-        return quantize_reference(x, block_of(x, recipe), dtype)
-
+def check_bits(h: Harness, x: torch.Tensor, recipe: str, dtype: torch.dtype = E4M3, what: str = "random") -> None:
+    """quantize() against quantize_reference, bit for bit; on sm_89, which casts by way of float16, the scales."""
+    only = int(h.machine.sm == 89)
     h.check(
-        lambda x: bits(*quantize(x, recipe, dtype))[twice:],
-        lambda x: tuple(t.double() for t in bits(*wanted(x))[twice:]),
-        x, dtype=torch.int32, what=f"{what}, bit for bit: {'scales' if twice else 'q and scales'}",
+        lambda x: bits(*quantize(x, recipe, dtype))[only:],
+        lambda x: tuple(t.double() for t in bits(*quantize_reference(x, block_of(x, recipe), dtype))[only:]),
+        x, dtype=torch.int32, what=f"{what} {x.shape[0]}x{x.shape[1]} {dtype} per {recipe}, bit for bit",
     )  # fmt: skip
-    if twice:
-        q = only_q(quantize, recipe=recipe, dtype=dtype)
-        h.check(q, lambda x: wanted(x)[0].double(), x, dtype=dtype, terms=0, constant_ok=True, what=f"{what}: q")
 
 
 def with_extremes(x: torch.Tensor) -> torch.Tensor:
@@ -57,31 +48,7 @@ def lost_to_one_infinity(h: Harness) -> dict[str, int]:
     """How many elements of 256x512 come back as NaN, by recipe."""
     x = h.randn(256, 512, dtype=h.half)
     x[100, 200] = float("inf")
-    lost = {}
-    for recipe in RECIPES:
-        lost[recipe] = int(read_back(x, recipe).isnan().sum())
-    return lost
-
-
-def show_price(h: Harness) -> None:
-    """Each recipe beside a copy and torch.compile, and what a second pass costs beside what its bytes say."""
-    if not (h.lesson and all(h.lesson)):
-        return
-    by_recipe = dict(zip(RECIPES, h.lesson, strict=True))
-    ours = {recipe: table["triton"] for recipe, table in by_recipe.items()}
-    rows = {
-        recipe: {
-            "of the copy ceiling": round(row.of_ceiling, 3),
-            "over torch.compile": round(by_recipe[recipe].over("torch.compile", "triton"), 3),
-            "ms": round(row.ms, 4),
-        }
-        for recipe, row in ours.items()
-    }
-    h.table(f"triton, {by_recipe['row'].case.split()[0]}", rows)
-    h.say(
-        f"one scale for the tensor takes {ours['tensor'].ms / ours['row'].ms:.2f}x the time of one per row; bytes say "
-        f"{5 / 3:.2f}x, as 16-bit x is read twice"
-    )
+    return {recipe: int(read_back(x, recipe).isnan().sum()) for recipe in RECIPES}
 
 
 def study(h: Harness) -> None:
@@ -97,4 +64,3 @@ def study(h: Harness) -> None:
     wide = ("ld.global.v4", "st.global.v4")
     for quantizer in RECIPES.values():
         h.codegen(quantizer, h.meta(16384, 16384), find={89: wide, 90: (*wide, "cvt f8"), 100: (*wide, "cvt f8")})
-    show_price(h)

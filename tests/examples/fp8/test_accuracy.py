@@ -4,12 +4,10 @@ import math
 
 import pytest
 import torch
-import torch.nn.functional as F
 from hypothesis import given
 from hypothesis import strategies as st
 
 from examples.common.fp8 import E4M3, E5M2, FLOOR, dequantize_reference, fp8_max, quantize_reference
-from examples.fp8 import accuracy_layer as layers_of
 from examples.fp8.accuracy import RECIPES, accumulator, breaks, decibel
 from examples.fp8.accuracy_layer import FP8Linear, engine, multiply, product64, quantize, quantize_input, sized, spread
 
@@ -99,38 +97,6 @@ def test_products(name):
     assert ((scale > 0) & scale.isfinite()).all()
 
 
-def library_scaled_mm(a, b, scale_a, kind_a, scale_b, kind_b, output_dtype):
-    """torch's rules for blocks on Hopper, as its error messages state them, and the product."""
-    (m, k), n = a.shape, b.shape[1]
-    assert (a.stride(), b.stride()) == ((k, 1), (1, k))
-    assert (kind_a, kind_b) == (F.ScalingType.BlockWise1x128, F.ScalingType.BlockWise128x128)
-    assert (tuple(scale_a.shape), scale_a.stride()) == ((m, k // 128), (1, m))
-    assert (tuple(scale_b.shape), scale_b.stride()) == ((k // 128, n // 128), (1, -(-k // 128 // 4) * 4))
-    x, w = a.float() * spread(scale_a, (1, 128), a.shape), b.t().float() * spread(scale_b.t(), (128, 128), b.t().shape)
-    return (x @ w.t()).to(output_dtype)
-
-
-def library_by_rows(a, b, scale_a, scale_b, out_dtype, use_fast_accum):
-    assert (tuple(scale_a.shape), tuple(scale_b.shape)) == ((a.shape[0], 1), (1, b.shape[1]))
-    assert scale_a.is_contiguous()
-    assert scale_b.is_contiguous()
-    assert use_fast_accum
-    return ((a.float() * scale_a) @ (b.float() * scale_b)).to(out_dtype)
-
-
-@pytest.mark.parametrize(("how", "name"), [("torch scaled_mm", "1x128 by 128x128"), ("_scaled_mm", "per row")])
-def test_what_the_library_is_handed(monkeypatch, how, name):
-    monkeypatch.setattr(layers_of, "engine", lambda *_: how)
-    monkeypatch.setattr(F, "scaled_mm", library_scaled_mm)
-    monkeypatch.setattr(torch, "_scaled_mm", library_by_rows)
-    q, scale, _ = quantize_input(randn(48, 512), RECIPES[name])
-    weight = quantize(randn(256, 512, seed=1), RECIPES[name].w_block)
-    want = product64(q, scale, *weight, RECIPES[name])
-    for each in (scale, scale.contiguous()):
-        got = multiply(q, each, *weight, RECIPES[name])
-        assert ((got.double() - want).square().mean() / want.square().mean()).sqrt() < 0.005
-
-
 WHO = {  # by the recipe's name, architecture, CUDA and K
     "_scaled_mm": [("per tensor", 9, "13.0", 512), ("per tensor, e5m2", 8.9, "12.8", 512), ("per row", 9, "12.6", 512)],
     "torch scaled_mm": [("1x128 by 128x128", 9, "12.9", 512)],
@@ -183,10 +149,8 @@ def test_bad_input():
     q, one, tensor = x.to(E4M3), torch.ones(1, 1), RECIPES["per tensor"]
     for call, error, message in [
         (lambda: quantize(x[:0], (1, None)), ValueError, r"quantize: x has shape \[0, 64\]"),
-        (lambda: quantize(x, (1, None), amax=one), ValueError, r"quantize: .* for blocks of \(1, 64\)"),
-        (lambda: quantize(x, (None, None), amax=3.0), ValueError, r"quantize: amax 3\.0 for"),
+        (lambda: quantize(x, (1, None), amax=one), ValueError, r"quantize: amax .* for blocks of \(1, 64\)"),
         (lambda: quantize(x, (1, None), torch.float8_e4m3fnuz), TypeError, "quantize: dtype is .*fnuz; pass"),
-        (lambda: multiply(q, one, x, one, tensor), TypeError, r"multiply: weight is torch\.float32"),
         (lambda: multiply(q, one, q[:, :32], one, tensor), ValueError, r"multiply: .*need \[M, K\] and \[N, K\]"),
         (lambda: multiply(q, one, q, one, RECIPES["per row"]), ValueError, r"multiply: scale has shape \[1, 1\]"),
         (lambda: FP8Linear(x, tensor)(x[:, :63]), ValueError, "the last sizes must agree"),
