@@ -1,8 +1,7 @@
 """Static shapes: XLA compiles for sizes: batches of 1 to 64 are 64 programs, or one, or seven, as they are padded.
 
-A program of XLA holds for the sizes it was compiled for. Each new batch size is another compilation, kept as long as
-the process. Rows of padding save compilations: all batches padded to the largest size (one program, most rows wasted),
-or to the next power of two (seven programs, fewer rows wasted).
+A program of XLA holds for the sizes it was compiled for. Rows of padding save compilations: all batches padded to the
+largest size (one program, most rows wasted), or to the next power of two (seven programs, fewer rows wasted).
 
 Pad before the transfer and cut after it. On the device both are operations of the graph, and bring one program for each
 size back. Row by row, padding cannot be seen; whatever looks across rows (a mean over the batch, batch norm) needs the
@@ -10,18 +9,16 @@ mask of the real rows as one more input.
 
 Question   How often does a model compile for batches of 1 to 64, how much does padding waste, and when does it pay?
 Needs      torch_xla>=2.9
-Wins when  the sizes are many. Buckets pay for their few compilations after a number of calls that each run measures;
-           one padded size is best for a life shorter than that, no padding for a few sizes that stay.
+Wins when  the sizes are many. Buckets pay after a number of calls that each run measures; one padded size is best for a
+           life shorter than that, no padding for a few sizes that stay.
 Study      studies/xla/static_shapes.py (padding on the device, masks, torch.compile),
-           studies/xla/static_shapes_bounds.py (sizes with a bound or none, programs kept on disk)
+           studies/xla/static_shapes_bounds.py (sizes with a bound)
 Source     chapter section "XLA": static shapes.
 """
 
 from __future__ import annotations
 
 import copy
-import math
-import statistics
 import time
 from collections.abc import Callable, Sequence
 from itertools import accumulate
@@ -44,14 +41,11 @@ def pad_batch(x: torch.Tensor, sizes: Sequence[int] = POWERS) -> tuple[torch.Ten
     """x with rows of zeros up to the smallest of `sizes` that holds it, and the mask of its real rows; on the host."""
     if not isinstance(x, torch.Tensor):
         raise TypeError(f"pad_batch: got {type(x).__name__}, need a tensor [rows, ...]; use torch.as_tensor")
-    if not sizes or any(isinstance(size, bool) or not isinstance(size, int) for size in sizes):
-        raise TypeError(f"pad_batch: sizes {sizes!r}; need one or more integers, as {POWERS}")
     if x.device.type == "xla":
         raise ValueError(f"pad_batch: x is on {x.device}, where padding compiles for each size; pad, then move it")
-    if x.ndim < 1 or not 1 <= len(x) <= max(sizes):
+    if not sizes or x.ndim < 1 or not 1 <= len(x) <= max(sizes):
         raise ValueError(
-            f"pad_batch: shape {tuple(x.shape)} into sizes {tuple(sizes)}; need 1 to {max(sizes)} rows: split the "
-            "batch, or add a larger size"
+            f"pad_batch: shape {tuple(x.shape)} into sizes {tuple(sizes)}; split the batch, or add a larger size"
         )
     size = min(size for size in sizes if size >= len(x))
     padded = x if size == len(x) else torch.cat((x, x.new_zeros(size - len(x), *x.shape[1:])))
@@ -103,80 +97,43 @@ def stream_of(requests: int, seed: int) -> list[int]:
     return [int(size) for size in sizes.clamp(1, LARGEST)]
 
 
-def wasted(useful: int, computed: int) -> float:
-    return round(100 * (computed - useful) / computed, 1)
-
-
-# --- from cold
-
-
-def serve(one: Served, stream: list[int], batches: dict[int, torch.Tensor]) -> tuple[list[float], xla.Ran, xla.Ran]:
-    """A stream of sizes, then all of them: the seconds of each call of the stream, and what XLA did in both."""
-    spent = []
-    with xla.watch() as streamed:
-        for size in stream:
-            started = time.perf_counter()
-            one(batches[size])
-            spent.append(time.perf_counter() - started)
-    with xla.watch() as rest:
-        one.mix(*batches.values())
-    return spent, streamed, rest
-
-
 def break_even(ours: Sequence[float], theirs: Sequence[float]) -> int | None:
     """The number of calls after which `ours` has taken less time in all than `theirs`, and stays so; None: never."""
-    if len(ours) != len(theirs):
-        raise ValueError(f"break_even: {len(ours)} and {len(theirs)} calls; time both over the same calls")
     behind = [a >= b for a, b in zip(accumulate(ours), accumulate(theirs), strict=True)]
     calls = max((i + 1 for i, late in enumerate(behind) if late), default=0) + 1
     return calls if calls <= len(ours) else None
 
 
-def ahead(ours: list[float], theirs: list[float]) -> dict[str, int | float | str]:
-    """From which call on `ours` is ahead in all, compilations included; where it is not, what is missing."""
-    calls = break_even(ours, theirs)
-    behind = sum(ours) - sum(theirs)
-    # The later half compiles least: what a call costs when the programs are there.
-    gain = statistics.median(theirs[len(theirs) // 2 :]) - statistics.median(ours[len(ours) // 2 :])
-    more = 0 if calls else math.ceil(behind / gain) if gain > 0 else "never"
-    return {
-        "ahead from call": calls or "not yet", "s behind": round(behind, 2), "us gained a call": round(1e6 * gain),
-        "calls still needed": more,
-    }  # fmt: skip
-
-
 def count(h: Harness, model: nn.Module, served: dict[str, Served]) -> tuple[dict, dict]:
-    """A stream of random sizes from cold, then the sizes it left out; every result is held to float64."""
+    """A stream of random sizes from cold, then all sizes, held to float64; and the seconds of the stream's calls."""
     width, stream = model[0].in_features, stream_of(h.pick(quick=500, full=1500), h.seed)
     batches = {size: h.randn(size, width) for size in range(1, LARGEST + 1)}
-    rows, seconds = {}, {}
+    rows, seconds = {}, {name: [] for name in served}
     served[NONE](h.randn(LARGEST + 1, width))  # what the first compilation of a process starts
     for name, one in served.items():
-        seconds[name], ran, rest = serve(one, stream, batches)
+        with xla.watch() as ran:
+            for size in stream:
+                started = time.perf_counter()
+                one(batches[size])
+                seconds[name].append(time.perf_counter() - started)
+            one.mix(*batches.values())
         h.check(one.mix, reference_of(model), *batches.values(), what=f"{name}, 1 to {LARGEST} rows", terms=4 * width,
                 poison=False)  # fmt: skip
+        computed = sum(map(one.rows, batches))
         rows[name] = {
-            "compiles": ran.compiles + rest.compiles, "compile s": round(ran.compile_s + rest.compile_s, 2),
-            "rows computed": sum(map(one.rows, batches)),
-            "wasted %": wasted(sum(batches), sum(map(one.rows, batches))),
-            "stream: compiles": ran.compiles, "stream: wasted %": wasted(sum(stream), sum(map(one.rows, stream))),
+            "compiles": ran.compiles, "compile s": round(ran.compile_s, 2), "rows computed": computed,
+            "wasted %": round(100 * (1 - sum(batches) / computed), 1),
         }  # fmt: skip
-        if h.timing:
-            rows[name]["stream: ms a call"] = round(1000 * statistics.mean(seconds[name]), 3)
     h.table(f"batches of 1 to {LARGEST}; a stream of {len(stream)} batches, {len(set(stream))} sizes, from cold", rows)
     return rows, seconds
 
 
 def demo(h: Harness) -> None:
-    # For narrower products of 8 to 31 rows XLA:CPU writes loops of its own, and compiled some of them ten times as
-    # long as a program of 32 rows; from about this width on it takes a library's.
+    # For narrower products of 8 to 31 rows XLA:CPU writes loops of its own, some of which compile ten times as long.
     width = h.pick(quick=520, full=776)
-    model, paid = mlp(width), {}
+    model = mlp(width)
     served = {name: Served(model, name) for name in POLICIES}
     rows, seconds = ({}, {}) if h.profile else count(h, model, served)
-    if h.timing and any(row["compiles"] for row in rows.values()):  # else this process had compiled all of it before
-        paid = {name: ahead(seconds[name], seconds[FIXED]) for name in (BUCKETS, NONE)}
-        h.table(f"against {FIXED}, in all", paid)
     sizes = stream_of(32, h.seed + 1)
     batches = [h.randn(size, width) for size in sizes]
     variants = {f"torch_xla {name}": one.mix for name, one in served.items()}
@@ -190,11 +147,11 @@ def demo(h: Harness) -> None:
     def answer() -> str:
         counts = ", ".join(f"{name} {row['compiles']} ({row['wasted %']}%)" for name, row in rows.items())
         gain = table.over(f"torch_xla {FIXED}", f"torch_xla {BUCKETS}")
-        call = paid[BUCKETS]["ahead from call"] if paid else "not yet"
-        when = "" if call == "not yet" else f", in all, compiling included, ahead of it from call {call} on"
-        return (
-            f"Programs (rows wasted): {counts}. Once compiled, {BUCKETS} have {gain:.2f}x the speed of {FIXED}{when}."
-        )
+        # None compiled: this process had done so before the stream.
+        call = break_even(seconds[BUCKETS], seconds[FIXED]) if rows[BUCKETS]["compiles"] else None
+        when = f", in all, compiling included, ahead of it from call {call} on" if call else ""
+        speed = f"Once compiled, {BUCKETS} have {gain:.2f}x the speed of {FIXED}{when}."
+        return f"Programs (rows wasted): {counts}. {speed}"
 
     h.answer(answer)
 

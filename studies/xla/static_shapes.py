@@ -21,7 +21,6 @@ def study(h: Harness) -> None:
     cut_on_the_device(h, width=46)
     leaks(h, width=58)
     dynamo(h, width=82)
-    xla.settle()
 
 
 def normalize(x: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
@@ -34,7 +33,7 @@ def normalize(x: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
 
 
 def cut_on_the_device(h: Harness, width: int) -> None:
-    """The same eight batches, padded and cut in four ways; and picked by a mask."""
+    """The same eight batches, cut on the host, on the device, or by a mask."""
     model = nn.Linear(width, width).requires_grad_(False).to(xla.device())
     batches = [h.randn(rows, width) for rows in range(1, 9)]
 
@@ -44,16 +43,12 @@ def cut_on_the_device(h: Harness, width: int) -> None:
     def cut(x):
         return model(pad_batch(x, (8,))[0].to(xla.device()))[: len(x)].cpu()
 
-    def padded(x):
-        x = x.to(xla.device())
-        return model(torch.cat((x, x.new_zeros(8 - len(x), width)))).cpu()[: len(x)]
-
     def picked(x):
         padded, mask = (t.to(xla.device()) for t in pad_batch(x, (8,)))
         return model(padded[mask]).cpu()
 
     counted = {}
-    ways = {"pad and cut on the host": hosted, "cut on the device": cut, "pad there": padded, "pick by a mask": picked}
+    ways = {"pad and cut on the host": hosted, "cut on the device": cut, "pick by a mask": picked}
     for name, way in ways.items():
         with xla.watch() as ran:
             got = [way(x) for x in batches]
@@ -95,40 +90,18 @@ def leaks(h: Harness, width: int) -> None:
         }
     h.table("batch norm padded to 64: relative error by rows", errors)
     h.fact("compiles of the masked one", ran.compiles)
-
     changed = {}
-    for name, way in {
-        "linear": lambda x, fill: on_xla(torch.where((m := pad_batch(x, (LARGEST,)))[1][:, None], m[0], fill).to(
-            xla.device())).cpu()[: len(x)],
-        "batch norm, masked": lambda x, fill: normed(x, True, fill),
-        "batch norm, not masked": lambda x, fill: normed(x, False, fill),
-    }.items():  # fmt: skip
-        pairs = [(way(x, 0.0), way(x, math.nan)) for x in batches]
+    for name, masked in {"batch norm, masked": True, "batch norm, not masked": False}.items():
+        pairs = [(normed(x, masked), normed(x, masked, math.nan)) for x in batches]
         changed[name] = sum(int((zeros != nans).sum()) for zeros, nans in pairs)
     elements = sum(x.numel() for x in batches)
     h.fact(f"of {elements} real results, changed by NaN in place of zeros as padding", changed)
-
-    counts = {}
-    kinds = {
-        "a Python number": lambda mask: int(mask.sum()),
-        "a scalar that is moved": lambda mask: mask.sum().to(xla.device()),
-        "the sum of the moved mask": lambda mask: mask.to(xla.device()).sum(),
-    }
-    for number, (kind, count) in enumerate(kinds.items()):  # each of its own width, so that no program is shared
-        with xla.watch() as ran:
-            for rows in range(1, 9):
-                padded, mask = pad_batch(h.randn(rows, width + number), (LARGEST,))
-                (padded.to(xla.device()).sum(0) / count(mask)).cpu()
-        counts[kind] = ran.compiles
-    h.fact("compiles of sum / count for 1 to 8 rows, count being", counts)
 
 
 def dynamo(h: Harness, width: int) -> None:
     """torch.compile for XLA: Dynamo's graph may have a symbol for the rows, but each size is compiled by XLA."""
     counted = {}
-    for number, (name, options) in enumerate(
-        {"default": {}, "dynamic=True": {"dynamic": True}, "mark_dynamic": {}}.items()
-    ):
+    for number, (name, options) in enumerate({"default": {}, "dynamic=True": {"dynamic": True}}.items()):
         # A width of its own for each, so that none finds the programs of another.
         model = nn.Sequential(nn.Linear(width + number, 5), nn.GELU()).requires_grad_(False)
         on_xla, graphs = copy.deepcopy(model).to(xla.device()), []
@@ -143,10 +116,7 @@ def dynamo(h: Harness, width: int) -> None:
         with torch._dynamo.config.patch(recompile_limit=len(batches)), logs(), xla.watch() as ran:
             got = []
             for x in batches:
-                x = x.to(xla.device())
-                if name == "mark_dynamic":
-                    torch._dynamo.mark_dynamic(x, 0)
-                got.append(compiled(x).cpu())
+                got.append(compiled(x.to(xla.device())).cpu())
         h.check(
             lambda *_, got=got: tuple(got), reference_of(model), *batches,
             what=f"openxla, {name}, 2 to 9 rows", terms=width, roundings=4, poison=False,

@@ -1,15 +1,10 @@
-"""static_shapes, measured: sizes with a bound and without one, and programs kept on disk.
-
-Switches of the environment turn these on, hence the processes.
-"""
+"""static_shapes, measured: sizes with a bound, which switches of the environment turn on, hence the process."""
 
 from __future__ import annotations
 
 import copy
 import re
-import statistics
 import tempfile
-import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
@@ -17,7 +12,6 @@ from harness import Harness
 from harness.process import Child, report
 
 import torch
-import torch_xla
 from torch import nn
 
 from examples.common import xla
@@ -30,9 +24,6 @@ def study(h: Harness) -> None:
     if h.profile:
         return
     bounds(h, width=56, rows=(3, 1, 33, LARGEST))
-    if h.full:  # two more processes
-        persistent_cache(h, width=94)
-    xla.settle()
 
 
 # --- in a process of its own
@@ -81,22 +72,11 @@ def bounded(width: int, rows: Sequence[int], dump: str) -> None:
         for found in re.findall(r"= (\w+\[[^\]]*\])\S* (?:dot\(|custom-call\([^\n]*matmul)", file.read_text())
     ]
 
-    def timed(fn: Callable) -> float:
-        seconds = []
-        for _ in range(15):
-            started = time.perf_counter()
-            fn().cpu()
-            seconds.append(time.perf_counter() - started)
-        return round(1000 * statistics.median(seconds), 3)
-
-    first = masks[rows[0]]
-    ms = {"bounded": timed(lambda: model(real_rows(padded, first))), "padded": timed(lambda: model(padded))}
     several = {n: mask for n, mask in masks.items() if n > 1}  # batch norm refuses a single row, bound or not
     outcomes = {name: outcome(fn, x, several) for name, fn in attempts(width).items()}
-    outcomes["export with a dynamic batch"], text = exported(width)
     report(
-        calls=calls, shape=shapes[0], products=products, ms=ms, outcomes=outcomes, signature=text,
-        got=[out.tolist() for out in got.values()], x=x.tolist(), marked=marked(x),
+        calls=calls, shape=shapes[0], products=products, outcomes=outcomes,
+        got=[out.tolist() for out in got.values()], x=x.tolist(),
     )  # fmt: skip
 
 
@@ -118,35 +98,6 @@ def outcome(fn: Callable, x: torch.Tensor, masks: dict[int, torch.Tensor]) -> st
     except (RuntimeError, ValueError) as error:
         xla.forget_pending()
         return f"{type(error).__name__}: {str(error).splitlines()[0][:200]}"
-
-
-def exported(width: int) -> tuple[str, str]:
-    """torch.export with a dynamic batch to StableHLO, and a run of it: (outcome, the signature of its main)."""
-    from torch_xla.stablehlo import exported_program_to_stablehlo
-
-    program = torch.export.export(
-        nn.Linear(width, width), (torch.randn(5, width),), dynamic_shapes=({0: torch.export.Dim("rows", max=LARGEST)},)
-    )
-    module = exported_program_to_stablehlo(program)
-    signature = next(line.strip() for line in module.get_stablehlo_text().splitlines() if "@main" in line)
-    try:
-        module(torch.randn(6, width).to(xla.device()))
-    except RuntimeError as error:
-        lines = [line for line in str(error).splitlines() if "error:" in line] or str(error).splitlines()
-        return f"exported; run: {type(error).__name__}: {lines[0].split('): ')[-1][:200]}", signature
-    return "exported and run", signature
-
-
-def marked(x: torch.Tensor) -> str:
-    """torch_xla's own mark for a dynamic dimension: what the exporter uses, tried on a lazy tensor."""
-    on_xla = x.to(xla.device())
-    xla.settle()
-    xla.mark_dynamic(on_xla, 0)
-    try:
-        (on_xla * 2).cpu()
-    except (RuntimeError, ValueError) as error:
-        return f"{type(error).__name__}: {str(error).splitlines()[0][:200]}"
-    return "right"
 
 
 # --- what that process found
@@ -176,43 +127,5 @@ def bounds(h: Harness, width: int, rows: tuple[int, ...]) -> None:
     computed = set(re.findall(r"\[([^,\]]+),", " ".join(told["products"])))
     if computed == {str(LARGEST)}:
         h.say(f"the bound is what is computed: {LARGEST} rows whatever the size, as with padding; the mask is XLA's")
-    if h.timing:
-        h.say(
-            f"a call with {rows[0]} rows: {told['ms']['bounded']} ms with a bound, {told['ms']['padded']} ms padded: "
-            f"{first['executions'] - 1} of its {first['executions']} programs only ask for the size"
-        )
     rows_of = {name: {"rows whose number has a bound": said} for name, said in told["outcomes"].items()}
     h.table(f"at most {LARGEST} rows, by operation", rows_of)
-    h.fact("no bound", {"exported main": told["signature"], "mark on a lazy tensor": told["marked"]})
-
-
-# --- programs kept on disk
-
-
-def persistent(path: str, width: int) -> None:
-    """Run in a process of its own: compile a small model with a persistent cache in `path`."""
-    torch.set_grad_enabled(False)
-    torch_xla.runtime.initialize_cache(path)
-    model = mlp(width).to(xla.device())
-    x = torch.ones(5, width).to(xla.device())
-    with xla.watch() as ran:
-        out = model(x).cpu()
-    files = [file.stat().st_size for file in Path(path).iterdir()]
-    report(compiles=ran.compiles, files=len(files), bytes=sum(files), total=out.sum().item(), cache=xla.persistent())
-
-
-def persistent_cache(h: Harness, width: int) -> None:
-    """initialize_cache, in a process that finds it empty and in one that finds it filled."""
-    told = {}
-    with tempfile.TemporaryDirectory() as path, h.progress("a persistent cache, in two processes"):
-        for name in ("cold", "warm"):
-            with Child(persistent, path, width) as child:
-                told[name] = child.result()
-                lines = [line.split("] ")[-1] for line in child.output().splitlines() if "deserialize" in line]
-            cache = ", ".join(f"{event} {count}" for event, count in told[name]["cache"].items())
-            told[name] = {"compiles": told[name]["compiles"], "files": told[name]["files"], "counted": cache}
-            if lines:
-                told[name]["logged"] = lines[0]
-    h.fact("torch_xla.runtime.initialize_cache", told)
-    if told["warm"]["compiles"]:
-        h.say("what was written could not be used: on this device a cache on disk saves no compilation")

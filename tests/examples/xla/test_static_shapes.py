@@ -1,64 +1,42 @@
 """Static shapes: what is compiled for which padding, what padding may not change, sizes with a bound, and bad input."""
 
-import tempfile
-
-from harness.catalog import Needs
-from harness.process import Child
-from harness.session import Harness
-from harness.settings import settings_kept
-
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from rich.console import Console
 
 from examples.common import xla
 from examples.xla import static_shapes
-from examples.xla.static_shapes import LARGEST, POLICIES, POWERS, Served, ahead, break_even, pad_batch
+from examples.xla.static_shapes import LARGEST, POLICIES, POWERS, break_even, pad_batch
 from studies.xla import static_shapes as study
 from studies.xla import static_shapes_bounds as bounds
 from studies.xla.static_shapes import normalize
-
-
-def quiet(**options) -> Harness:
-    return Harness("test", Needs.parse("torch_xla>=2.9"), console=Console(quiet=True), timing=False, **options)
+from tests.quiet import ran
 
 
 @pytest.fixture(scope="module")
 def facts():
-    h, studied = quiet(), quiet(lesson=[])
-    with settings_kept("static_shapes", seed=0):
-        static_shapes.demo(h)
-        study.study(studied)
-        bounds.study(studied)
-    assert (len(h.record.checks), len(studied.record.checks)) == (3, 4 + 1 + 3 + 1)
+    h = ran(static_shapes.demo, needs="torch_xla>=2.9")
+    studied = ran(study.study, bounds.study, needs="torch_xla>=2.9", lesson=[])
+    assert (len(h.record.checks), len(studied.record.checks)) == (3, 3 + 1 + 2 + 1)
     assert all(check["passed"] for check in h.record.checks + studied.record.checks)
-    assert not any("ms a call" in str(fact) for fact in h.record.facts.values())  # nothing is timed here
     return h.record.facts | studied.record.facts
 
 
 def test_compiles_and_wasted_rows(facts):
-    ((name, sweep),) = ((name, fact) for name, fact in facts.items() if name.startswith("batches of 1 to 64; a stream"))
+    (sweep,) = (fact for name, fact in facts.items() if name.startswith("batches of 1 to 64; a stream"))
     assert {name: row["compiles"] for name, row in sweep.items()} == dict(zip(POLICIES, (64, 1, 7), strict=True))
     useful = sum(range(1, 65))
     rows = {name: row["rows computed"] for name, row in sweep.items()}
     assert rows == dict(zip(POLICIES, (useful, 64 * 64, 2731), strict=True))
     for policy, row in sweep.items():
         assert row["wasted %"] == pytest.approx(100 * (1 - useful / rows[policy]), abs=0.05)
-    sizes = int(name.split(" sizes")[0].split()[-1])
-    assert [row["stream: compiles"] for row in sweep.values()] == [sizes, 1, 7]
-    none, fixed, buckets = (row["stream: wasted %"] for row in sweep.values())
-    assert 0 == none < buckets < fixed
 
 
 def test_padding_and_cutting_on_the_device_compile_for_each_size(facts):
     ways = facts["eight batches of 1 to 8 rows, padded to 8"]
-    assert [way["compiles"] for way in ways.values()] == [1, 8, 8, 8]
+    assert [way["compiles"] for way in ways.values()] == [1, 8, 8]
     assert ways["pick by a mask"]["on the host"] == "aten::nonzero"
-    assert facts["compiles of sum / count for 1 to 8 rows, count being"] == {
-        "a Python number": 2, "a scalar that is moved": 2, "the sum of the moved mask": 1,
-    }  # fmt: skip
 
 
 def test_padding_leaks_only_without_the_mask(facts):
@@ -66,7 +44,7 @@ def test_padding_leaks_only_without_the_mask(facts):
     assert all(error < 1e-5 for error in errors["with the mask"].values())
     assert all(error > 1e-3 for error in errors["without"].values())
     (changed,) = (fact for name, fact in facts.items() if "changed by NaN" in name)
-    assert changed["linear"] == changed["batch norm, masked"] == 0 < changed["batch norm, not masked"]
+    assert changed["batch norm, masked"] == 0 < changed["batch norm, not masked"]
     assert facts["compiles of the masked one"] == 1
 
 
@@ -74,7 +52,6 @@ def test_torch_compile_has_one_graph_with_a_symbol_and_xla_compiles_each_size(fa
     assert facts["torch.compile(backend=openxla), eight batches of 2 to 9 rows"] == {
         "default": {"Dynamo's graphs": 8, "XLA's compiles": 8},
         "dynamic=True": {"Dynamo's graphs": 1, "XLA's compiles": 8},
-        "mark_dynamic": {"Dynamo's graphs": 1, "XLA's compiles": 8},
     }
 
 
@@ -94,44 +71,6 @@ def test_sizes_with_a_bound_and_without(facts):
     assert "Both operands of torch.add cannot have dynamic dimensions" in told["x + gelu(x)"]
     assert told["x @ x.T"].startswith("RuntimeError")
     assert told["x.view(-1, 2, width / 2)"].startswith("RuntimeError")
-    assert "exported; run: RuntimeError" in told["export with a dynamic batch"]
-    assert "tensor<?x56xf32>" in facts["no bound"]["exported main"]
-    assert "Unbounded dynamism is disabled" in facts["no bound"]["mark on a lazy tensor"]
-
-
-def test_a_second_run_finds_all_compiled():
-    h = quiet()
-    with settings_kept("static_shapes", seed=0):
-        model = static_shapes.mlp(22)
-        for compiles in (3, 0):
-            one = Served(model, "powers of two")
-            with xla.watch() as ran:
-                one.mix(*(h.randn(rows, 22) for rows in (1, 2, 3)))
-            assert ran.compiles == compiles
-
-
-@pytest.mark.slow
-def test_a_cache_on_disk_is_written_and_cannot_be_read():
-    told = []
-    with tempfile.TemporaryDirectory() as path:
-        for _ in range(2):
-            with Child(bounds.persistent, path, 26) as child:
-                told.append(child.result())
-    cold, warm = told
-    assert cold["compiles"] == cold["files"] == 1
-    assert cold["cache"] == {"PersistentCacheMiss": 1}
-    assert warm["compiles"] == 1
-    assert warm["cache"] == {"PersistentCacheDeserializeFailure": 1}
-    assert cold["total"] == warm["total"]
-
-
-def test_profile_compares_only():
-    h = quiet(profile=True)
-    with settings_kept("static_shapes", seed=0):
-        for part in (static_shapes.demo, study.study, bounds.study):
-            part(h)
-    assert not h.record.facts
-    assert not h.record.checks
 
 
 @given(
@@ -142,7 +81,7 @@ def test_profile_compares_only():
 def test_pad_batch(rows, inner, sizes, dtype):
     x = torch.randint(2, (rows, *inner)).to(dtype)
     if rows > max(sizes):
-        with pytest.raises(ValueError, match=f"need 1 to {max(sizes)} rows: split the batch, or add a larger size"):
+        with pytest.raises(ValueError, match="split the batch, or add a larger size"):
             pad_batch(x, sizes)
         return
     padded, mask = pad_batch(x, sizes)
@@ -187,11 +126,9 @@ def test_break_even_is_the_first_call_ahead_for_good(times):
     ("x", "sizes", "error", "message"),
     [
         ([1.0, 2.0], POWERS, TypeError, r"pad_batch: got list, need a tensor .*torch\.as_tensor"),
-        (torch.ones(2), (), TypeError, r"sizes \(\); need one or more integers"),
-        (torch.ones(2), (2.0,), TypeError, "need one or more integers"),
-        (torch.ones(2), (True,), TypeError, "need one or more integers"),
+        (torch.ones(2), (), ValueError, r"into sizes \(\)"),
         (torch.ones(()), POWERS, ValueError, r"shape \(\) into sizes"),
-        (torch.ones(0, 3), POWERS, ValueError, r"shape \(0, 3\) into sizes .*need 1 to 64 rows"),
+        (torch.ones(0, 3), POWERS, ValueError, r"shape \(0, 3\) into sizes"),
         (torch.ones(65, 3), POWERS, ValueError, "split the batch, or add a larger size"),
     ],
 )
@@ -203,15 +140,3 @@ def test_pad_batch_says_what_is_wrong(x, sizes, error, message):
 def test_pad_batch_is_for_the_host():
     with pytest.raises(ValueError, match=r"x is on xla:0, where padding compiles for each size; pad, then move it"):
         pad_batch(torch.ones(3, 2, device=xla.device()))
-
-
-def test_break_even_needs_the_same_calls():
-    with pytest.raises(ValueError, match="2 and 1 calls; time both over the same calls"):
-        break_even([1, 2], [1])
-
-
-def test_ahead_says_what_is_missing():
-    assert ahead([3.0, 1, 1, 1], [1.0, 2, 2, 2])["ahead from call"] == 4
-    late = ahead([9.0, 1, 1, 1], [1.0, 2, 2, 2])
-    assert late == {"ahead from call": "not yet", "s behind": 5, "us gained a call": 10**6, "calls still needed": 5}
-    assert ahead([2.0, 2], [1.0, 1])["calls still needed"] == "never"
