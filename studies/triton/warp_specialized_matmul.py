@@ -1,4 +1,4 @@
-"""warp_specialized_matmul, in detail: every form on every architecture, what is multiplied twice, what it costs.
+"""warp_specialized_matmul, in detail: every form on every architecture, the chapter's loop, what is multiplied twice.
 
 On Hopper the compiler leaves barriers that no partition uses in the first bytes of the ring of loaded tiles, without
 invalidating them as PTX demands. Without tools no result was ever wrong on an H200. Compute Sanitizer reports them as
@@ -11,8 +11,8 @@ from __future__ import annotations
 
 import re
 
-from harness import Harness, Table
-from harness.codegen import CodegenError, Kernel, compile_for, dump
+from harness import Harness
+from harness.codegen import CodegenError, compile_for, dump
 
 import torch
 import triton
@@ -60,9 +60,6 @@ def study(h: Harness) -> None:
         show_shares(h)
     if h.interpreted or not compile_for(copy_specialized, (h.meta(4097),), sms=(h.machine.sm,))[0].error:
         h.check(copy_specialized, torch.Tensor.double, h.randn(4097, dtype=h.half), terms=0)
-    for table in filter(None, h.lesson):
-        if h.machine.sm == 90:
-            show_cost(h, table)
 
 
 def show_forms(h: Harness) -> None:
@@ -101,25 +98,3 @@ def show_shares(h: Harness) -> None:
     if shares != {label: 2 if form["block_m"] == 64 else 1 for label, form in TIMED.items()}:
         raise CodegenError(f"matmul_specialized on sm_90: times that a tile is multiplied {shares}")
     h.fact("times that a tile is multiplied on sm_90", shares)
-
-
-def programs_per_sm(kernel: Kernel) -> int:
-    """How many programs the registers (65536), shared memory (228 KiB) and warps (64) of a Hopper SM hold."""
-    threads = 32 * kernel.warps
-    # Registers are dealt to a warp in units of 256; each program takes 1 KiB of shared memory for the system.
-    by_registers = 65536 // (-(-32 * kernel.registers // 256) * 256 * kernel.warps)
-    return min(by_registers, 228 * 1024 // (kernel.shared + 1024), 2048 // threads)
-
-
-def show_cost(h: Harness, table: Table) -> None:
-    """What partitions take of an SM, beside what they win."""
-    n, rows = int(table.case.split("x")[0]), {}
-    x = h.meta(n, n)
-    for label, form in TIMED.items():
-        for name, asked in ((label, False), (f"{label}, WS", True)):
-            (kernel,) = compile_for(matmul_specialized, (x, x), form | {"warp_specialize": asked}, sms=(90,))
-            rows[name] = {
-                "ms": round(table[name].ms, 4), "warps": kernel.warps, "registers": kernel.registers,
-                "shared KiB": kernel.shared // 1024, "programs per SM": programs_per_sm(kernel),
-            }  # fmt: skip
-    h.table(f"what partitions take, n = {n}", rows)

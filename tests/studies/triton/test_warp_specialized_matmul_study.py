@@ -1,13 +1,13 @@
-"""warp_specialized_matmul's study: the chapter's loop, and how many programs an SM holds."""
+"""warp_specialized_matmul's study: the chapter's loop."""
 
-from harness.codegen import Kernel, compile_for
+from harness.codegen import compile_for
 
 import pytest
 import torch
 import triton
 
 from examples.triton.warp_specialized_matmul import outcome
-from studies.triton.warp_specialized_matmul import COPY_BLOCK, copy_specialized, programs_per_sm
+from studies.triton.warp_specialized_matmul import COPY_BLOCK, copy_specialized
 
 
 def copied(x):
@@ -41,17 +41,3 @@ def test_an_elementwise_loop_is_never_specialized():
     (kernel,) = compile_for(copy_specialized, (torch.empty(1 << 20, device="meta", dtype=torch.bfloat16),), sms=(120,))
     ignored = tuple(map(int, triton.__version__.split(".")[:2])) < (3, 7)
     assert outcome(kernel) == ("ignored, 4 warps" if ignored else "not supported")
-
-
-def test_programs_on_a_hopper_sm():
-    """Against NVIDIA's occupancy calculator for compute capability 9.0."""
-    for registers, shared_kib, warps, programs in [
-        (32, 0, 8, 8),  # warps: 64 are all an SM has
-        (128, 0, 4, 4),  # registers: 128 * 128 * 4 are all of them
-        (129, 0, 4, 3),  # handed out as 136
-        (168, 0, 12, 1),  # the specialized kernel: 64512 registers
-        (64, 113, 4, 2),  # shared memory: 1 KiB more for the system
-        (64, 114, 4, 1),
-    ]:
-        kernel = Kernel("m", 90, registers=registers, shared=shared_kib * 1024, warps=warps)
-        assert programs_per_sm(kernel) == programs
