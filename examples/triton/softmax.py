@@ -14,7 +14,7 @@ Question   Where does a row of 256 columns stay on the chip, where one of 131072
 Needs      triton
 Wins when  x is larger than L2 and rows have 4096 columns or more; for shorter ones torch.compile is as fast. Its
            max-autotune is faster than its default, timed here, from 4096 columns on, and still behind (study).
-Variants   softmax_resident.py (a row in L1), softmax_long.py (a row split over programs; an online softmax)
+Variants   softmax_resident.py (a row in L1), softmax_long.py (a row split over programs)
 Study      studies/triton/softmax.py
 Source     goes beyond the chapter; traffic counted as in Triton tutorial 02 (fused softmax).
 """
@@ -30,7 +30,7 @@ import triton.language as tl
 from examples.common.device import interpreted
 from examples.common.operands import check_rows
 from examples.common.rows import DTYPES, check_length
-from examples.triton.softmax_long import softmax_loop, softmax_split, split_max_cols
+from examples.triton.softmax_long import softmax_split, split_max_cols
 from examples.triton.softmax_resident import softmax_resident
 
 ROWS_MAX = 32768  # 32 values per thread at 32 warps; a row twice as long spills on every architecture
@@ -83,9 +83,9 @@ def softmax(x: torch.Tensor) -> torch.Tensor:
     _, n_cols = check_rows("softmax", x, DTYPES)
     if n_cols <= RESIDENT_MIN:
         return softmax_rows(x)
-    if n_cols * x.element_size() <= RESIDENT_MAX_KIB * 1024:
-        return softmax_resident(x)
-    return softmax_loop(x) if interpreted() or n_cols > split_max_cols(x.device) else softmax_split(x)
+    fits = n_cols * x.element_size() <= RESIDENT_MAX_KIB * 1024
+    resident = fits or interpreted() or n_cols > split_max_cols(x.device)
+    return softmax_resident(x) if resident else softmax_split(x)
 
 
 # Nothing cancels in a softmax: each element has its own size as budget, not the row's, which its largest element

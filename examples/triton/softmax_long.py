@@ -1,13 +1,9 @@
-"""Softmax of a row too long for one SM: held by several programs that exchange two numbers, or read twice.
+"""Softmax of a row too long for one SM: held by several programs that exchange two numbers.
 
-split   Each program holds one part of the row in registers, publishes the part's maximum and sum, waits until all parts
-        of the row have, and writes. Each element is read once. A waiting program loads nothing, though, and registers
-        for parts leave few programs on an SM: loading the next row meanwhile (layer_norm_backward_split.py does), or
-        exchanging through a cluster's distributed shared memory, would come closer to a copy.
-loop    Any length, no waiting: one pass keeps a running maximum and rescales the running sum when the maximum grows
-        (the online softmax), a second pass reads the row again and writes. Only a part of that second read hits L2.
-
-Source  online softmax: Milakov and Gimelshein 2018.
+Each program holds one part of the row in registers, publishes the part's maximum and sum, waits until all parts of the
+row have, and writes. Each element is read once. A waiting program loads nothing, though, and registers for parts leave
+few programs on an SM: loading the next row meanwhile (layer_norm_backward_split.py does), or exchanging through a
+cluster's distributed shared memory, would come closer to a copy.
 """
 
 from __future__ import annotations
@@ -59,33 +55,6 @@ def softmax_split_kernel(
     tl.store(y_ptr + row * stride_ym + cols, y.to(y_ptr.dtype.element_ty), mask=inside)
 
 
-@triton.jit
-def softmax_loop_kernel(x_ptr, y_ptr, stride_xm, stride_ym, n_cols, BLOCK_N: tl.constexpr):
-    row = tl.program_id(0).to(tl.int64)
-    x_row, y_row = x_ptr + row * stride_xm, y_ptr + row * stride_ym
-    lane = tl.arange(0, BLOCK_N)
-    # One running maximum and sum per lane, not per row: no reduction inside the loop.
-    largest = tl.full((BLOCK_N,), -float("inf"), tl.float32)
-    total = tl.zeros((BLOCK_N,), tl.float32)
-    for start in range(0, n_cols, BLOCK_N):
-        cols = start + lane
-        # evict_last asks L2 to keep the row for the second pass.
-        x = tl.load(x_row + cols, mask=cols < n_cols, other=-float("inf"), eviction_policy="evict_last").to(tl.float32)
-        larger = tl.maximum(largest, x)
-        # A lane that has seen only -inf would compute -inf - -inf = NaN.
-        centre = tl.where(larger == -float("inf"), 0.0, larger)
-        total = total * tl.exp(largest - centre) + tl.exp(x - centre)
-        largest = larger
-    row_max = tl.max(largest, axis=0)
-    scale = 1.0 / tl.sum(total * tl.exp(largest - row_max), axis=0)
-    # Backwards, so that the second pass starts with what was read last.
-    for done in range(0, n_cols, BLOCK_N):
-        cols = (tl.cdiv(n_cols, BLOCK_N) - 1) * BLOCK_N - done + lane
-        x = tl.load(x_row + cols, mask=cols < n_cols, eviction_policy="evict_first").to(tl.float32)
-        y = tl.exp(x - row_max) * scale
-        tl.store(y_row + cols, y.to(y_ptr.dtype.element_ty), mask=cols < n_cols, cache_modifier=".cs")
-
-
 def split_max_cols(device: torch.device) -> int:
     """Longest row softmax_split takes: its parts wait for each other, so one SM each must be enough to run them all.
 
@@ -104,7 +73,7 @@ def softmax_split(x: torch.Tensor) -> torch.Tensor:
     n_rows, n_cols = check_rows("softmax_split", x, DTYPES)
     check_length("softmax_split", n_cols, split_max_cols(x.device), "softmax")
     if interpreted():
-        raise RuntimeError("softmax_split: its programs wait for each other; in the interpreter use softmax_loop")
+        raise RuntimeError("softmax_split: its programs wait for each other; in the interpreter use softmax_resident")
     y = torch.empty(x.shape, dtype=x.dtype, device=x.device)
     if n_rows:
         parts = triton.cdiv(n_cols, SPLIT_BLOCK)
@@ -115,16 +84,4 @@ def softmax_split(x: torch.Tensor) -> torch.Tensor:
             PARTS=parts, PARTS_POW2=triton.next_power_of_2(parts), BLOCK_N=SPLIT_BLOCK,
             num_warps=4, maxnreg=80,
         )  # fmt: skip
-    return y
-
-
-def softmax_loop(x: torch.Tensor) -> torch.Tensor:
-    """Softmax over rows of any length; each row is read twice. Takes and raises what softmax does."""
-    n_rows, n_cols = check_rows("softmax_loop", x, DTYPES)
-    y = torch.empty(x.shape, dtype=x.dtype, device=x.device)
-    if n_rows:
-        block_n = min(SPLIT_BLOCK, triton.next_power_of_2(n_cols))
-        softmax_loop_kernel[(n_rows,)](
-            x, y, x.stride(0), y.stride(0), n_cols, BLOCK_N=block_n, num_warps=max(1, block_n // 512)
-        )
     return y

@@ -1,7 +1,7 @@
 """Softmax of a row that stays in the L1 cache of one SM: three loops over it, of which only the first reads memory.
 
 The row length is a constant of the kernel, so that the compiler unrolls the loops and has many loads in flight; the
-price is one compilation for each length. A row longer than L1 is still right, and read from L2 or memory again.
+price is one compilation for each length. A longer row is right too, and read from L2 or memory again.
 """
 
 from __future__ import annotations

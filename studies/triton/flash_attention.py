@@ -1,4 +1,4 @@
-"""Study of flash attention: the other head dim, what stored scores would move, and why two programs share an SM.
+"""Study of flash attention: the other head dim, and why two programs share an SM.
 
 wgmma takes its left operand from registers or from shared memory: the weights come from registers, and at a head dim of
 64 the queries too (the kernel adds 0 to them); at 128 they would spill.
@@ -9,7 +9,7 @@ from __future__ import annotations
 import itertools
 import re
 
-from harness import Harness, geomean
+from harness import Harness
 from harness.codegen import Kernel, dump
 
 from examples.triton.flash_attention import TILES, compare, flash_attention
@@ -31,19 +31,8 @@ def left_operands(*args) -> dict[str, int]:
 
 def study(h: Harness) -> None:
     cases = h.pick(interpreted=[(1, 2, 200, 64)], quick=[(1, 16, 4096, 64)], full=[(4, 32, 4096, 64)])
-    tables = [compare(h, *case, causal) for case in cases for causal in (False, True)]
-    if any(table.timed and "FlexAttention" in table for table in tables):
-        h.fact("geometric mean over FlexAttention", round(geomean([*h.lesson, *tables], "FlexAttention"), 4))
-
-    traffic = {}
-    for S, D in ((4096, 64), (4096, 128), (16384, 128)):
-        moved, scores, flops = 8 * S * D, 2 * S * S, 4 * S * S * D  # bytes in 16 bits
-        traffic[f"{S}x{D}"] = {
-            "MB": round(moved / 1e6, 1), "FLOP/byte": round(flops / moved),
-            "MB, scores stored": round((moved + 2 * scores) / 1e6),
-            "FLOP/byte then": round(flops / (moved + 2 * scores)),
-        }  # fmt: skip
-    h.table("a head's Q, K, V and O, and with scores that are written and read once", traffic)
+    for case, causal in itertools.product(cases, (False, True)):
+        compare(h, *case, causal)
 
     code = {}
     for D, causal in itertools.product(TILES, (False, True)):

@@ -1,8 +1,7 @@
 """softmax, measured: each kernel at every row length, and whether `softmax` picks the right one.
 
-1. Each kernel by itself on ragged sizes, beyond the lengths that `softmax` gives it.
-2. The code of the kernels that the lesson does not show: 128-bit accesses, and the atomic that programs wait on.
-3. Row lengths from 256 to 131072: every kernel that takes the length, beside torch, torch.compile and torch.compile
+1. The code of the kernels that the lesson does not show: 128-bit accesses, and the atomic that programs wait on.
+2. Row lengths from 256 to 131072: every kernel that takes the length, beside torch, torch.compile and torch.compile
    with max-autotune (which tries more tilings, and compiles longer).
 """
 
@@ -16,7 +15,6 @@ from examples.triton.softmax import (
     ROWS_MAX,
     reference,
     softmax,
-    softmax_loop,
     softmax_resident,
     softmax_rows,
     softmax_split,
@@ -28,15 +26,6 @@ SMS = (80, 90, 100, 120)
 
 
 def study(h: Harness) -> None:
-    kernels = [softmax_rows, softmax_resident, softmax_loop] + ([] if h.interpreted else [softmax_split])
-    for kernel in kernels:
-        for shape in [(1, 1), (3, 781), (9, 4097)]:
-            h.check(kernel, reference, h.randn(*shape, dtype=h.half, scale=2.0), **BUDGET)
-        padded = h.randn(5, 1024, dtype=h.half, scale=2.0)[:, :781]
-        h.check(kernel, reference, padded, what=f"{kernel.__name__} of padded rows 5x781", **BUDGET)
-    if h.interpreted:
-        h.say("softmax_split is compiled but not run here: its programs wait for each other, which needs a GPU")
-
     h.codegen(softmax_resident, h.meta(4096, 16384), find=dict.fromkeys(SMS, ("ld.global.v4", "st.global.v4")))
     h.codegen(softmax_split, h.meta(4096, 131072), find=dict.fromkeys(SMS, ("ld.global.v4", "atom")))
 
@@ -45,16 +34,13 @@ def study(h: Harness) -> None:
     tables = [sweep(h, elements // cols, cols) for cols in widths]
     if not all(tables):
         return
-    fastest = {str(cols): table.best.variant for cols, table in zip(widths, tables, strict=True)}
-    h.fact("fastest kernel by row length", fastest)
     lost = max(table["triton"].ms / table.best.ms - 1 for table in tables)
     h.say(f"softmax() takes at most {lost:.0%} longer than the fastest kernel of its row length")
-    if "triton split" in tables[-1]:
-        split, loop = (tables[-1][f"triton {name}"].of_ceiling for name in ("split", "loop"))
-        h.say(
-            f"at {widths[-1]} columns split reads each element once and reaches {split:.0%} of a copy, its programs "
-            f"waiting for each other; loop reads each twice and reaches {loop:.0%}"
-        )
+    split, resident = (tables[-1][f"triton {name}"].of_ceiling for name in ("split", "resident"))
+    h.say(
+        f"at {widths[-1]} columns split reads each element once and reaches {split:.0%} of a copy, its programs "
+        f"waiting for each other; resident reads what L1 no longer holds again and reaches {resident:.0%}"
+    )
     tuned = geomean(tables, "torch.compile", "torch max-autotune")
     h.say(f"max-autotune makes torch.compile {tuned:.2f}x as fast over these lengths")
 
@@ -71,10 +57,8 @@ def sweep(h: Harness, rows: int, cols: int):
         variants["triton rows"] = softmax_rows
     if cols >= RESIDENT_MIN:
         variants["triton resident"] = softmax_resident
-    if cols > ROWS_MAX:
-        variants["triton loop"] = softmax_loop
-        if not h.interpreted:
-            variants["triton split"] = softmax_split
+    if cols > ROWS_MAX and not h.interpreted:
+        variants["triton split"] = softmax_split
     return h.compare(
         variants, reference, x, baseline="torch", title="row lengths", case=f"{rows}x{cols}",
         work=Work(bytes=2 * x.nbytes), **BUDGET,

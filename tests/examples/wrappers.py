@@ -49,7 +49,7 @@ from examples.triton.persistent_matmul import matmul_persistent
 from examples.triton.pipelined_matmul import matmul_pipelined
 from examples.triton.shared_memory_single_use import column_sum, matmul_strip, row_sum
 from examples.triton.softmax import softmax, softmax_rows
-from examples.triton.softmax_long import softmax_loop, softmax_split
+from examples.triton.softmax_long import softmax_split
 from examples.triton.softmax_resident import softmax_resident
 from examples.triton.tensor_cores import dot
 from examples.triton.vector_add import vector_add
@@ -114,7 +114,7 @@ FLAT = randoms((70,), (70,))
 WRAPPERS = [
     Wrapper(vector_add, "N N", FLAT),
     Wrapper(fused_add_relu_mul, "N N", lambda h: (*FLAT(h), 0.5)),
-    *(Wrapper(fn, "MN", ROWS) for fn in (softmax, softmax_rows, softmax_split, softmax_loop, softmax_resident)),
+    *(Wrapper(fn, "MN", ROWS) for fn in (softmax, softmax_rows, softmax_split, softmax_resident)),
     *(Wrapper(fn, "MK KN", GEMM) for fn in (matmul, matmul_persistent, matmul_pipelined, dot)),
     Wrapper(matmul_fixed, "MK KN", GEMM, says="matmul_config"),
     Wrapper(matmul_tuned, "MK KN", GEMM),

@@ -7,11 +7,11 @@ import torch
 
 from examples.common.rows import DTYPES
 from examples.triton.softmax import BUDGET, RESIDENT_MAX_KIB, RESIDENT_MIN, ROWS_MAX, reference, softmax, softmax_rows
-from examples.triton.softmax_long import SPLIT_BLOCK, softmax_loop, softmax_split, split_max_cols
+from examples.triton.softmax_long import SPLIT_BLOCK, softmax_split, split_max_cols
 from examples.triton.softmax_resident import softmax_resident
 from tests.examples.triton.helpers import INF, NAN, code, meta, refused
 
-EVERYWHERE = [softmax_rows, softmax_resident, softmax_loop, softmax]
+EVERYWHERE = [softmax_rows, softmax_resident, softmax]
 by_kernel = pytest.mark.parametrize("kernel", [*EVERYWHERE, pytest.param(softmax_split, marks=pytest.mark.gpu)])
 
 
@@ -83,17 +83,13 @@ def test_bad_input(h):
             refused(kernel, ValueError, "", bad)
     refused(softmax_rows, ValueError, f"a row may have {ROWS_MAX} here; call softmax", h.randn(1, ROWS_MAX + 1))
     if interpreted():
-        refused(softmax_split, RuntimeError, "wait for each other; in the interpreter use softmax_loop", x)
+        refused(softmax_split, RuntimeError, "wait for each other; in the interpreter use softmax_resident", x)
     cols = split_max_cols(h.device)
     long = h.randn(1, cols + 1, scale=2.0)
     refused(softmax_split, ValueError, f"{cols + 1} columns, but a row may have {cols} here", long)
-    h.check(softmax, reference, long, **BUDGET)  # softmax goes on with the loop
+    h.check(softmax, reference, long, **BUDGET)  # softmax goes on with softmax_resident
 
 
-@pytest.mark.parametrize(
-    ("wrapper", "cols", "sm", "found"),
-    [(softmax_rows, ROWS_MAX, 80, "ld.global.v4"), (softmax_resident, 65536, 90, "ld.global.v4"),
-     (softmax_loop, 65536, 100, "ld.global.v4"), (softmax_split, 131072, 90, "atom")],
-)  # fmt: skip
-def test_generated_code(wrapper, cols, sm, found):
-    code(sm, found, wrapper, meta(1024, cols), spills=16)  # bytes of one thread, where one is held to 80 registers
+@pytest.mark.parametrize(("wrapper", "cols"), [(softmax_rows, ROWS_MAX), (softmax_resident, 65536)])
+def test_generated_code(wrapper, cols):
+    code(80, "ld.global.v4", wrapper, meta(1024, cols), spills=16)
