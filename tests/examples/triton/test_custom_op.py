@@ -70,7 +70,10 @@ def test_shapes_strides_and_extremes(h, op):
 def test_gradients(h, op):
     for shape in SHAPES:
         check_gradients(h, op, *(h.randn(*(shape or (1,)), dtype=h.half, scale=s).view(shape) for s in (4.0, 1.0, 1.0)))
-    check_gradients(h, op, *(h.randn(33, 65, scale=2.0).t() for _ in range(3)))
+    inputs = [h.randn(33, 65, scale=2.0).t() for _ in range(3)]
+    check_gradients(h, op, *inputs)
+    gradients = lesson.reference_step(*inputs)[1:]
+    h.check(silu_mul_backward, lambda *_: gradients, inputs[2], *inputs[:2], **lesson.STEP_BUDGET)
     gate, up = h.randn(40, scale=4.0).requires_grad_(), h.randn(40)  # of one input only, from an expanded gradient
     (got,) = torch.autograd.grad(op(gate, up).sum(), gate, create_graph=True)
     assert torch.equal(got, forward_backward(op)(gate, up, torch.ones_like(up))[1])
@@ -84,7 +87,8 @@ def test_gradients(h, op):
 def test_compiled(h, op):
     """opcheck; one graph without breaks for every batch, right forward and backward; wrong input refused as well."""
     gate, up = (h.randn(5, 7).requires_grad_() for _ in range(2))
-    assert set(torch.library.opcheck(op, (gate.t().detach(), up.t())).values()) == {"SUCCESS"}
+    for inputs in ((gate.t().detach(), up.t()), (gate.detach().half(), up.detach().half())):
+        assert set(torch.library.opcheck(op, inputs).values()) == {"SUCCESS"}
     cases = [layer_inputs(h, rows, 64) for rows in (16, 7, 1000)]
     one_node = ["aten.add.Tensor", "companion.silu_mul_opaque.default", "aten.mul.Tensor"]
     assert (graph_of(layer(op), *cases[0]) == one_node) == (op is silu_mul_opaque)
