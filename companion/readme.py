@@ -52,11 +52,14 @@ def _beside(table: dict, best: dict) -> list[dict]:
 
 
 def techniques_table(found: list[Topic], records: dict[str, dict], root: Path = ROOT) -> str:
-    """README's map: one row per technique, from the docstrings, with what `records` (by topic) say of it."""
-    lines = ["| technique | the question it answers | answer | run |", "| --- | --- | --- | --- |"]
+    """README's map: a table for each topic, a row per technique, from the docstrings and what `records` say of it."""
+    lines = []
     for topic in found:
         record = records.get(topic.name)
         recorded = {example["name"]: example for example in record["examples"]} if record else {}
+        where = f", recorded on {machine_name(record['machine'])}" if record else ""
+        lines += [f"\n### `{topic.file}`{where}\n"] if lines else [f"### `{topic.file}`{where}\n"]
+        lines += ["| technique | the question it answers | answer | run |", "| --- | --- | --- | --- |"]
         for t in topic.techniques:
             if t.error:
                 raise ValueError(t.error)
@@ -67,6 +70,11 @@ def techniques_table(found: list[Topic], records: dict[str, dict], root: Path = 
             run = f"`{python} {topic.file} {t.name}`"
             lines.append(f"| [{t.name}]({t.file}) | {t.question} | {measured} | {run} |")
     return "\n".join(lines)
+
+
+def machine_name(machine: dict) -> str:
+    """A GPU by its name, a CPU with its cores."""
+    return f"an {machine['gpu']}" if machine["gpu"] else f"a CPU ({machine['cores']} cores, {machine['cpu']})"
 
 
 def is_stale(technique: Technique, example: dict, root: Path = ROOT) -> bool:

@@ -47,7 +47,11 @@ def show_example(name: str, path: Path | None = None, study: bool = False, verbo
     if example["status"] != "passed":
         show.paragraph(console, f"{example['status']}: {example['reason']}", "red")
     if is_stale(technique, example):
-        show.paragraph(console, "older code: its files, or what checks and times them, have changed since", "dim")
+        show.paragraph(
+            console,
+            "recorded with older code: what the lesson runs, or the check or the timer, has changed since",
+            "dim",
+        )
     _show_part(console, example, verbose)
     if study and example.get("study"):
         show.technique_heading(console, technique, ", study")
@@ -78,7 +82,7 @@ def _show_part(console, example: dict, verbose: bool) -> None:
         found.setdefault(kernel["sm"], {}).update(dict.fromkeys(kernel["found"]))
     errors = [each["error"] for each in example["checks"]] + [r["error"] for t in example["tables"] for r in t["rows"]]
     if errors := [error for error in errors if error is not None]:
-        show.paragraph(console, f"{len(errors)} checks passed, largest error {max(errors):.2f} of its budget")
+        show.paragraph(console, f"{len(errors)} checks passed, largest error {max(errors):.2f} of what rounding allows")
     if found and verbose:
         code = " | ".join(f"sm_{sm} {', '.join(names)}" for sm, names in sorted(found.items()))
         show.paragraph(console, f"in the code: {code}")

@@ -342,7 +342,8 @@ def time_variants(
         row.speedup = statistics.median(base / own for base, own in pairs)
         row.enqueue_us = enqueue[row.variant] * 1000 if on_gpu else None
     if held and held > 0.02:
-        table.notes.append(f"the power limit held the clocks down for {min(held, 1):.0%} of the time this table took")
+        share = f"{min(held, 1):.0%} of the time"
+        table.notes.append(f"the power limit held the clocks down for {share}: ratios hold, times would be shorter")
     if end_to_end and on_gpu:
         busy = {row.variant: row.enqueue_us / row.ms / 1000 for row in table.rows}
         bound = {name: min(share, 1) for name, share in busy.items() if share > 0.8}
@@ -350,12 +351,12 @@ def time_variants(
         if len(bound) > 4:  # one line that can be read
             told = f"{len(bound)} of {len(busy)} variants: {min(bound.values()):.0%} to {max(bound.values()):.0%}"
         if bound:
-            table.notes.append(f"launch-bound: the host spends this share of the call on launching ({told})")
+            table.notes.append(f"launch-bound, the host is what is timed: launching takes this share of the call ({told})")
         return
     if slow := [row for row in table.rows if row.enqueue_us and row.enqueue_us > row.ms * 1000]:
         hosts_say = ", ".join(f"{row.variant} {row.enqueue_us:.0f} us" for row in slow)
         table.notes.append(
-            f"launch-bound, where nothing is queued before: the host takes longer than the GPU ({hosts_say})"
+            f"where the GPU has nothing else queued the host limits the call: to launch it takes longer ({hosts_say})"
         )
 
 

@@ -103,7 +103,7 @@ def show_evidence(console: Console, record: ExampleRecord, evidence: dict[int, l
     errors += [row["error"] for table in record.tables for row in table["rows"]]
     if errors:
         checks = f"{len(errors)} check{'s' if len(errors) > 1 else ''}"
-        say(console, f"  {checks} passed, largest error {max(errors):.2f} of its budget")
+        say(console, f"  {checks} passed, largest error {max(errors):.2f} of what rounding allows")
     by_code: dict[str, list[str]] = {}
     for sm, names in sorted(evidence.items()):
         by_code.setdefault(", ".join(names), []).append(f"sm_{sm}")
