@@ -351,7 +351,7 @@ def time_variants(
         if len(bound) > 4:  # one line that can be read
             told = f"{len(bound)} of {len(busy)} variants: {min(bound.values()):.0%} to {max(bound.values()):.0%}"
         if bound:
-            table.notes.append(f"launch-bound, the host is what is timed: launching takes this share of the call ({told})")
+            table.notes.append(f"launch-bound, so the host is timed: launching takes this share of a call ({told})")
         return
     if slow := [row for row in table.rows if row.enqueue_us and row.enqueue_us > row.ms * 1000]:
         hosts_say = ", ".join(f"{row.variant} {row.enqueue_us:.0f} us" for row in slow)
