@@ -11,13 +11,11 @@ and its other strides are multiples of 16 bytes. A descriptor is made in one of 
 Question   Which tensors can a descriptor describe, who notices when one cannot, and what does making one cost?
 Needs      triton, sm_90
 Wins when  host: the launch knows the tensor. device: only the kernel does (groups of tensors, a list of pointers), and
-           many tiles share a descriptor, since each program that makes one executes some dozens of instructions more.
-           In the copy below, whose tiles are small, the loop that shares it costs about what that saves.
+           many tiles share a descriptor. In the copy below the loop that shares it costs about what that saves.
 Variants   descriptors_rules.py (require_descriptor and require_box check every rule), descriptors_window.py (boxes of
            every rank, beyond every edge)
 Study      studies/tma/descriptors.py, studies/tma/descriptors_faults.py (each rule broken, on the GPU)
-Source     goes beyond the chapter; Triton's own checks: triton/tools/tensor_descriptor.py and make_tensor_descriptor;
-           limits: cuTensorMapEncodeTiled in the CUDA driver API; unnoticed: triton issue 10927
+Source     goes beyond the chapter; limits: cuTensorMapEncodeTiled in the CUDA driver API; triton issue 10927
 """
 
 from __future__ import annotations

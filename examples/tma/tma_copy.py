@@ -1,10 +1,9 @@
 """TMA copy: how many bytes in flight saturate memory, and what a tile's detour through registers costs.
 
-A copy computes nothing, so all there is to do is to keep memory busy. By Little's law bytes in flight = bandwidth x
-latency: some tens of KiB in each SM at all times. Ordinary loads have them because thousands of threads wait at once,
-each for 16 bytes in registers. The ring below, in Gluon, has them with two warps per SM: TMA loads tiles into a ring of
-buffers, TMA stores them out of the same ones, and no value enters a register. So no thread reads a buffer, bank
-conflicts cannot occur, and it needs no swizzle: a row of a box may be longer than the widest swizzle's 128 bytes.
+A copy has to keep memory busy: by Little's law bytes in flight = bandwidth x latency, some tens of KiB in each SM at
+all times. Ordinary loads have them because thousands of threads wait at once, each for 16 bytes in registers. The ring
+below, in Gluon, has them with two warps per SM: TMA loads tiles into a ring of buffers, TMA stores them out of the same
+ones, and no value enters a register. So no thread reads a buffer, bank conflicts cannot occur, and it needs no swizzle.
 
 Edges take no code. A TMA load ends at the element, and what lies outside arrives as zeros. A store ends at the next
 multiple of 16 bytes in the row: in memory of its own that is padding; an `out` whose rows end elsewhere is refused.
@@ -15,8 +14,7 @@ Wins when  the copy is part of something else. A copy alone is torch's: x.clone(
            TMA loses less of its bandwidth than pointers do.
 Variants   tma_copy_triton.py (by pointers; by TMA with one tile a program, persistent, and pipelined; plans and checks)
 Study      studies/tma/tma_copy.py, studies/tma/tma_copy_edges.py (what a store writes beyond its row)
-Source     chapter section "TMA", whose claim is a faster copy; Little's law for memory as in vendor tuning guides;
-           where a store ends: seen on an H200, and triton issue 11583.
+Source     chapter section "TMA", whose claim is a faster copy; where a store ends: triton issue 11583
 """
 
 from __future__ import annotations
@@ -32,7 +30,7 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier, tma
 
 from examples.common.device import device_limits, interpreted
-from examples.common.gluon import async_load, async_store
+from examples.common.gluon import async_load, async_store, barriers, buffers
 from examples.common.tma import gluon_descriptor, rows_for_tma
 from examples.tma import tma_copy_triton as others
 from examples.tma.tma_copy_triton import PLANS, Plan, lag, runnable
@@ -55,8 +53,8 @@ def copy_ring_kernel(x_desc, y_desc, M, N, STAGES: gl.constexpr, LAG: gl.constex
     """A buffer is loaded again LAG turns after its store was issued: by then that store has read it."""
     BLOCK_M: gl.constexpr = x_desc.block_shape[0]
     BLOCK_N: gl.constexpr = x_desc.block_shape[1]
-    ring = gl.allocate_shared_memory(x_desc.dtype, [STAGES, BLOCK_M, BLOCK_N], x_desc.layout)
-    full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
+    ring = buffers(x_desc, STAGES)
+    full = barriers(STAGES)
     for i in gl.static_range(STAGES):
         mbarrier.init(full.index(i), count=1)
     fence_async_shared()  # TMA must see the barriers

@@ -3,7 +3,6 @@
 A linear layer is a GEMM and an elementwise epilogue. As two kernels the result travels to memory and back: 8192 x
 14336 x 4 bytes take 0.11 ms of an H200's memory, beside 1.3 ms of GEMM. In the GEMM's store the accumulator is still on
 the chip. Two kernels, on the same operands:
-
   persistent        this file: one program per SM, all by TMA. All warps do the epilogue on the float32 accumulator,
                     while the tensor cores idle: it is exposed, so activations use tanh.approx.
   warp specialized  in Gluon, the default on Hopper: an epilogue partition finishes and stores a tile while two
@@ -16,7 +15,7 @@ Wins when  the pre-activation is not needed again (training needs it). What is s
 Variants   tma_epilogues_hopper.py, tma_epilogues_swiglu.py, tma_epilogues_fp8.py (a quantizer in the store),
            tma_epilogues_shared.py (checks and tiles of all three)
 Study      studies/tma/tma_epilogues.py
-Source     chapter section "TMA"; SwiGLU: Shazeer 2020; GELU: Hendrycks and Gimpel 2016
+Source     chapter section "TMA"
 """
 
 from __future__ import annotations

@@ -2,15 +2,13 @@
 
 A claim such as "TMA is 20 to 30 % faster" often compares another tile or number of stages, too. Here the program stays:
 the same tile of c, 128 x 256, 64 deep, the same stages and warps, one program for each tile in the same order. A step
-of K loads 48 KiB and computes 4.2 MFLOP; by pointers these 48 KiB are 3072 copies of 16 bytes, 12 of each thread, by
-TMA five boxes of 128 bytes a row. Each step changes one thing more:
-
-  pointers  tl.load: all threads copy to shared memory, 16 bytes at a time (cp.async), and advance a pointer for each of
-            those copies; what lies past an edge is masked, or wraps around and is discarded by the masked store;
+of K loads 48 KiB: by pointers 3072 copies of 16 bytes, 12 of each thread, by TMA five boxes of 128 bytes a row. Each
+step changes one thing more:
+  pointers  tl.load: all threads copy to shared memory (cp.async) and advance a pointer for each copy; what lies past an
+            edge is masked, or wraps around and is discarded by the masked store;
   loads     descriptor.load: one thread asks TMA for each box; an mbarrier counts bytes;
   store     descriptor.store: the tile of c goes to shared memory, to where a and b were, and TMA writes it out;
-  parts     the same in two parts, one after the other, through less shared memory: of use to a persistent kernel,
-            whose store has memory of its own (tma_persistent_matmul.py).
+  parts     the same in two parts, through less shared memory: of use to a persistent kernel (tma_persistent_matmul.py).
 
 Question   How much faster is a matmul by TMA, with nothing else changed?
 Needs      triton, sm_90
@@ -37,10 +35,8 @@ from examples.common.tiles import store_parts, tile_coords
 from examples.common.tma import tma_descriptor
 
 DTYPES = (torch.float16, torch.bfloat16)
-BLOCK_M, BLOCK_NS, BLOCK_K, WARPS = 128, (256, 128), 64, 8
+BLOCK_M, BLOCK_NS, BLOCK_K, WARPS, GROUP_M, PARTS = 128, (256, 128), 64, 8, 8, 2
 STAGES = (4, 3)  # most first: the most that shared memory holds
-GROUP_M = 8
-PARTS = 2
 STEPS = ("pointers", "loads", "store", "parts")
 
 
@@ -84,42 +80,34 @@ def matmul_steps_kernel(
         tl.store(c + rows * stride_c + cols, acc.to(c.dtype.element_ty), mask=(rows < M) & (cols < N))
 
 
-def shared_bytes(block_n: int, stages: int) -> int:
-    """Bytes a program may hold for values of two bytes: the tiles of a and b, a few barriers; c takes their place."""
-    return 2 * max(stages * (BLOCK_M + block_n) * BLOCK_K, BLOCK_M * block_n) + 256
-
-
-def fitting(device: torch.device, block_n: int | None = None, stages: int | None = None) -> tuple[int, int]:
-    """The columns of a tile and the stages: those that are given, else the largest tile, then most stages, that fit."""
+def fitting(device: torch.device) -> tuple[int, int]:
+    """The columns of a tile and the stages: the largest tile, then most stages, that shared memory holds."""
     limit = device_limits(device).shared_bytes
-    for columns, count in itertools.product([block_n] if block_n else BLOCK_NS, [stages] if stages else STAGES):
-        if shared_bytes(columns, count) <= limit:
-            return columns, count
-    raise ValueError(
-        f"tma_matmul: block_n {block_n or BLOCK_NS} with stages {stages or STAGES} does not fit the {limit} bytes of "
-        "shared memory that a program may have here; take less of either"
-    )
+    for columns, stages in itertools.product(BLOCK_NS, STAGES):
+        # The tiles of a and b, two bytes a value, and a few barriers; c takes their place.
+        if 2 * max(stages * (BLOCK_M + columns) * BLOCK_K, BLOCK_M * columns) + 256 <= limit:
+            return columns, stages
+    raise RuntimeError(f"tma_matmul: no tile fits the {limit} bytes of shared memory of {device}")
 
 
 def tma_matmul(
-    a: torch.Tensor, b: torch.Tensor, step: str = "parts", block_n: int | None = None, stages: int | None = None
+    a: torch.Tensor, b: torch.Tensor, step: str = "parts", tile: tuple[int, int] | None = None
 ) -> torch.Tensor:
     """a [M, K] @ b [K, N] -> c [M, N], contiguous, by one of STEPS, each one change from the one before.
 
     float16 or bfloat16, both the same, with a float32 accumulator. a and b have contiguous rows; K and N are multiples
-    of 8, M is any (0 too). block_n is one of BLOCK_NS and stages 1 to 8; None: the most that fits.
+    of 8, M is any (0 too). `tile` is its columns, one of BLOCK_NS, and stages; None: the most that fits.
 
     Raises TypeError for another dtype or two dtypes; ValueError for rank, inner sizes that differ, a layout that TMA
-    cannot load (of pointers, too: every step gets the same), an unknown step or block_n, or stages that do not fit;
-    RuntimeError for a device without Triton or an input that requires grad.
+    cannot load (of pointers, too: every step gets the same), an unknown step or another tile; RuntimeError for a device
+    without Triton or an input that requires grad.
     """
     M, N, K = check_gemm("tma_matmul", a, b, DTYPES, tma=True)
     check_choice("tma_matmul", STEPS, step=step)
-    check_choice("tma_matmul", (None, *BLOCK_NS), block_n=block_n)
-    check_choice("tma_matmul", (None, *range(1, 9)), stages=stages)
+    check_choice("tma_matmul", (None, *itertools.product(BLOCK_NS, STAGES)), tile=tile)
     if not (M and N and K):
         return torch.zeros((M, N), dtype=a.dtype, device=a.device)  # nothing to add up, or nothing to write
-    columns, stages = fitting(a.device, block_n, stages)
+    columns, stages = tile or fitting(a.device)
     c = torch.empty((M, N), dtype=a.dtype, device=a.device)
     loads, store, parts = step != "pointers", step in ("store", "parts"), PARTS if step == "parts" else 1
     a_desc, b_desc = tma_descriptor(a, [BLOCK_M, BLOCK_K]), tma_descriptor(b, [BLOCK_K, columns])
@@ -138,30 +126,29 @@ def reference(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
     return a.double() @ b.double()
 
 
-WHOLE = (4096, 4096, 4096)
-RAGGED = (4072, 4104, 4072)  # tails in each dimension: pointers load by masks
-SMALL = (260, 264, 72)
+# Whole tiles; tails in each dimension, where pointers load by masks; for the interpreter.
+WHOLE, RAGGED, SMALL = (4096, 4096, 4096), (4072, 4104, 4072), (260, 264, 72)
 
 
-def compare(h: Harness, M: int, N: int, K: int, block_n: int | None = None, stages: int | None = None, **options):
+def compare(h: Harness, M: int, N: int, K: int, tile: tuple[int, int] | None = None, **options):
     """The table of one size: every step, on the largest tile that fits unless one is given, beside the library."""
     a, b = h.randn(M, K, dtype=h.half), h.randn(K, N, dtype=h.half)
     library = "cuBLAS" if a.is_cuda else "torch"
-    variants = {step: functools.partial(tma_matmul, step=step, block_n=block_n, stages=stages) for step in STEPS}
+    variants = {step: functools.partial(tma_matmul, step=step, tile=tile) for step in STEPS}
     work = Work(bytes=2 * (M * K + K * N + M * N), flops=2 * M * N * K, dtype=h.half)
     return h.compare(
         {library: torch.matmul} | variants, reference, a, b, baseline=library, work=work, terms=K,
-        peers=["pointers"], **{"case": f"{M}x{N}x{K}"} | options,
+        peers=["pointers"], case=f"{M}x{N}x{K}", **options,
     )  # fmt: skip
 
 
 def answer(tables: list) -> str:
-    loads = [table.over("pointers", "loads") for table in tables]
-    each = ", ".join(f"{gain:.2f}x at {table.case}" for gain, table in zip(loads, tables, strict=True))
+    loads = {table.case: table.over("pointers", "loads") for table in tables}
+    each = ", ".join(f"{gain:.2f}x at {case}" for case, gain in loads.items())
     masks = " (masked pointers)" if len(tables) > 1 else ""
     stored = tables[0].over("loads", "store")
     more = "adds nothing" if near(stored, 1) else f"is another {stored:.2f}x"
-    within = sum(1.2 <= gain <= 1.3 for gain in loads)
+    within = sum(1.2 <= gain <= 1.3 for gain in loads.values())
     return (
         f"TMA loads against pointer loads: {each}{masks}; storing by TMA {more}. Within the chapter's 20 to 30 %: "
         f"{within} of {len(loads)}."

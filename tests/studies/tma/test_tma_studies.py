@@ -14,11 +14,11 @@ from hypothesis import strategies as st
 
 from examples.common.device import SHARED_LIMIT, Limits
 from examples.tma import tma_persistent_matmul_schedules as schedules
-from examples.tma.tma_matmul import BLOCK_K, STEPS, tma_matmul
+from examples.tma.tma_matmul import BLOCK_K, STEPS
 from examples.tma.tma_persistent_matmul import reference
 from studies.tma import blackwell, gluon_matmul, tma_copy, tma_copy_edges, tma_persistent_matmul
 from studies.tma.tma_copy_edges import up_to_16_bytes, written
-from studies.tma.tma_matmul import TILES, gains, judge_claim, loop_of, programs_per_sm
+from studies.tma.tma_matmul import TILES, by_step, gains, judge_claim, loop_of
 from studies.tma.tma_persistent_matmul_descriptors import ON_DEVICE, matmul_device_descriptors
 from studies.tma.what_is_tma import machine_code
 
@@ -120,7 +120,7 @@ def test_tma_matmul_counts_and_ratios():
     x = torch.empty(4096, 4096, dtype=torch.bfloat16, device="meta")
     for step, copies in [("pointers", (0, 12)), ("loads", (2, 0))]:
         assert step in STEPS
-        loop = loop_of(dump(tma_matmul, (x, x, step, *TILES[0]), sm=90)["sass"])
+        loop = loop_of(dump(by_step, (x, x, step, *TILES[0]), sm=90)["sass"])
         assert (loop["UTMALDG"], loop["LDGSTS"], loop["HGMMA"]) == (*copies, BLOCK_K // 16)
     sass = "\n".join(
         ("--:-:-:-:1\tHGMMA.64x8 R1;", "OUTER:", "--:-:-:-:1\tMOV R1, R2;", "INNER:", "--:-:-:-:1\t@P0 IADD3.X R1;",
@@ -129,12 +129,9 @@ def test_tma_matmul_counts_and_ratios():
     )  # fmt: skip
     assert loop_of(sass) == {"IADD3": 1, "HGMMA": 1, "BRA": 1}
     assert loop_of(sass, "MOV") == {"MOV": 1, "IADD3": 1, "HGMMA": 1, "BRA": 2}
-    # 129 registers are handed out as 136.
-    cases = [(90, 98328), (90, 131104), (129, 1024)]
-    assert [programs_per_sm(*case, SHARED_LIMIT[90]) for case in cases] == [2, 1, 1]
     table = table_of({"cuBLAS": 1.0, "pointers": 1 / 0.8, "loads": 1.0, "store": 1 / 0.9, "parts": 1 / 0.9})
     assert gains(table) == {"loads": 1.25, "store": 0.9, "parts": 1.0}
-    assert "1 are within the 1.20x to 1.30x that the chapter claims, 2 below, 1" in judge_claim([0.98, 1.04, 1.25, 1.5])
+    assert "1 are within the 1.20x to 1.30x that the chapter claims" in judge_claim([0.98, 1.04, 1.25, 1.5])
 
 
 @pytest.mark.parametrize("where", ON_DEVICE)
