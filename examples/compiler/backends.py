@@ -11,16 +11,15 @@ Wins when  the machine that serves has no compiler or another runtime. For a GPU
 Variants   backends_runtimes.py (ONNX Runtime, TVM, OpenVINO), backends_attempt.py (how a backend is tried)
 Study      studies/compiler/backends.py
 Source     chapter section "Backends"; onnxrt left torch with pull request 158262 (2.9), Relay left TVM in 0.20, IPEX
-           ended with 2.8 (its repository's issue 867). What torch says today, the run prints.
+           ended with 2.8 (its repository's issue 867).
 """
 
 from __future__ import annotations
 
 import copy
-import difflib
 from collections.abc import Callable
-from dataclasses import dataclass, field
 from importlib.util import find_spec
+from typing import NamedTuple
 
 from harness import Harness, Timing, Work, run
 
@@ -36,25 +35,20 @@ def looking(graph: torch.fx.GraphModule, inputs: list[torch.Tensor]) -> Callable
     return graph.forward
 
 
-@dataclass(frozen=True)
-class Entry:
+class Entry(NamedTuple):
     """A row of the chapter's table. `needs`: modules; `better`: arguments of torch.compile that replace the name."""
 
     needs: tuple[str, ...] = ()
     install: str | None = None
     upstream: str = ""
-    better: dict = field(default_factory=dict)
+    better: dict | None = None
 
 
 _TENSORRT = "torch-tensorrt=={}.{}.0".format(*torch.__version__.split(".")[:2])  # pins this very torch
 BACKENDS = {
-    "eager": Entry(),
-    "aot_eager": Entry(),
-    "inductor": Entry(),
-    "cudagraphs": Entry(),
+    **dict.fromkeys(("eager", "aot_eager", "inductor", "cudagraphs"), Entry()),
     "openxla": Entry(
-        ("torch_xla",),
-        "python -m venv .venv-xla && .venv-xla/bin/pip install torch==2.9.0 torch_xla==2.9.0",
+        ("torch_xla",), "python -m venv .venv-xla && .venv-xla/bin/pip install torch==2.9.0 torch_xla==2.9.0",
         "torch_xla ended with 2.9.0, for torch 2.9: it needs an environment of its own",
     ),
     "openvino": Entry(("openvino",), "pip install openvino", better={"backend": openvino_f32, "dynamic": False}),
@@ -84,25 +78,16 @@ def missing(name: str) -> str | None:
     return "; ".join(filter(None, (entry.upstream, entry.install and f"install: {entry.install}")))
 
 
-def available() -> list[str]:
-    """Names for which backend() has an answer on this machine."""
-    named = [name for name in BACKENDS if missing(name) is None]
-    return named + [name for name in torch.compiler.list_backends() if name not in BACKENDS]
-
-
 def backend(name: str) -> dict:
-    """Arguments for torch.compile(model, **backend(name)): that backend, in the way that works.
+    """Arguments for torch.compile(model, **backend(name)): that backend of the table, in the way that works.
 
-    Raises ValueError for an unknown name (the near ones are named) and for one whose package is not installed (with the
-    line that installs it).
+    Raises ValueError for a name that is not in the table, and with the line that installs it where it is missing.
     """
-    if name in BACKENDS and (why := missing(name)):
-        raise ValueError(f"backend: {name!r} is not available here: {why}; available: {', '.join(available())}")
-    if name not in BACKENDS and name not in torch.compiler.list_backends(exclude_tags=()):
-        near = difflib.get_close_matches(str(name), BACKENDS | dict.fromkeys(available()), n=2, cutoff=0.5)
-        hint = f"did you mean {' or '.join(near)}? " if near else ""
-        raise ValueError(f"backend: there is no {name!r}; {hint}available: {', '.join(available())}")
-    return dict((BACKENDS[name].better if name in BACKENDS else {}) or {"backend": name})
+    if name not in BACKENDS:
+        raise ValueError(f"backend: there is no {name!r}; one of {', '.join(BACKENDS)}")
+    if why := missing(name):
+        raise ValueError(f"backend: {name!r} is not available here: {why}")
+    return BACKENDS[name].better or {"backend": name}
 
 
 def try_each(h: Harness) -> tuple[dict[str, Outcome], dict[str, Outcome]]:
@@ -136,7 +121,7 @@ def demo(h: Harness) -> None:
     working = [name for name, outcome in best.items() if not outcome.error]
     rows, texts = {}, {}
     for name, outcome in by_name.items():
-        instead = BACKENDS[name].better.get("backend")
+        instead = (BACKENDS[name].better or {}).get("backend")
         rows[name] = {
             "by its name": "fails" if outcome.error else "runs",
             "instead": instead.__name__ if instead else "",
@@ -156,8 +141,7 @@ def demo(h: Harness) -> None:
         whole = [name for name in working if not best[name].losses]
         partly = [f"{name} ({', '.join(best[name].losses)})" for name in working if best[name].losses]
         gone = [name for name in BACKENDS if name not in working]
-        parts = [f"Nothing is lost in {', '.join(whole)}", *partly, f"not here: {', '.join(gone)}"]
-        return "; ".join(parts) + "."
+        return "; ".join([f"Nothing is lost in {', '.join(whole)}", *partly, f"not here: {', '.join(gone)}."])
 
     h.answer(answer, timed=False)
 
