@@ -2,28 +2,26 @@
 
 With one program per tile, every program starts with empty buffers and ends by storing its tile while the tensor cores
 idle. A persistent kernel starts one program per SM, which takes tiles p, p + NUM_SMS, p + 2 * NUM_SMS, ... That alone
-overlaps nothing; it takes the following steps, on the same tile and with the same asynchronous loads (TMA, the subject
-of a later topic). What remains is wave quantization: the last wave of tiles may fill only part of the GPU.
+overlaps nothing; it takes the following steps, on the same tile, with loads by TMA (the subject of a later topic). What
+remains is wave quantization: the last wave of tiles may fill only part of the GPU.
 
   tile        one program per tile, to start from;
   persistent  a loop over tiles around the loop over K; the pipeline still drains at the end of each tile;
   flattened   tl.range(..., flatten=True) makes one loop of the two, so the pipeline runs through: while one tile is
               stored, the loads of the next are in flight;
-  split       the tile is stored in two halves. The store needs shared memory of its own, as the loads of the next tile
-              occupy the rest: half a tile takes half of it, which pays for a fourth stage.
+  split       the tile is stored in two halves, from half as much shared memory: that pays for a fourth stage.
 
 Question   What does a persistent kernel win over one program per tile, and over cuBLAS, by size?
 Needs      triton, sm_90
 Wins when  there are several tiles per SM. Where one wave covers the matrix, there is no next tile to overlap with.
 Study      studies/triton/persistent_matmul.py
-Source     chapter section "Persistent Kernels", whose example loops over K only and so is not persistent; loop as in
-           Triton tutorial 09
+Source     chapter section "Persistent Kernels", whose example loops over K only; Triton tutorial 09
 """
 
 from __future__ import annotations
 
-import functools
 import itertools
+from functools import partial
 
 from harness import Harness, Work, run
 
@@ -33,14 +31,11 @@ import triton.language as tl
 
 from examples.common.device import device_limits
 from examples.common.operands import check_choice, check_gemm
-from examples.common.tiles import tile_coords
+from examples.common.tiles import split_columns, tile_coords
 from examples.common.tma import tma_descriptor
 
 DTYPES = (torch.float16, torch.bfloat16)
-# Largest first: the tile and stages that fit the shared memory of the device are taken. 128 x 256 is what feeds the
-# tensor cores of Hopper and Blackwell; GPUs with 99 KiB take the second.
-TILES = [(128, 256, 64, 8), (128, 128, 64, 8)]
-GROUP_M = 8
+BLOCK_M, BLOCK_K, GROUP_M = 128, 64, 8
 VARIANTS = ("tile", "persistent", "flattened", "split")
 
 
@@ -69,26 +64,24 @@ def matmul_persistent_kernel(
         for k in tl.range(0, K, BLOCK_K, num_stages=STAGES):
             acc = tl.dot(a_desc.load([row, k]), b_desc.load([k, col]), acc)
         if SPLIT:
-            halves = acc.reshape(BLOCK_M, 2, BLOCK_N // 2).permute(0, 2, 1)
-            left, right = halves.split()
+            left, right = split_columns(acc)
             c_desc.store([row, col], left.to(c_desc.dtype))
             c_desc.store([row, col + BLOCK_N // 2], right.to(c_desc.dtype))
         else:
             c_desc.store([row, col], acc.to(c_desc.dtype))
 
 
-def shared_bytes(block_m: int, block_n: int, block_k: int, itemsize: int, stages: int, store_cols: int) -> int:
+def shared_bytes(block_n: int, stages: int, split: bool) -> int:
     """Bytes a program holds: `stages` tiles of a and b, and the part of c that is stored at a time."""
-    return itemsize * (stages * (block_m + block_n) * block_k + block_m * store_cols) + 256  # and a few barriers
+    return 2 * (stages * (BLOCK_M + block_n) * BLOCK_K + BLOCK_M * block_n // (1 + split)) + 256  # and a few barriers
 
 
-def fitting_tile(device: torch.device, itemsize: int, split: bool) -> tuple[int, int, int, int, int]:
-    """BLOCK_M, BLOCK_N, BLOCK_K, warps and stages (2 to 4): the largest tile, then most stages, the device can hold."""
+def fitting_tile(device: torch.device, split: bool) -> tuple[int, int]:
+    """BLOCK_N and stages, the largest that the device can hold: 256 feeds the tensor cores of Hopper and Blackwell."""
     limit = device_limits(device).shared_bytes
-    for m, n, k, warps in TILES:
-        for stages in (4, 3, 2):
-            if shared_bytes(m, n, k, itemsize, stages, n // 2 if split else n) <= limit:
-                return m, n, k, warps, stages
+    for block_n, stages in itertools.product((256, 128), (4, 3, 2)):
+        if shared_bytes(block_n, stages, split) <= limit:
+            return block_n, stages
     raise RuntimeError(f"matmul_persistent: no tile fits the {limit} bytes of shared memory of {device}")
 
 
@@ -97,9 +90,8 @@ def matmul_persistent(a: torch.Tensor, b: torch.Tensor, variant: str = "split") 
 
     float16 or bfloat16, both the same, with a float32 accumulator. Rows are contiguous, K and N multiples of 8, M any
     (0 too). Raises TypeError for another dtype or two dtypes; ValueError for rank, inner sizes that differ, a layout
-    that TMA cannot load (last dimension contiguous, other strides and the start multiples of 16 bytes) or an unknown
-    variant; RuntimeError for a device without Triton, one with too little shared memory for any tile, or an input that
-    requires grad.
+    that TMA cannot load or an unknown variant; RuntimeError for a device without Triton, one with too little shared
+    memory for any tile, or an input that requires grad.
     """
     M, N, K = check_gemm("matmul_persistent", a, b, DTYPES, tma=True)
     check_choice("matmul_persistent", VARIANTS, variant=variant)
@@ -107,16 +99,15 @@ def matmul_persistent(a: torch.Tensor, b: torch.Tensor, variant: str = "split") 
         return torch.zeros((M, N), dtype=a.dtype, device=a.device)  # nothing to sum, or nothing to write
     c = torch.empty((M, N), dtype=a.dtype, device=a.device)
     split = variant == "split"
-    block_m, block_n, block_k, num_warps, stages = fitting_tile(a.device, a.element_size(), split)
-    tiles = triton.cdiv(M, block_m) * triton.cdiv(N, block_n)
+    block_n, stages = fitting_tile(a.device, split)
+    tiles = triton.cdiv(M, BLOCK_M) * triton.cdiv(N, block_n)
     kernel = matmul_tile_kernel if variant == "tile" else matmul_persistent_kernel
     extra = {} if variant == "tile" else {"FLATTEN": variant != "persistent", "SPLIT": split}
     programs = tiles if variant == "tile" else min(tiles, device_limits(a.device).sms)
     kernel[(programs,)](
-        tma_descriptor(a, [block_m, block_k]), tma_descriptor(b, [block_k, block_n]),
-        tma_descriptor(c, [block_m, block_n // 2 if split else block_n]), M, N, K,
-        BLOCK_M=block_m, BLOCK_N=block_n, BLOCK_K=block_k, GROUP_M=GROUP_M, STAGES=stages,
-        num_warps=num_warps, **extra,
+        tma_descriptor(a, [BLOCK_M, BLOCK_K]), tma_descriptor(b, [BLOCK_K, block_n]),
+        tma_descriptor(c, [BLOCK_M, block_n // 2 if split else block_n]), M, N, K,
+        BLOCK_M=BLOCK_M, BLOCK_N=block_n, BLOCK_K=BLOCK_K, GROUP_M=GROUP_M, STAGES=stages, num_warps=8, **extra,
     )  # fmt: skip
     return c
 
@@ -126,14 +117,12 @@ def reference(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
 
 
 def compare(h: Harness, M: int, N: int, K: int):
-    """Every step beside cuBLAS, at one size; the study asks for more of them."""
+    """Every step beside cuBLAS, at one size."""
     a, b = h.randn(M, K, dtype=h.half), h.randn(K, N, dtype=h.half)
-    library, case = "cuBLAS" if a.is_cuda else "torch", f"{M}x{N}x{K}"
-    variants = {step: functools.partial(matmul_persistent, variant=step) for step in VARIANTS}
-    work = Work(bytes=2 * (M * K + K * N + M * N), flops=2 * M * N * K, dtype=h.half)
-    return h.compare(
-        {library: torch.matmul} | variants, reference, a, b, baseline=library, work=work, case=case, terms=K
-    )  # fmt: skip
+    library = "cuBLAS" if a.is_cuda else "torch"
+    variants = {library: torch.matmul} | {step: partial(matmul_persistent, variant=step) for step in VARIANTS}
+    work, case = Work(bytes=2 * (M * K + K * N + M * N), flops=2 * M * N * K, dtype=h.half), f"{M}x{N}x{K}"
+    return h.compare(variants, reference, a, b, baseline=library, work=work, case=case, terms=K)
 
 
 def demo(h: Harness) -> None:
@@ -141,7 +130,7 @@ def demo(h: Harness) -> None:
     for M, N, K in [(1, 8, 8), (129, 264, 72), (257, 520, 8), (5, 16, 0)]:
         a, b = h.randn(M, K, dtype=h.half), h.randn(K, N, dtype=h.half)
         for variant in VARIANTS if M > 128 else VARIANTS[-1:]:
-            fn = functools.partial(matmul_persistent, variant=variant)
+            fn = partial(matmul_persistent, variant=variant)
             h.check(fn, reference, a, b, terms=K, what=f"matmul_persistent {variant} {M}x{N}x{K}")
 
     x, tma = h.meta(4096, 4096), ("cp.async.bulk.tensor", "mbarrier")
@@ -154,10 +143,8 @@ def demo(h: Harness) -> None:
         library, last = tables[0].baseline, tables[-1]
         tile, cublas = (", ".join(f"{t.over(row, 'split'):.2f}x" for t in tables) for row in ("tile", library))
         steps = [f"{after} {last.over(before, after):.2f}x" for before, after in itertools.pairwise(VARIANTS)]
-        return (
-            f"At {', '.join(map(str, sizes))}: {tile} one program per tile and {cublas} {library}. "
-            f"Step by step at {sizes[-1]}: {', '.join(steps)}."
-        )
+        return (f"At {', '.join(map(str, sizes))}: {tile} one program per tile and {cublas} {library}. "
+                f"Step by step at {sizes[-1]}: {', '.join(steps)}.")  # fmt: skip
 
     h.answer(answer)
 
