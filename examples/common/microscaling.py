@@ -12,8 +12,9 @@ import torch
 import triton
 import triton.language as tl
 
+from examples.common.device import require_triton_device
 from examples.common.fp8 import FLOOR
-from examples.common.tma import require_tma_layout
+from examples.common.tma import require_tma_layout, tma_descriptor
 
 
 class Format(NamedTuple):
@@ -90,6 +91,34 @@ def check_operand(name: str, label: str, q: torch.Tensor, scale: torch.Tensor, f
             f"swizzled=True, or call swizzle_scales on [{rows}, {K // form.group}]"
         )
     require_tma_layout(name, **{label: q, f"scales of {label}": scale})
+
+
+def check_mx_gemm(name: str, a: tuple, b: tuple, fmt: str, values: bool) -> tuple[int, int, int]:
+    """M, N and K of a @ b.T, each (values, their scales, the tensor's scale), which is read if `values`.
+
+    Raises what require_triton_device, format_of, check_operand and check_tensor_scale do, ValueError for two K.
+    """
+    given = [x for x in (a[2], b[2]) if isinstance(x, torch.Tensor)]
+    require_triton_device(name, *a[:2], *b[:2], *given)
+    pack = format_of(name, fmt).pack
+    for label, (q, scale, _) in (("a", a), ("b", b)):
+        check_operand(name, label, q, scale, fmt)
+    for _, _, tensor_scale in (a, b):
+        check_tensor_scale(name, fmt, tensor_scale, a[0], values)
+    if a[0].shape[1] != b[0].shape[1]:
+        raise ValueError(
+            f"{name}: K is {a[0].shape[1] * pack} of a and {b[0].shape[1] * pack} of b; both are [rows, K]"
+        )
+    return a[0].shape[0], b[0].shape[0], a[0].shape[1] * pack
+
+
+def mx_descriptor(x: torch.Tensor, rows: int, block_k: int, form: Format):
+    """A TMA descriptor of values, or of scales in tiles, for so many rows and values of K."""
+    x = x if x.dtype is torch.float8_e4m3fn else x.view(torch.uint8)
+    if x.ndim == 2:
+        return tma_descriptor(x, [rows, block_k // form.pack])
+    box = [rows // 128, block_k // form.group // 4, 2, 256]  # as TMA wants it: no box is wider than 256
+    return tma_descriptor(x.view(*x.shape[:2], 2, 256), box)
 
 
 @triton.jit

@@ -32,13 +32,12 @@ def prepare(
         rows = x.reshape(x.shape[0] * x.shape[1] if per_head else 1, -1)
         if not x.numel():  # no amax
             quantized, scale = x.to(E4M3), torch.ones(len(rows), device=x.device)
-        elif power_of_two:
-            _, scale = quantize_reference(rows, (1, rows.shape[1]), E4M3)
+        else:
+            quantized, scale = quantize_reference(rows, (1, rows.shape[1]), E4M3)
+        if power_of_two and x.numel():
             mantissa, exponent = torch.frexp(scale)  # mantissa in [0.5, 1)
             scale = torch.ldexp(torch.ones_like(scale), exponent - (mantissa == 0.5).int())
             quantized = (rows.float() / scale).to(E4M3)
-        else:
-            quantized, scale = quantize_reference(rows, (1, rows.shape[1]), E4M3)
         data.append(quantized.view(x.shape))
         scales.append(scale.view(x.shape[:2]) if per_head else scale.view(()))
     return (*data, *scales)

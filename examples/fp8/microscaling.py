@@ -21,7 +21,6 @@ Source     goes beyond the chapter; OCP Microscaling Formats (MX) 1.0, section 6
 from __future__ import annotations
 
 import functools
-import itertools
 import math
 
 from harness import Harness, Work, geomean, run
@@ -30,21 +29,10 @@ import torch
 import triton
 import triton.language as tl
 
-from examples.common.device import device_limits, interpreted, require_triton_device
-from examples.common.fp8 import dequantize_reference, quantize_reference
-from examples.common.microscaling import (
-    FORMATS,
-    RECIPES,
-    check_operand,
-    check_tensor_scale,
-    decode,
-    format_of,
-    scales_shape,
-    unswizzled,
-)
+from examples.common.device import device_limits, interpreted
+from examples.common.microscaling import FORMATS, check_mx_gemm, decode, mx_descriptor, scales_shape, unswizzled
 from examples.common.rows import DTYPES
-from examples.common.tma import tma_descriptor
-from examples.fp8.microscaling_quantize import Operands, round_trip, scaled_mm
+from examples.fp8.microscaling_quantize import Operands, losses, scaled_mm
 
 # BLOCK_M and BLOCK_N (multiples of 128), BLOCK_K, warps, stages. Native tiles count BLOCK_K in bytes: rows of 128.
 LARGE, SMALL = (128, 256, 128, 8, 4), (128, 128, 128, 8, 3)
@@ -93,10 +81,7 @@ def native() -> bool:
 
 
 def tile_for(device: torch.device, form, emulate: bool) -> tuple[int, int, int, int, int]:
-    """BLOCK_M, BLOCK_N, BLOCK_K, warps, stages: what spills nothing, and on sm_120 fits 99 KiB of shared memory.
-
-    Emulated, that holds for sm_90; where the instruction exists, emulation is for comparison and may spill.
-    """
+    """BLOCK_M, BLOCK_N, BLOCK_K, warps, stages: what spills nothing (emulated, on sm_90) and on sm_120 fits 99 KiB."""
     if emulate or not native():
         return EMULATED
     block_m, block_n, bytes_k, warps, stages = LARGE if device_limits(device).shared_bytes > 200 * 1024 else SMALL
@@ -114,25 +99,16 @@ def mx_matmul(
     `emulate` decodes in the kernel: by default where there are no block-scaled instructions. False there leaves the
     decoding to tl.dot_scaled, which Triton then turns into bfloat16 products; ValueError for nvfp4, or interpreted.
 
-    Raises TypeError for another dtype; ValueError for an unknown format, rank, inner sizes that differ, a layout TMA
-    cannot load, scales of another shape, a tensor's scale that is missing, superfluous or not positive and finite
-    (check_scales=False does not read it); RuntimeError for a device without Triton or an input that requires grad.
+    Raises TypeError for another dtype; ValueError for an unknown format, sizes or a layout that do not fit, a tensor's
+    scale that is missing, superfluous or not positive and finite (check_scales=False does not read it); RuntimeError
+    for no Triton or an input that requires grad.
     """
     name = "mx_matmul"
-    given = [x for x in (a_tensor_scale, b_tensor_scale) if isinstance(x, torch.Tensor)]
-    require_triton_device(name, a_q, a_scale, b_q, b_scale, *given)
-    form = format_of(name, fmt)
+    a, b = (a_q, a_scale, a_tensor_scale), (b_q, b_scale, b_tensor_scale)
+    M, N, K = check_mx_gemm(name, a, b, fmt, check_scales)
+    form = FORMATS[fmt]
     if out_dtype not in DTYPES:
         raise TypeError(f"{name}: out_dtype {out_dtype} is not one of {DTYPES}")
-    for label, q, scale in (("a", a_q, a_scale), ("b", b_q, b_scale)):
-        check_operand(name, label, q, scale, fmt)
-    for tensor_scale in (a_tensor_scale, b_tensor_scale):
-        check_tensor_scale(name, fmt, tensor_scale, a_q, check_scales)
-    if a_q.shape[1] != b_q.shape[1]:
-        raise ValueError(
-            f"{name}: K is {a_q.shape[1] * form.pack} of a and {b_q.shape[1] * form.pack} of b; both are [rows, K]"
-        )
-    M, N, K = a_q.shape[0], b_q.shape[0], a_q.shape[1] * form.pack
     if not (M and N and K):
         return torch.zeros((M, N), dtype=out_dtype, device=a_q.device)  # nothing to sum, or nothing to write
     c = torch.empty((M, N), dtype=out_dtype, device=a_q.device)
@@ -141,14 +117,8 @@ def mx_matmul(
         where = "in the interpreter" if interpreted() else "before sm_100"
         raise ValueError(f"{name}: tl.dot_scaled cannot decode {fmt} {where}; leave out emulate=False")
     block_m, block_n, block_k, warps, stages = tile_for(a_q.device, form, emulate)
-    bytes_of = [x if x.dtype is torch.float8_e4m3fn else x.view(torch.uint8) for x in (a_q, a_scale, b_q, b_scale)]
-    descriptors = []
-    for x, rows in zip(bytes_of, (block_m, block_m, block_n, block_n), strict=True):
-        if x.ndim == 2:
-            descriptors.append(tma_descriptor(x, [rows, block_k // form.pack]))
-        else:
-            box = [rows // 128, block_k // form.group // 4, 2, 256]  # as TMA wants it: no box is wider than 256
-            descriptors.append(tma_descriptor(x.view(*x.shape[:2], 2, 256), box))
+    boxes = [(block_m, block_k), (block_m, block_k), (block_n, block_k), (block_n, block_k)]
+    descriptors = [mx_descriptor(x, *box, form) for x, box in zip((a_q, a_scale, b_q, b_scale), boxes, strict=True)]
     mx_matmul_kernel[(triton.cdiv(M, block_m) * triton.cdiv(N, block_n),)](
         *descriptors, c, a_tensor_scale, b_tensor_scale, M, N, K, c.stride(0),
         FORMAT=form.dot, GROUP=form.group, PACK=form.pack, NV=fmt == "nvfp4",
@@ -169,21 +139,6 @@ KINDS = {
 def budget(K: int) -> dict:
     """How an instruction adds up the products of one step is not documented for all: it gets a wider budget."""
     return {"terms": K, "roundings": 2} | ({"acc": 2.0**-13} if native() else {})
-
-
-def losses(h: Harness, rows: int, cols: int) -> dict[str, dict[str, float]]:
-    """What each format loses of ordinary values, alone and beside outliers, whose own error does not count."""
-    plain, outlier = h.randn(rows, cols), h.randint(256, rows, cols) == 0
-    row = (1, cols)
-    ways = {"e4m3, a scale per row": (8 + 32 / cols, lambda x: dequantize_reference(*quantize_reference(x, row), row))}
-    ways |= {name: (FORMATS[how[0]].bits, lambda x, how=how: round_trip(x, *how)) for name, how in RECIPES.items()}
-    table = {name: {"bits a value": round(bits, 3)} for name, (bits, _) in ways.items()}
-    for name, times in itertools.product(ways, (1, 100, 10_000)):
-        x = torch.where(outlier, plain * times, plain)
-        lost, kept = (ways[name][1](x) - x.double())[~outlier], x.double()[~outlier]
-        loss = (lost.square().mean() / kept.square().mean()).sqrt().item()
-        table[name][f"outliers x{times}" if times > 1 else "normal"] = round(loss, 4)
-    return table
 
 
 def ours() -> str:
@@ -210,13 +165,12 @@ def compare(h: Harness, n: int, fmt: str):
 
 
 def answer(lost: dict, tables: dict[str, list]) -> str:
-    def each(column: str) -> str:  # by the specification's rule
-        return ", ".join(f"{lost[row][column]:.0%}" for row in ("mxfp8, scales floor", "mxfp4, scales floor", "nvfp4"))
-
+    rows = [lost[name] for name in ("mxfp8, scales floor", "mxfp4, scales floor", "nvfp4")]  # the specification's rule
+    plain, beside = (", ".join(f"{row[name]:.0%}" for row in rows) for name in ("normal", "outliers x100"))
     speeds = [geomean(cases, cases[0].baseline, ours()) for cases in tables.values()]
     pays = "it pays" if min(speeds) > 1 else "it saves memory alone" if max(speeds) < 1 else "it pays in part"
     return (
-        f"{', '.join(FORMATS)} are off by {each('normal')}; beside outliers of 100x by {each('outliers x100')}. At "
+        f"{', '.join(FORMATS)} are off by {plain}; beside outliers of 100x by {beside}. At "
         f"{', '.join(f'{form.bits / 16:.2f}' for form in FORMATS.values())} of 16-bit operands' bytes a product"
         f"{'' if native() else ', emulated,'} runs at {', '.join(f'{speed:.2f}x' for speed in speeds)} their speed: "
         f"{pays}."

@@ -6,6 +6,7 @@ that the tensor cores take. Also here: random operands of a product, and the lib
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable
 from typing import NamedTuple
 
@@ -14,9 +15,11 @@ import triton
 import triton.language as tl
 
 from examples.common.device import require_triton_device
-from examples.common.fp8 import FLOOR
+from examples.common.fp8 import FLOOR, dequantize_reference, quantize_reference
 from examples.common.microscaling import (
+    FORMATS,
     NV_SPAN,
+    RECIPES,
     RULES,
     bytes_of,
     check_tensor_scale,
@@ -102,22 +105,18 @@ def quantize_kernel(
 
 
 def mx_quantize(
-    x: torch.Tensor,
-    fmt: str,
-    rule: str = "floor",
-    tensor_scale: torch.Tensor | None = None,
-    swizzled: bool = False,
+    x: torch.Tensor, fmt: str, rule: str = "floor", tensor_scale: torch.Tensor | None = None, swizzled: bool = False,
     check_scales: bool = True,
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]:
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]:  # fmt: skip
     """x [M, K] -> values, scales and, for nvfp4, the tensor's scale, in one of FORMATS.
 
     x is float32, float16 or bfloat16 with contiguous rows, K a multiple of the group; values are [M, K], packed
     [M, K / 2]. A `tensor_scale` that is known saves nvfp4 its second reading of x. A group with NaN or an infinity gets
     a NaN scale, so it reads back as NaN, and no other does; zeros stay zeros.
 
-    Raises TypeError for another dtype; ValueError for a format or rule that does not exist, rank, K, an inner stride
-    other than 1, a tensor's scale that is superfluous or not positive and finite (check_scales=False does not read it,
-    which waits for the GPU); RuntimeError for a device without Triton or an input that requires grad.
+    Raises TypeError for another dtype; ValueError for an unknown format or rule, rank, K, an inner stride other than 1,
+    a tensor's scale that is superfluous or not positive and finite (check_scales=False does not read it, which waits
+    for the GPU); RuntimeError for no Triton or an input that requires grad.
     """
     name = "mx_quantize"
     require_triton_device(name, x, *([tensor_scale] if isinstance(tensor_scale, torch.Tensor) else []))
@@ -173,6 +172,21 @@ def round_trip(x: torch.Tensor, fmt: str, rule: str = "floor") -> torch.Tensor:
     """What x stands for once it is quantized, in float64."""
     q, scale, tensor_scale = mx_quantize(x, fmt, rule)
     return dequantize(q, scale, fmt, tensor_scale)
+
+
+def losses(h, rows: int, cols: int) -> dict[str, dict[str, float]]:
+    """What each format loses of ordinary values, alone and beside outliers, whose own error does not count."""
+    plain, outlier = h.randn(rows, cols), h.randint(256, rows, cols) == 0
+    row = (1, cols)
+    ways = {"e4m3, a scale per row": (8 + 32 / cols, lambda x: dequantize_reference(*quantize_reference(x, row), row))}
+    ways |= {name: (FORMATS[how[0]].bits, lambda x, how=how: round_trip(x, *how)) for name, how in RECIPES.items()}
+    table = {name: {"bits a value": round(bits, 3)} for name, (bits, _) in ways.items()}
+    for name, times in itertools.product(ways, (1, 100, 10_000)):
+        x = torch.where(outlier, plain * times, plain)
+        lost, kept = (ways[name][1](x) - x.double())[~outlier], x.double()[~outlier]
+        loss = (lost.square().mean() / kept.square().mean()).sqrt().item()
+        table[name][f"outliers x{times}" if times > 1 else "normal"] = round(loss, 4)
+    return table
 
 
 class Operands(NamedTuple):

@@ -1,64 +1,21 @@
 """Study of fp8_attention: where its error comes from, what quantizing for each call costs, and the code of both masks.
 
-1. The error on normal data, on outlier channels and on heads of unequal size, with a scale a head and with one scale;
+1. The code for each head dim and mask.
+2. The error on normal data, on outlier channels and on heads of unequal size, with a scale a head and with one scale;
    and the part that exact arithmetic on the FP8 inputs would leave. The arithmetic adds weights of three bits and,
    on Hopper, an accumulator that keeps about 14 bits: beside one large weight, many small ones lose part of what they
    add.
-2. The code for each head dim and mask.
 3. prepare() in eager torch next to the attention, and next to a copy of its bytes.
-4. The geometric means over the lesson's tables.
 """
 
 from __future__ import annotations
 
-import statistics
-
-from harness import Harness, geomean
+from harness import Harness
 
 import torch
 
 from examples.common.attention import attention_reference
 from examples.fp8.fp8_attention import E4M3, TILES, fp8_attention, off_by, prepare, reference
-
-LIBRARIES = ("cuDNN bf16", "torch flash bf16")
-
-
-def show_accuracy(h: Harness) -> None:
-    """What FP8 costs, apart: quantizing the inputs, and the arithmetic after it."""
-    bf16 = h.peer("triton/flash_attention").flash_attention
-    B, H, S, D = h.pick(interpreted=(1, 3, 70, 64), quick=(1, 4, 2048, 128), full=(1, 4, 4096, 128))
-    rows, shares = {}, {}
-    for kind in ("normal data", "outlier channels", "heads of unequal size"):
-        q, k, v = (h.randn(B, H, S, D, dtype=h.half) for _ in range(3))
-        if kind == "outlier channels":  # one of 32, ten times as large
-            k[..., ::32] *= 10
-            v[..., ::32] *= 10
-        elif kind == "heads of unequal size":  # each 1/30 of the one before
-            v *= (30.0 ** -torch.arange(H, device=v.device)).to(v.dtype)[:, None, None]
-        want = attention_reference(q, k, v)
-        rows[kind] = {"16 bits": off_by(bf16(q, k, v), want)}
-        for label, per_head in (("a scale a head", True), ("one scale", False)):
-            data = prepare(q, k, v, per_head)
-            exact, ours = off_by(reference(*data), want), off_by(fp8_attention(*data, out_dtype=h.half), want)
-            rows[kind][label] = [exact, ours]
-            if per_head:
-                shares[kind] = exact / ours
-    h.table("error over the answer; of FP8 inputs in exact arithmetic / in FP8", rows)
-    said = ", ".join(f"{share:.0%} on {kind}" for kind, share in shares.items())
-    h.say(f"exact arithmetic on the FP8 inputs would leave of the error, with a scale a head: {said}")
-
-
-def show_preparation(h: Harness, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, attention_ms: float) -> None:
-    from harness.hardware import ceilings, gpu_ms
-
-    ms = statistics.median(gpu_ms(lambda: prepare(q, k, v)))
-    moved = sum(x.numel() * (2 * x.element_size() + 1) for x in (q, k, v))  # read for amax, read again, write
-    least = moved / ceilings().copy_tbps() / 1e9
-    h.fact(f"prepare() of {tuple(q.shape)} in eager torch, ms", round(ms, 3))
-    h.say(
-        f"quantizing Q, K and V for one call costs {ms:.2f} ms that way, {ms / attention_ms:.1f} times the attention; "
-        f"at the speed of a copy its bytes would take {least:.2f} ms, {least / attention_ms:.0%} of it"
-    )
 
 
 def show_code(h: Harness) -> None:
@@ -69,22 +26,44 @@ def show_code(h: Harness) -> None:
             h.codegen(fp8_attention, x, x, x.transpose(2, 3).contiguous(), s, s, s, causal, find=find)
 
 
+def show_accuracy(h: Harness) -> None:
+    """What FP8 costs, apart: quantizing the inputs, and the arithmetic after it."""
+    B, H, S, D = h.pick(interpreted=(1, 3, 70, 64), quick=(1, 4, 2048, 128), full=(1, 4, 4096, 128))
+    rows, shares = {}, []
+    for kind in ("normal data", "outlier channels", "heads of unequal size"):
+        q, k, v = (h.randn(B, H, S, D, dtype=h.half) for _ in range(3))
+        if kind == "outlier channels":  # one of 32, ten times as large
+            k[..., ::32] *= 10
+            v[..., ::32] *= 10
+        elif kind == "heads of unequal size":  # each 1/30 of the one before
+            v *= (30.0 ** -torch.arange(H, device=v.device)).to(v.dtype)[:, None, None]
+        want, row = attention_reference(q, k, v), rows.setdefault(kind, {})
+        for label, per_head in (("one scale", False), ("a scale a head", True)):
+            data = prepare(q, k, v, per_head)
+            exact, ours = off_by(reference(*data), want), off_by(fp8_attention(*data, out_dtype=h.half), want)
+            row[label] = [round(exact, 4), round(ours, 4)]
+        shares.append(f"{exact / ours:.0%} on {kind}")
+    h.table("error over the answer; of FP8 inputs in exact arithmetic / in FP8", rows)
+    h.say(f"exact arithmetic on the FP8 inputs would leave of the error, with a scale a head: {', '.join(shares)}")
+
+
+def show_preparation(h: Harness, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, attention_ms: float) -> None:
+    from harness.hardware import ceilings, gpu_ms
+
+    ms = gpu_ms(lambda: prepare(q, k, v))
+    moved = sum(x.numel() * (2 * x.element_size() + 1) for x in (q, k, v))  # read for amax, read again, write
+    least = moved / ceilings().copy_tbps() / 1e9
+    h.say(
+        f"quantizing Q, K and V for one call costs {ms:.2f} ms in eager torch, {ms / attention_ms:.1f} times the "
+        f"attention; at the speed of a copy its bytes would take {least:.2f} ms, {least / attention_ms:.0%} of it"
+    )
+
+
 def study(h: Harness) -> None:
     show_code(h)
     if not h.profile:
         show_accuracy(h)
-    if not (h.lesson and all(h.lesson)):
-        return
     for table in h.lesson:
-        if "causal" not in table.case:
+        if table and "causal" not in table.case:
             shape = [int(size) for size in table.case.split("x")]
             show_preparation(h, *(h.randn(*shape, dtype=h.half) for _ in range(3)), table["triton"].ms)
-    names = ("triton bf16", *LIBRARIES)
-    over = {
-        name: {
-            "geometric mean": round(geomean(h.lesson, name, "triton"), 4),
-            "least": round(min(table.over(name, "triton") for table in h.lesson), 4),
-        }
-        for name in names
-    }
-    h.table("triton FP8 over attention in bfloat16", over)

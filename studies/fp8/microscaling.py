@@ -1,16 +1,14 @@
-"""Study of microscaling: the quantizers bit for bit and beside torch.compile, and what emulation costs.
+"""Study of microscaling: the quantizers, bit for bit and beside torch.compile.
 
 1. Every bit of values and scales against the formats' descriptions, by every rule.
 2. Each quantizer beside the same operations compiled; a copy of its bytes is the ceiling.
-3. From the lesson's tables, the bytes of operands and the speed beside 16-bit operands that were decoded before;
-   tl.dot_scaled's own decoding, where there is no instruction, is one of their rows.
 """
 
 from __future__ import annotations
 
 import functools
 
-from harness import Harness, Table, Work
+from harness import Harness, Work
 
 import torch
 
@@ -54,9 +52,9 @@ def checks(h: Harness) -> None:
             h.check(quantized_bytes, expected_bytes, x, *recipe, what=what, dtype=torch.uint8)
 
 
-def compare_quantizers(h: Harness, rows: int, cols: int) -> list[Table]:
+def compare_quantizers(h: Harness, rows: int, cols: int) -> None:
     """A table for each format; nvfp4's scale of the tensor is given."""
-    x, tables = h.randn(rows, cols, dtype=h.half), []
+    x = h.randn(rows, cols, dtype=h.half)
     library = "torch.compile" if x.is_cuda else "torch"
     for fmt, form in FORMATS.items():
         whole = mx_quantize(x, fmt)[2]
@@ -70,33 +68,12 @@ def compare_quantizers(h: Harness, rows: int, cols: int) -> list[Table]:
             work=Work(bytes=x.nbytes + int(x.numel() * form.bits / 8)), title="quantize", dtype=torch.uint8,
             case=f"{fmt} {rows}x{cols}",
         )  # fmt: skip
-        tables.append(table)
         if table and (share := table["triton"].of_ceiling):
             pace = "memory sets its pace" if share >= 0.8 else "it is not memory that sets its pace"
             h.say(f"{fmt}: {share:.0%} of the copy ceiling, so {pace}; {table.over(library, 'triton'):.2f}x {library}")
-    return tables
-
-
-def explain(h: Harness, tables: list[Table]) -> None:
-    """What was emulated and what that cost."""
-    cells = {}
-    for table in tables:
-        share = FORMATS[table.case.split()[0]].bits / 16
-        others = {row.variant: round(row.speedup, 3) for row in table.rows if row.variant != table.baseline}
-        cells[table.case] = {"bytes of operands": round(share, 3)} | others
-    h.table("x over the product of 16-bit operands that were decoded before", cells)
-    for case, cell in cells.items() if not native() else ():
-        best = max(value for name, value in cell.items() if name.startswith("triton"))
-        h.say(
-            f"{case}: {cell['bytes of operands']:.2f} of the bytes; emulated, {best:.2f}x of the speed: in time that "
-            + ("pays here" if best > 1 else "does not pay")
-        )
 
 
 def study(h: Harness) -> None:
     checks(h)
-    ran = "run here" if native() else "do not run here: the products are emulations"
-    h.fact("block-scaled instructions", ran)
+    h.fact("block-scaled instructions", "run here" if native() else "do not run here: the products are emulations")
     compare_quantizers(h, *h.pick(interpreted=(32, 512), quick=(8192, 8192), full=(16384, 16384)))
-    if h.lesson and all(h.lesson):
-        explain(h, h.lesson)

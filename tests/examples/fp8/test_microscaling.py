@@ -98,16 +98,12 @@ def test_bytes_worked_out_by_hand(h):
     q, scale, whole = mx_quantize(x / 4, "nvfp4")
     assert whole.item() == pytest.approx(1.5 / NV_SPAN)
     assert (scale.float().tolist(), bits(q).tolist()) == ([[448.0, 448.0]], codes)
-    q, scale, _ = mx_quantize(x * 70, "mxfp8")  # amax 420: floor(log2 420) - 8 is 0
-    assert (bits(scale).tolist(), bits(q).tolist()) == ([[127]], bits((x * 70).to(torch.float8_e4m3fn)).tolist())
     for fmt, rule, amax, code, largest in [
         ("mxfp4", "floor", 7.9, 127, 6.0),  # saturates, as the specification has it
-        ("mxfp4", "up", 7.9, 128, 8.0),
         ("mxfp4", "up", 6.0, 127, 6.0),  # no more than it takes
         ("mxfp4", "up", 6.0000005, 128, 6.0),
         ("mxfp8", "floor", 511.0, 127, 448.0),
         ("mxfp8", "up", 511.0, 128, 512.0),
-        ("mxfp8", "up", 448.0, 127, 448.0),
     ]:
         q, scale, _ = mx_quantize(torch.full((1, 32), amax, device=h.device), fmt, rule)
         assert (bits(scale).item(), dequantize(q, scale, fmt)[0, 0].item()) == (code, largest)
@@ -152,14 +148,16 @@ def test_shapes_plain_and_in_tiles(h, case, shape):
     for fmt, rule in (RECIPES[case % 5], RECIPES[(case + 2) % 5]):
         x = h.randn(*shape, dtype=h.half, scale=3.0)
         check_bits(h, x, fmt, rule)
-        q, scale, whole = mx_quantize(x, fmt, rule)
-        tiled_q, tiles, tiled_whole = mx_quantize(x, fmt, rule, swizzled=True)
+        q, scale, _ = mx_quantize(x, fmt, rule)
+        tiled_q, tiles, _ = mx_quantize(x, fmt, rule, swizzled=True)
         assert torch.equal(bits(q), bits(tiled_q))
         assert torch.equal(bits(swizzle_scales(scale)), bits(tiles))
-        assert whole is tiled_whole is None or whole == tiled_whole
-    wide, fmt = h.randn(40, 256, dtype=h.half), tuple(FORMATS)[case % 3]
-    layouts = wide[:, :96], wide[::3, 32:96], wide[:1].expand(7, 256), wide[:1, :64].as_strided((1, 64), (5, 1))
-    for x in layouts[:: 1 if case < 3 else 9]:
+
+
+@pytest.mark.parametrize("fmt", FORMATS)
+def test_layouts(h, fmt):
+    wide = h.randn(40, 256, dtype=h.half)
+    for x in wide[:, :96], wide[::3, 32:96], wide[:1].expand(7, 256), wide[:1, :64].as_strided((1, 64), (5, 1)):
         check_bits(h, x, fmt, what=f"strides {x.stride()}")
 
 
@@ -198,8 +196,8 @@ def test_the_scale_of_a_tensor(h):
     assert (dequantize(q, scale, "nvfp4", whole) == 0).all()
 
 
-@pytest.mark.parametrize(("rows", "groups"), [(1, 1), (128, 4), (300, 9)])
-def test_scale_tiles_are_where_the_tensor_cores_look(rows, groups):
+def test_scale_tiles_are_where_the_tensor_cores_look():
+    rows, groups = 300, 9
     scale = torch.randint(1, 255, (rows, groups), dtype=torch.uint8)
     tiles = swizzle_scales(scale.view(torch.float8_e8m0fnu))
     assert tiles.shape == scales_shape(rows, groups, swizzled=True)
@@ -262,9 +260,8 @@ def test_shapes_on_the_gpu(h, fmt, rule):
 
 @pytest.mark.parametrize(
     ("fmt", "sm", "dtype", "emulate"),
-    [("mxfp8", 100, torch.bfloat16, None), ("mxfp4", 120, torch.float32, None), ("nvfp4", 90, torch.float32, None),
-     ("nvfp4", 120, torch.float16, None), ("mxfp4", 90, torch.bfloat16, False)],
-)  # fmt: skip
+    [("mxfp8", 100, torch.bfloat16, None), ("nvfp4", 90, torch.float32, None), ("mxfp4", 90, torch.bfloat16, False)],
+)
 def test_generated_code(fmt, sm, dtype, emulate):
     form = FORMATS[fmt]
     q = torch.empty(4096, 4096 // form.pack, dtype=form.element, device="meta")
@@ -281,49 +278,36 @@ def test_generated_code(fmt, sm, dtype, emulate):
         assert kernel.found[unit] == kernel.found["block_scale"] == kernel.found[kind]
 
 
-@pytest.mark.parametrize(("fmt", "sm", "count"), [("mxfp8", 120, 1), ("nvfp4", 90, 2)])
-def test_quantizers_load_16_bytes_a_thread(fmt, sm, count):
+def test_quantizers_load_16_bytes_a_thread():
     x = torch.empty(4096, 4096, dtype=torch.bfloat16, device="meta")
-    kernels = compile_for(mx_quantize, (x, fmt), {"swizzled": True}, sms=(sm,))
-    assert len(kernels) == count, "nvfp4 has a kernel for the tensor's largest value"
-    assert all((kernel.error, kernel.spills) == (None, 0) for kernel in kernels)
-    assert all(kernel.found.get("ld.global.v4") for kernel in kernels)
+    kernels = compile_for(mx_quantize, (x, "nvfp4"), {"swizzled": True}, sms=(90,))
+    assert len(kernels) == 2, "one for the tensor's largest value"
+    assert all((kernel.error, kernel.spills) == (None, 0) and kernel.found.get("ld.global.v4") for kernel in kernels)
 
 
 # --- bad input
 
 
-def test_bad_input_of_mx_quantize(h):
+def test_bad_input(h):
     x, whole = h.randn(4, 64), torch.ones(1, device=h.device)
     for args, message in [
         ((x, "mxfp6"), "format 'mxfp6' is not one of .*nvfp4"),
-        ((x, "mxfp4", "nearest"), r"rule 'nearest' is not one of \('floor', 'up'\)"),
-        ((x, "nvfp4", "up"), "of which nvfp4 has none but the first"),
+        ((x, "nvfp4", "up"), "rule 'up' is not one of .* of which nvfp4 has none but the first"),
         ((x.new_empty(0, 2**27), "mxfp8"), "K is 134217728; quantize at most"),
         ((x[:, :48], "mxfp8"), r"\(4, 48\); need .* K a multiple of 32, the group of mxfp8"),
-        ((x, "mxfp8", "floor", whole), "mxfp8 has no scale for the tensor"),
         ((x, "nvfp4", "floor", whole * NAN), "is nan; it must be positive and finite"),
     ]:
         with pytest.raises(ValueError, match=f"mx_quantize: .*{message}"):
             mx_quantize(*args)
-
-
-def test_bad_input_of_mx_matmul(h):
     (q8, s8, _), (longer, its, _) = (mx_quantize(h.randn(8, K), "mxfp8", swizzled=True) for K in (64, 96))
-    (qn, sn, whole), (short, its_scales, _) = (mx_quantize(h.randn(8, K), "nvfp4", swizzled=True) for K in (64, 48))
-    odd = torch.zeros(600, dtype=torch.uint8, device=h.device)[1:513].view(8, 64).view(q8.dtype)
-    half = torch.float16
-    bad = [
-        ((short, its_scales, qn, sn, "nvfp4", half, whole, whole), "K of a is 48; need"),
+    qn, sn, whole = mx_quantize(h.randn(8, 64), "nvfp4", swizzled=True)
+    for args, message in [
         ((q8, s8, longer, its, "mxfp8"), "K is 64 of a and 96 of b"),
         ((q8, s8.flatten()[:16].view(8, 2), q8, s8, "mxfp8"), r"need \[1, 1, 32, 16\].*swizzle_scales on \[8, 2\]"),
-        ((q8, s8.transpose(2, 3).contiguous().transpose(2, 3), q8, s8, "mxfp8"), "need .* contiguous"),
-        ((odd, s8, q8, s8, "mxfp8"), "a has .* starts 1 bytes past"),
-        ((qn, sn, qn, sn, "nvfp4", half, whole), "nvfp4 needs a scale for the tensor, got NoneType"),
-        ((qn, sn, qn, sn, "nvfp4", half, whole * 0, whole), "must be positive and finite"),
-    ]
-    if not native():
-        bad.append(((qn, sn, qn, sn, "nvfp4", half, whole, whole, False), "cannot decode nvfp4 .*emulate=False"))
-    for args, message in bad:
+        ((qn, sn, qn, sn, "nvfp4", torch.float16, whole), "nvfp4 needs a scale for the tensor, got NoneType"),
+    ]:
         with pytest.raises(ValueError, match=f"mx_matmul: .*{message}"):
             mx_matmul(*args)
+    if not native():
+        with pytest.raises(ValueError, match=r"mx_matmul: .*cannot decode nvfp4 .*emulate=False"):
+            mx_matmul(qn, sn, qn, sn, "nvfp4", torch.float16, whole, whole, False)
