@@ -1,8 +1,8 @@
 """SPMD: one program over several devices; say how tensors are cut, and read in the HLO what has to be communicated.
 
-With torch_xla.runtime.use_spmd() one process sees one device. mark_sharding says over which axes of a mesh each
-dimension of a tensor is cut. XLA derives the cut of everything computed from there, and inserts collectives where a
-device needs what another one holds.
+With torch_xla.runtime.use_spmd() one process sees one device. mark_sharding (here: shard) says over which axes of a
+mesh each dimension of a tensor is cut. XLA derives the cut of everything computed from there, and inserts collectives
+where a device needs what another one holds.
 
 Here the mesh is of virtual CPU devices in a process of its own: nothing gets faster, but the program is that of as many
 chips. A matrix product is cut in six ways; what the devices send stands next to what theory asks for. The study does
@@ -12,18 +12,17 @@ Question   Which way of cutting a tensor costs which communication, and what doe
 Needs      torch_xla>=2.9
 Wins when  a model, its optimizer's state or its batch do not fit one chip, and the chips' links carry what is listed
            here. On one machine's CPU there is nothing to win: the devices are threads that share its cores.
-Variants   spmd_collectives.py (reads the collectives of a program)
+Variants   spmd_sharding.py (a mesh and a cut, checked), spmd_collectives.py (reads the collectives of a program)
 Study      studies/xla/spmd.py (layouts of a training step), studies/xla/spmd_refusals.py (padding, what is refused)
 Source     chapter section "XLA"; GSPMD (arXiv 2105.04663) and the SPMD guide of PyTorch/XLA.
 """
 
 from __future__ import annotations
 
-import math
 import tempfile
 from collections.abc import Callable
-from dataclasses import dataclass
 from pathlib import Path
+from typing import NamedTuple
 
 from harness import Harness, run
 from harness.process import Child, report
@@ -34,68 +33,12 @@ from torch_xla import runtime
 
 from examples.common import xla
 from examples.xla.spmd_collectives import Programs, communication, described
+from examples.xla.spmd_sharding import Spec, make_mesh, shard
 
 DEVICES = 4
 
-Spec = tuple[str | None, ...]
 
-
-def make_mesh(shape: tuple[int, ...], names: tuple[str, ...]) -> xs.Mesh:
-    """All devices of this process as a grid with named axes.
-
-    Raises RuntimeError unless SPMD is on; ValueError for axes that do not match, or another number of devices.
-    """
-    if not runtime.is_spmd():
-        raise RuntimeError("make_mesh: SPMD is off; call torch_xla.runtime.use_spmd() before anything is on the device")
-    devices = runtime.global_runtime_device_count()
-    if len(shape) != len(names) or len(set(names)) != len(names):
-        raise ValueError(f"make_mesh: shape {shape} and axes {names}; give each axis one name of its own")
-    if math.prod(shape) != devices:
-        raise ValueError(
-            f"make_mesh: shape {shape} is {math.prod(shape)} devices, and there are {devices}; a mesh holds them all "
-            "(CPU_NUM_DEVICES sets their number, before torch_xla is imported)"
-        )
-    return xs.Mesh(list(range(devices)), shape, names)
-
-
-def local_shape(shape: tuple[int, ...], spec: Spec, axes: dict[str, int], pad: bool = False) -> tuple[int, ...]:
-    """What one device holds of a tensor cut by `spec`.
-
-    A dimension should divide by its devices: torch_xla pads it in silence otherwise, on the last ones. Raises
-    ValueError for a spec of another rank, an unknown axis, an axis used twice, or (unless pad=True) a dimension that
-    does not divide.
-    """
-    if len(spec) != len(shape):
-        raise ValueError(f"shard: spec {spec} for a tensor {tuple(shape)}; name an axis, or None, for each dimension")
-    used = [axis for axis in spec if axis is not None]
-    if unknown := sorted(set(used) - set(axes)):
-        raise ValueError(f"shard: spec {spec} names {unknown}, and the axes of the mesh are {list(axes)}")
-    if len(set(used)) != len(used):
-        raise ValueError(f"shard: spec {spec} uses an axis twice; each can cut one dimension")
-    held = tuple(math.ceil(size / axes[axis]) if axis else size for size, axis in zip(shape, spec, strict=True))
-    for size, each, axis in zip(shape, held, spec, strict=True):
-        if axis and each * axes[axis] != size and not pad:
-            raise ValueError(
-                f"shard: {size} does not divide by the {axes[axis]} devices of {axis!r}; pad=True has each hold "
-                f"{each}, and {each * axes[axis] - size} in all are padding"
-            )
-    return held
-
-
-def shard(t: torch.Tensor, mesh: xs.Mesh, spec: Spec, pad: bool = False) -> torch.Tensor:
-    """mark_sharding(t, mesh, spec) where it fits; else local_shape's errors, and TypeError for a tensor not on XLA."""
-    if t.device.type != "xla":
-        raise TypeError(f"shard: the tensor is on {t.device}; move it to torch_xla.device() first")
-    local_shape(tuple(t.shape), spec, mesh.shape(), pad)
-    xs.mark_sharding(t, mesh, spec)
-    return t
-
-
-# --- a product, cut
-
-
-@dataclass(frozen=True)
-class Product:
+class Product(NamedTuple):
     """A product's cuts, and the collectives that it needs by theory: (op, devices, elements of its result)."""
 
     a: Spec
@@ -120,9 +63,6 @@ PRODUCTS = {
         (None, "x"), ("x", None), lambda m, k, n: [("reduce-scatter", DEVICES, m * n // DEVICES)], c=("x", None)
     ),
 }
-
-
-# --- in the process with the devices
 
 
 def shards(t: torch.Tensor) -> list[list[int]]:
@@ -152,9 +92,6 @@ def child_products(folder: str) -> None:
     report(devices=runtime.global_runtime_device_count(), **reported)
 
 
-# --- in the process that asks
-
-
 def on_devices(child: Callable, given: object) -> tuple[dict, dict[str, torch.Tensor | list[torch.Tensor]]]:
     """Run child(folder) in a process with DEVICES devices: what it reports, and the tensors that it leaves behind.
 
@@ -168,34 +105,21 @@ def on_devices(child: Callable, given: object) -> tuple[dict, dict[str, torch.Te
             return process.result(), torch.load(Path(folder, "out.pt"), weights_only=True)
 
 
-def require_held(name: str, case: Product, reported: dict, **tensors: torch.Tensor) -> None:
-    """Raises AssertionError where the devices do not hold what the spec says."""
-    axes = dict(zip(case.axes, case.mesh, strict=True))
-    for what, t in tensors.items():
-        held, spec = reported[what], getattr(case, what)
-        if held != [list(local_shape(tuple(t.shape), spec, axes))] * DEVICES:
-            raise AssertionError(f"{name}: the devices hold {held} of {what}, cut by {spec}")
-
-
 def demo(h: Harness) -> None:
     if h.profile:
-        h.say("the devices are threads of another process; there is nothing here for a profiler")
-        return
+        return h.say("the devices are threads of another process; there is nothing here for a profiler")
     m, k, n = h.pick((72, 88, 104), (1152, 576, 1728))
     a, b = h.randn(m, k), h.randn(k, n)
     with h.progress(f"a mesh of {DEVICES} devices"):
         reported, out = on_devices(child_products, (a, b))
     held, rows = {}, {}
     for name, case in PRODUCTS.items():
-        require_held(name, case, reported[name], a=a, b=b)
         h.check(
             lambda *_, name=name: out[name], lambda a, b: a.double() @ b.double(), a, b,
             what=f"{m}x{k}x{n}, {name}", terms=k, poison=False,
         )  # fmt: skip
         held[name] = {what: "x".join(map(str, reported[name][what][0])) for what in "abc"}
         rows[name] = communication(reported[name], case.theory(m, k, n))
-        for line in reported[name]["lines"]:
-            h.say(f"{name}: {line}")
     h.table(f"what each of {reported['devices']} devices holds of {m}x{k} @ {k}x{n}, by what is cut", held)
     h.table("communication of a product, bytes", rows)
 

@@ -72,11 +72,10 @@ class Programs:
 
 
 def described(text: str) -> dict:
-    """What communication() asks for, and the lines themselves; JSON can hold it."""
+    """What communication() asks for; JSON can hold it."""
     return {
         "collectives": [[c.op, c.devices, c.bytes] for c in collectives(text)],
         "cut sums": cut_sums(text),
-        "lines": [line.strip().split(", channel_id")[0] for line in text.splitlines() if next(collectives(line), None)],
     }
 
 

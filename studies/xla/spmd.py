@@ -53,7 +53,6 @@ class Layout:
     up: Spec
     down: Spec
     theory: Callable[[int, int, int], list[tuple[str, int, int]]]
-    pinned: bool = False  # every layer's output is marked as cut by rows
     mesh: tuple[int, ...] = (DEVICES,)
     axes: tuple[str, ...] = ("x",)
 
@@ -81,13 +80,8 @@ LAYOUTS = {
         + [("all-reduce", 2, width * hidden // 2)] * WEIGHTS + [("all-reduce", 2, 1)],
         mesh=(2, DEVICES // 2), axes=("data", "model"),
     ),
-    "sharded weights": Layout("x", ("x", None), ("x", None), sharded_weights, pinned=True),
-    "sharded weights, outputs not marked": Layout("x", ("x", None), ("x", None), sharded_weights),
+    "sharded weights": Layout("x", ("x", None), ("x", None), sharded_weights),
 }  # fmt: skip
-
-
-def loss_of(model: nn.Module, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
-    return (model(x) - y).square().mean()
 
 
 def train(
@@ -97,7 +91,7 @@ def train(
     optimizer, losses = torch.optim.SGD(model.parameters(), lr=LR, momentum=MOMENTUM), []
     for _ in range(STEPS):
         optimizer.zero_grad()
-        loss = loss_of(model, x, y)
+        loss = (model(x) - y).square().mean()
         loss.backward()
         optimizer.step()
         after()
@@ -108,11 +102,6 @@ def train(
 # --- in the process with the devices
 
 
-def bytes_held(*tensors: torch.Tensor) -> int:
-    """On the first device."""
-    return sum(math.prod(shards(t)[0]) * t.element_size() for t in tensors)
-
-
 def run_layout(case: Layout, model: Mlp, x: torch.Tensor, y: torch.Tensor, programs: Programs) -> tuple[list, dict]:
     mesh, device = make_mesh(case.mesh, case.axes), xla.device()
     x, y = (shard(t.to(device), mesh, (case.rows, None)) for t in (x, y))
@@ -120,7 +109,7 @@ def run_layout(case: Layout, model: Mlp, x: torch.Tensor, y: torch.Tensor, progr
     for layers, spec in ((model.up, case.up), (model.down, case.down)):
         for layer in layers:
             shard(layer.weight, mesh, spec)
-            if case.pinned:
+            if case.up == case.down:  # weights alone are cut: without a mark XLA cuts outputs as it likes
                 layer.register_forward_hook(lambda *args: shard(args[-1], mesh, (case.rows, None)))
     xla.settle()
     programs.new()
@@ -136,7 +125,7 @@ def run_layout(case: Layout, model: Mlp, x: torch.Tensor, y: torch.Tensor, progr
     reported = {
         **described([text for each in texts for text in each][-1]),
         "compiles": [len(each) for each in texts],
-        "held": bytes_held(*parameters, *momentum),
+        "held": sum(math.prod(shards(t)[0]) * t.element_size() for t in (*parameters, *momentum)),
     }
     return [torch.stack(losses).cpu(), *(p.detach().cpu() for p in parameters)], reported
 

@@ -1,4 +1,4 @@
-"""spmd, measured: rows that the devices do not divide, and what torch_xla and the lesson refuse."""
+"""spmd, measured: rows that the devices do not divide, and what torch_xla says of what cannot be."""
 
 from __future__ import annotations
 
@@ -37,15 +37,6 @@ def study(h: Harness) -> None:
         rows[name] = {"held": str(held), "of which real": str(real), "padding": sum(held) - sum(real)}
     h.table(f"rows over {DEVICES} devices", rows)
     h.table("refused", reported["refusals"])
-    off = torch.ones(8, 4, device=xla.device())
-    h.fact(
-        "refused in this process, where SPMD is off",
-        {
-            "torch_xla": error_of(lambda: xs.mark_sharding(off, xs.Mesh([0], (1,), ("x",)), ("x", None))),
-            "here": error_of(lambda: make_mesh((1,), ("x",))),
-        },
-    )
-    xla.settle()
 
 
 def error_of(fn: Callable) -> str:
@@ -59,29 +50,17 @@ def error_of(fn: Callable) -> str:
 
 
 def refusals(device: torch.device) -> dict[str, dict[str, str]]:
-    """What torch_xla says of what cannot be, and what this file says."""
+    """What torch_xla says of what cannot be; spmd_sharding.py refuses it all, the uneven rows too."""
     mesh = make_mesh((DEVICES,), ("x",))
-    t, cut, ten = (torch.ones(rows, 4).to(device) for rows in (8, 8, 10))
-    shard(cut, mesh, ("x", None))
-    both = {
-        "a mesh of 8": (lambda: xs.Mesh(list(range(8)), (8,), ("x",)), lambda: make_mesh((8,), ("x",))),
-        "a mesh of 2": (lambda: xs.Mesh([0, 1], (2,), ("x",)), lambda: make_mesh((2,), ("x",))),
+    t, ten = (torch.ones(rows, 4).to(device) for rows in (8, 10))
+    attempts = {
+        "a mesh of 8": lambda: xs.Mesh(list(range(8)), (8,), ("x",)),
+        "a spec of rank 1": lambda: xs.mark_sharding(t, mesh, ("x",)),
+        "an unknown axis": lambda: xs.mark_sharding(t, mesh, ("z", None)),
+        "10 rows over 4": lambda: xs.mark_sharding(ten, mesh, ("x", None)),
+        "a tensor on the CPU": lambda: xs.mark_sharding(torch.ones(8, 4), mesh, ("x", None)),
     }
-    specs = {
-        "a spec of rank 1": ("x",), "an unknown axis": ("z", None), "an axis twice": ("x", "x"),
-        "10 rows over 4": ("x", None),
-    }  # fmt: skip
-    for what, spec in specs.items():
-        given = ten if what.startswith("10") else t
-        both[what] = (
-            lambda given=given, spec=spec: xs.mark_sharding(given, mesh, spec),
-            lambda given=given, spec=spec: shard(given.clone(), mesh, spec),
-        )
-    on_cpu, rows = torch.ones(8, 4), ("x", None)
-    both["a tensor on the CPU"] = (lambda: xs.mark_sharding(on_cpu, mesh, rows), lambda: shard(on_cpu, mesh, rows))
-    reported = {what: {"torch_xla": error_of(theirs), "here": error_of(ours)} for what, (theirs, ours) in both.items()}
-    reported["cut again, otherwise"] = {"torch_xla": error_of(lambda: xs.mark_sharding(cut, mesh, (None, "x")))}
-    return reported
+    return {what: {"torch_xla": error_of(attempt)} for what, attempt in attempts.items()}
 
 
 def child_refusals(folder: str) -> None:
