@@ -9,13 +9,13 @@ from dataclasses import replace
 from harness import Harness
 
 import torch
-import torch.nn.functional as F
 from torch import nn
 
 from compile_inspect import guards, logs, watch
 from examples.common.transformer import TINY, Block, Config, Transformer
 from examples.compiler.regional_compilation import WAYS, call_block, each_block, nested_region
 
+MINI = replace(TINY, width=64, hidden=128, vocab=256)
 # A number that differs between blocks, as many models have: their depth, a scale that follows from it.
 SCALES = {
     "an int": lambda i: i + 1,
@@ -33,79 +33,64 @@ class Scaled(Block):
             self.scale = scale
 
     def forward(self, x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
-        x = x + self.attention(self.attention_norm(x), cos, sin) * self.scale
-        gate, up = self.gate_up(self.mlp_norm(x)).chunk(2, dim=-1)
-        return x + self.down(F.silu(gate) * up) * self.scale
+        return super().forward(x, cos, sin) * self.scale
 
 
-class Tripled(Block):
-    def forward(self, x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
-        return 3 * super().forward(x, cos, sin)
+def study(h: Harness) -> None:
+    if h.profile:
+        return
+    with torch.no_grad():
+        why_one_serves_all(h, layers=12 if h.full or h.machine.mode == "gpu" else 9)
+        one_block_of_another_class(h)
 
 
-class Recorder:
-    """A backend that compiles nothing, and keeps what it was given."""
+def dynamo_alone(way: Callable, model: Transformer, tokens: torch.Tensor) -> tuple[dict, list[int]]:
+    """What Dynamo makes of the model, and the number of inputs of each graph; a backend that compiles nothing."""
+    graphs, inputs = [], []
 
-    def __init__(self) -> None:
-        self.graphs: list[torch.fx.GraphModule] = []
-        self.inputs: list[int] = []
-
-    def __call__(self, graph: torch.fx.GraphModule, inputs: list) -> Callable:
-        self.graphs.append(graph)
-        self.inputs.append(len(inputs))
+    def backend(graph: torch.fx.GraphModule, given: list) -> Callable:
+        graphs.append(graph)
+        inputs.append(len(given))
         return graph.forward
 
-    def regions(self) -> tuple[int, int]:
-        """Distinct subgraphs, and calls of them."""
-        calls = [
-            node.args[0].target
-            for graph in self.graphs
-            for node in graph.graph.nodes
-            if node.op == "call_function" and "invoke_subgraph" in str(node.target)
-        ]
-        return len(set(calls)), len(calls)
+    torch.compiler.reset()
+    with logs(), watch() as seen:  # the warning at the limit is a count here
+        try:
+            way(model, backend=backend, fullgraph=False)(tokens)
+        except RuntimeError as error:  # of a region: torch 2.13 gives up where 2.11 makes a subgraph for each
+            return {"raises": str(error).split(". ")[0].split(" for function code")[0]}, inputs
+    nodes = [node for graph in graphs for node in graph.graph.nodes if node.op == "call_function"]
+    calls = [node.args[0].target for node in nodes if "invoke_subgraph" in str(node.target)]
+    if way is nested_region:
+        return {"subgraphs": len(set(calls)), "calls of them": len(calls)}, inputs
+    found = {"graphs": seen.graphs}
+    if seen.recompiles:
+        found["why again"] = seen.recompiles[-1].split(" # ")[0].strip()
+    return found, inputs
 
 
 def why_one_serves_all(h: Harness, layers: int) -> None:
-    """Dynamo alone, on small blocks: what the graph takes in, and what breaks the sharing."""
-    config = replace(TINY, width=64, hidden=128, vocab=256, layers=layers)
+    """On small blocks: what the graph takes in, and what breaks the sharing."""
+    config = replace(MINI, layers=layers)
     tokens = h.randint(config.vocab, 1, 8)
-    found = {}
-
-    def count(name: str, model: Transformer, way: Callable) -> None:
-        torch.compiler.reset()
-        backend = Recorder()
-        with logs(), watch() as seen:  # the warning at the limit is a count here
-            try:
-                way(model, backend=backend, fullgraph=False)(tokens)
-            except RuntimeError as error:  # of a region: torch 2.13 gives up where 2.11 makes a subgraph for each
-                found[name] = {"raises": str(error).split(". ")[0].split(" for function code")[0]}
-                return
-        found[name] = {"graphs": seen.graphs}
-        if way is nested_region:
-            found[name] = dict(zip(("subgraphs", "calls of them"), backend.regions(), strict=True))
-        elif seen.recompiles:
-            found[name]["why again"] = seen.recompiles[-1].split(" # ")[0].strip()
-        if model is plain and way is each_block:
-            weights = sum(1 for _ in model.blocks[0].parameters())
-            lines = guards(call_block)[0]
-            which = [line for line in lines if "ID_MATCH" in line and "_parameters" in line]
-            h.fact("a block's graph takes in", {"tensors": backend.inputs[0], "weights among them": weights})
-            h.fact("its guards", {"all": len(lines), "on which weight object it is": len(which)})
-            if not which and backend.inputs[0] > weights:  # else they would be constants in the graph
-                h.say("weights come in as inputs and no guard asks for one of them by identity: any block's will do")
-
     plain = Transformer.random(config, h.device, torch.float32)
-    count("equal blocks, each", plain, each_block)
-    count("equal blocks, region", plain, nested_region)
+    found = {}
+    found["equal blocks, each"], (inputs, *_) = dynamo_alone(each_block, plain, tokens)
+    lines, weights = guards(call_block)[0], len(list(plain.blocks[0].parameters()))
+    on_weights = [line for line in lines if "ID_MATCH" in line and "_parameters" in line]
+    h.fact("a block's graph takes in", {"tensors": inputs, "weights among them": weights})
+    h.fact("its guards", {"all": len(lines), "on which weight object it is": len(on_weights)})
+    if not on_weights and inputs > weights:  # else they would be constants in the graph
+        h.say("weights come in as inputs and no guard asks for one of them by identity: any block's will do")
+    found["equal blocks, region"], _ = dynamo_alone(nested_region, plain, tokens)
     for kind, scale_of in SCALES.items():
         model = copy.deepcopy(plain)
         model.blocks = nn.ModuleList(Scaled(config, scale_of(i)) for i in range(layers)).to(h.device)
         model.eval().requires_grad_(False)
-        count(f"{kind} of its own, each", model, each_block)
-        count(f"{kind} of its own, region", model, nested_region)
+        found[f"{kind} of its own, each"], _ = dynamo_alone(each_block, model, tokens)
+        found[f"{kind} of its own, region"], _ = dynamo_alone(nested_region, model, tokens)
     torch.compiler.reset()
-    h.fact(f"{layers} blocks", found)
+    h.table(f"{layers} blocks", found)
     number, limit = found["an int of its own, each"]["graphs"], torch._dynamo.config.recompile_limit
     beyond = f", the recompile limit: blocks from the {number + 1}th on run eagerly" if number >= limit else ""
     h.say(
@@ -122,11 +107,13 @@ def one_block_of_another_class(h: Harness) -> None:
     def by_function(model: Transformer, **options) -> Callable:
         return torch.compile(lambda tokens: model(tokens, run_block=region), **options)
 
-    model = Transformer.random(replace(TINY, width=64, hidden=128, vocab=256, layers=3), h.device, torch.float32)
-    odd = Tripled(model.config).to(h.device)
-    odd.load_state_dict(model.blocks[1].state_dict())
-    model.blocks[1] = odd.eval().requires_grad_(False)
-    tokens, results = h.randint(256, 1, 8), {}
+    class Tripled(Block):
+        def forward(self, x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
+            return 3 * super().forward(x, cos, sin)
+
+    model = Transformer.random(replace(MINI, layers=3), h.device, torch.float32)
+    model.blocks[1].__class__ = Tripled
+    tokens, results = h.randint(MINI.vocab, 1, 8), {}
     want = model(tokens)
     for name, way in {**WAYS, "region marked on a function": by_function}.items():
         torch.compiler.reset()
@@ -136,11 +123,3 @@ def one_block_of_another_class(h: Harness) -> None:
     h.fact("one block of three is of another class", results)
     if wrong := [name for name, result in results.items() if result != "right"]:
         h.say(f"torch {torch.__version__} does not look at the class: {', '.join(wrong)}; mark the class' own forward")
-
-
-def study(h: Harness) -> None:
-    if h.profile:
-        return
-    with torch.no_grad():
-        why_one_serves_all(h, layers=12 if h.full or h.machine.mode == "gpu" else 9)
-        one_block_of_another_class(h)

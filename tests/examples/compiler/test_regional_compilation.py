@@ -1,4 +1,4 @@
-"""regional_compilation: what each way compiles, that all are right, and bad input."""
+"""regional_compilation: what each way compiles, and that all are right."""
 
 import functools
 from dataclasses import replace
@@ -9,7 +9,7 @@ import torch
 from compile_inspect import fresh_compiler, watch
 from examples.common.transformer import TINY, Transformer
 from examples.compiler import regional_compilation
-from examples.compiler.regional_compilation import EACH, EAGER, NESTED, WAYS, WHOLE, cold, demo, each_block
+from examples.compiler.regional_compilation import EACH, NESTED, WAYS, WHOLE, cold, demo, each_block
 from tests.quiet import ran
 
 MINI = replace(TINY, width=64, hidden=128, vocab=256, layers=3)
@@ -20,38 +20,25 @@ def model(h) -> Transformer:
     return Transformer.random(MINI, h.device, torch.float32)
 
 
-@pytest.fixture
-def tokens(h) -> torch.Tensor:
-    return h.randint(MINI.vocab, 1, 8)
-
-
-def test_demo(monkeypatch):
+def test_what_each_way_traces(monkeypatch):
     """On tiny models; with a backend that generates no code it needs seconds."""
     ways = {name: functools.partial(way, backend="aot_eager") for name, way in WAYS.items()}
     for name, value in {"TINY": MINI, "WAYS": ways, "warm_up": lambda device: None}.items():
         monkeypatch.setattr(regional_compilation, name, value)
-    h = ran(demo, finish=False)
-    (rows,) = h.record.facts.values()
-    depths = (2, 4) if h.machine.mode == "gpu" else (2,)
-    assert len(rows) == len(WAYS) * len(depths)
+    (rows,) = ran(demo, finish=False).record.facts.values()
     assert all(way["graphs"] == 1 for way in rows.values())
-    for layers in depths:
-        whole, each, region = (
-            rows[f"{layers} layers, {way}"]["ops traced"] for way in ("whole", "each block", "region")
-        )
-        assert whole > 1.5 * each
-        assert region < each  # a call of the region is one
-    (table,) = h.record.tables
-    assert [row["variant"] for row in table["rows"]] == [EAGER, *WAYS]
+    traced = {name: rows[f"2 layers, {name}"]["ops traced"] for name in ("whole", "each block", "region")}
+    assert traced["whole"] > 1.5 * traced["each block"]
+    assert traced["region"] < traced["each block"]  # a call of the region is one
 
 
 @pytest.mark.slow
-def test_kernels_are_generated_once_for_all_blocks(model, tokens):
+def test_kernels_are_generated_once_for_all_blocks(h, model):
     counts = {}
     with torch.no_grad():
         for name, way in WAYS.items():
             torch.compiler.reset()
-            counts[name] = cold(way, model, tokens)[1].kernels
+            counts[name] = cold(way, model, h.randint(MINI.vocab, 1, 8))[1].kernels
     assert counts[WHOLE] > counts[NESTED] > counts[EACH] > 0
 
 
@@ -59,14 +46,13 @@ def test_kernels_are_generated_once_for_all_blocks(model, tokens):
 def test_each_way_computes_what_eager_does(h, model, way, shape):
     tokens = h.randint(MINI.vocab, *shape)
     with torch.no_grad():
-        got = way(model, backend="aot_eager")(tokens)
-        torch.testing.assert_close(got, model(tokens), rtol=1e-4, atol=1e-4)
-        torch.testing.assert_close(got.double(), model.float64(tokens), rtol=1e-3, atol=1e-3)
+        got = way(model, backend="eager")(tokens)
+    torch.testing.assert_close(got, model(tokens), rtol=1e-4, atol=1e-4)
 
 
-def test_blocks_use_their_own_weights(model, tokens):
+def test_blocks_use_their_own_weights(h, model):
     """One graph for all blocks, and yet a change in the last block's weights shows."""
-    fn = each_block(model, backend="eager")
+    fn, tokens = each_block(model, backend="eager"), h.randint(MINI.vocab, 1, 8)
     with torch.no_grad(), watch() as seen:
         before = fn(tokens)
         model.blocks[-1].down.weight.mul_(2)
@@ -79,21 +65,6 @@ def test_blocks_use_their_own_weights(model, tokens):
             block.compile(backend="eager", fullgraph=True)
         torch.testing.assert_close(model(tokens), want)
     assert seen.graphs == 1
-
-
-@pytest.mark.parametrize("way", WAYS.values(), ids=lambda way: way.__name__)
-def test_what_is_no_transformer_and_a_block_that_cannot_be_one_graph(model, tokens, way):
-    with pytest.raises(TypeError, match=rf"{way.__name__}: got a Linear; pass an examples"):
-        way(torch.nn.Linear(2, 2))
-    plain = model.blocks[0].attention
-
-    def breaks(*inputs):
-        torch._dynamo.graph_break()
-        return plain(*inputs)
-
-    model.blocks[0].attention = breaks
-    with torch.no_grad(), pytest.raises(RuntimeError, match=r"Call to `torch._dynamo.graph_break\(\)`"):
-        way(model, backend="eager")(tokens)
 
 
 @pytest.mark.gpu

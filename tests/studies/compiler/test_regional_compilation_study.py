@@ -8,26 +8,23 @@ import pytest
 import torch
 
 from compile_inspect import guards
-from examples.common.transformer import TINY, Transformer
+from examples.common.transformer import Transformer
 from examples.compiler.regional_compilation import EACH, EAGER, NESTED, WAYS, WHOLE, call_block, each_block
 from studies.compiler import regional_compilation as study
 from studies.compiler.regional_compilation_sharing import (
+    MINI,
     SCALES,
-    Recorder,
     Scaled,
     one_block_of_another_class,
     why_one_serves_all,
 )
-
-MINI = replace(TINY, width=64, hidden=128, vocab=256, layers=3)
 
 
 def test_as_many_blocks_of_another_width_have_more_parameters(h, monkeypatch):
     monkeypatch.setattr(study, "TINY", MINI)
     monkeypatch.setattr(study, "SMALL", replace(MINI, width=128))
     monkeypatch.setattr(study, "whole", lambda model: torch.compile(model, backend="eager", fullgraph=True))
-    with torch.no_grad():
-        study.by_width(h, MINI, 1, h.randint(MINI.vocab, 1, 8))
+    study.by_width(h, MINI, 1, h.randint(MINI.vocab, 1, 8))
     rows = h.record.facts["compiling the whole model"]
     assert list(rows) == ["1 layers of width 64", "1 layers of width 128", "2 layers of width 64"]
     narrow, wide, deep = (row["parameters"] for row in rows.values())
@@ -52,14 +49,14 @@ def test_what_shares_a_graph(h):
         assert told[f"{kind}, each"] == {"graphs": 1}
         assert told[f"{kind}, region"] == {"subgraphs": 1, "calls of them": 10}
     assert told["an int of its own, each"]["graphs"] == limit
-    assert "block.scale ==" in told["an int of its own, each"]["why again"]
+    assert ".scale ==" in told["an int of its own, each"]["why again"]
     assert told["a float of its own, each"]["graphs"] == 2
     region = told["an int of its own, region"]  # torch 2.13 gives up, 2.11 does not
     assert region == {"subgraphs": 10, "calls of them": 10} or "maximum reuse entries" in region["raises"]
     assert h.record.facts["a block's graph takes in"] == {"tensors": 9, "weights among them": 6}
     assert h.record.facts["its guards"]["on which weight object it is"] == 0
     # Which is not 0 because no guard is written so.
-    model = Transformer.random(MINI, h.device, torch.float32)
+    model = Transformer.random(replace(MINI, layers=3), h.device, torch.float32)
     x = torch.ones(1, 4, 64, device=h.device)
     torch.compile(call_block, backend="eager")(model.blocks[0], x, model.cos[:4], model.sin[:4])
     assert any("ID_MATCH" in line for line in guards(call_block)[0])
@@ -70,7 +67,6 @@ def test_training(h):
     assert h.record.facts["graphs that each block compiled needs in training"] == {
         "all weights": 1, "embedding frozen": 2,
     }  # fmt: skip
-    assert [check["passed"] for check in h.record.checks] == [True]
 
 
 @pytest.mark.parametrize("kind", SCALES)
@@ -78,7 +74,7 @@ def test_blocks_with_a_number_are_right(h, kind):
     model, tokens = Transformer.random(MINI, h.device, torch.float32), h.randint(MINI.vocab, 1, 8)
     model.blocks = torch.nn.ModuleList(Scaled(MINI, SCALES[kind](i)) for i in range(3)).to(h.device).eval()
     with torch.no_grad():
-        torch.testing.assert_close(each_block(model, backend=Recorder())(tokens), model(tokens))
+        torch.testing.assert_close(each_block(model, backend="eager")(tokens), model(tokens))
 
 
 def test_one_block_of_another_class(h):
