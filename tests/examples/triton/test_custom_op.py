@@ -1,7 +1,6 @@
 """custom_op: both operators against float64, what torch finds of them, what is compiled around them, bad input."""
 
 import importlib.util
-import json
 
 import pytest
 import torch
@@ -110,31 +109,6 @@ def test_compiled(h, op):
         op(torch.empty_like(gate), torch.empty_like(up))
     with pytest.raises(Exception, match=wrong):
         h.compiled(lambda gate, up: op(gate, up) + 1, backend="aot_eager", fullgraph=True)(gate, up)
-
-
-OFFLINE = """
-import json, torch, triton
-from harness.codegen import OfflineDriver
-triton.runtime.driver.set_active(OfflineDriver())
-from torch._library.triton import get_triton_kernels_for_op
-from studies.triton.custom_op import graph_of, layer, silu_mul_traced
-inputs = (torch.empty(*s, dtype=torch.bfloat16, device="meta") for s in ((6, 160), (160,), (6, 1)))
-names = ("companion::silu_mul_traced", "companion::silu_mul_traced_backward")
-kernels = [kernel.fn.__name__ for name in names for kernel in get_triton_kernels_for_op(name)]
-print(json.dumps([graph_of(layer(silu_mul_traced), *inputs), kernels]))
-"""
-
-
-@pytest.mark.slow
-def test_of_a_traced_operator_the_compiler_sees_the_wrapper(cli):
-    """In a process of its own, where kernels are compiled and none is launched: tracing needs no GPU."""
-    done = cli(("-c", OFFLINE), TRITON_INTERPRET="0")
-    assert done.returncode == 0, done.stderr
-    traced, cached = json.loads(done.stdout.splitlines()[-1])
-    assert traced.count("aten.clone.default") == 2
-    assert traced.count("triton_kernel_wrapper_functional") == 1
-    assert not any("silu_mul" in name for name in traced)
-    assert cached == ["silu_mul_kernel", "silu_mul_backward_kernel"], "what torch keys its cache with"
 
 
 def test_a_file_that_is_loaded_twice_has_operators_of_its_own(h):

@@ -27,17 +27,13 @@ def test_extremes_are_those_of_torch(h):
 
 
 def test_bad_input(h):
-    x, square = h.randn(8), h.randn(4, 4)
-    for error, message, *args in [
-        (TypeError, r"sparse.*to_dense", square.to_sparse(), square),
-        (ValueError, "expand or slice", x, x[:1]),
-        (ValueError, r"strides .*\(2,\).*contiguous", x, h.randn(16)[::2]),
-        (ValueError, "lazy negation.*resolve_neg", torch._neg_view(x), x),
-        (ValueError, "lazy negation.*resolve_neg", torch.complex(x, x).conj().imag, x),
-        *([(TypeError, "interpreter computes bfloat16 wrongly", x.bfloat16(), x.bfloat16())] * interpreted()),
-        *([(RuntimeError, "tensors are on cpu; move them to a CUDA device", x.cpu(), x.cpu())] * (not interpreted())),
-    ]:
-        refused(vector_add, error, message, *args)
+    x = h.randn(8)
+    refused(vector_add, ValueError, "expand or slice", x, x[:1])
+    refused(vector_add, ValueError, r"strides .*\(2,\).*contiguous", x, h.randn(16)[::2])
+    if interpreted():
+        refused(vector_add, TypeError, "interpreter computes bfloat16 wrongly", x.bfloat16(), x.bfloat16())
+    else:
+        refused(vector_add, RuntimeError, "tensors are on cpu; move them to a CUDA device", x.cpu(), x.cpu())
     with torch.no_grad():
         assert torch.equal(vector_add(x.clone().requires_grad_(), x), x + x)
 
@@ -50,7 +46,7 @@ def test_more_elements_than_an_int32_counts(h, gpu_gib):
     assert torch.equal(vector_add(x, y), x + y)
 
 
-@pytest.mark.parametrize(("sm", "dtype"), [(80, torch.float32), (90, torch.float16), (100, torch.bfloat16)])
+@pytest.mark.parametrize(("sm", "dtype"), [(80, torch.float32), (90, torch.float16)])
 def test_one_128_bit_access_per_thread_and_tensor(sm, dtype):
     x = meta(1 << 20, dtype=dtype)
     assert code(sm, "", vector_add, x, x).found == {"ld.global.v4": 2, "st.global.v4": 1}

@@ -61,9 +61,7 @@ def test_device_side_tools_that_show_less_fail(h):
     debugging.on_the_gpu(h, SILENT, ABORT)
     for silent, abort, complaint in [
         (SILENT.splitlines()[-1], ABORT, r"device_print printed \[\]"),
-        (SILENT.replace('"nan": 1', '"nan": 0'), ABORT, "TRITON_DEBUG=0: .*'nan': 0"),
         (GPU_PRINT + ABORT.splitlines()[1], ABORT, "TRITON_DEBUG=0: .*CUDA error"),
-        (SILENT, SILENT, "TRITON_DEBUG=1 did not abort"),
         (SILENT, ABORT.replace("x is negative", "int32 overflow"), "TRITON_DEBUG=1 did not abort"),
         (SILENT, re.sub(r"py:\d+", "py:1", ABORT), "names line 1, not "),
     ]:
@@ -87,7 +85,6 @@ def test_a_sanitizer_that_finds_too_little_or_too_much_fails(h):
     for alone, cached, complaint in [
         (CLEAN, CLEAN, "compute-sanitizer found nothing"),
         ("========= ERROR SUMMARY: 0 errors\n", CLEAN, "ended early"),  # a version that never starts the program
-        (FOUND.replace("true", "false"), CLEAN, "the twin is wrong"),
         (FOUND + NEW.replace("scale_overrun_kernel", "scale_kernel"), CLEAN, "blames another kernel"),
         (FOUND.replace(f":{STORE}", ":1"), CLEAN, f"not line {STORE}"),
         (FOUND, FOUND, "torch's allocator hid nothing"),
