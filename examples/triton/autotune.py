@@ -29,6 +29,7 @@ import triton.language as tl
 
 from examples.common.device import autotune_configs
 from examples.common.operands import check_gemm
+from examples.common.pointers import load_tiles, store_tile, tile_pointers
 from examples.common.tiles import tile_coords
 from examples.triton.autotune_pruned import LARGE, configuration, numbers, usable_config, worth_timing
 
@@ -45,28 +46,16 @@ def matmul_tuned_kernel(
     EVEN_K: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
 ):  # fmt: skip
     row, col = tile_coords(tl.program_id(0), M, N, BLOCK_M, BLOCK_N, 8)
-    # Rows and columns past the edge wrap around; the masked store discards them.
-    rows = (row + tl.arange(0, BLOCK_M)) % M
-    cols = (col + tl.arange(0, BLOCK_N)) % N
-    inner = tl.arange(0, BLOCK_K)
-    a_ptrs = a_ptr + rows[:, None].to(tl.int64) * stride_am + inner[None, :]
-    b_ptrs = b_ptr + inner[:, None].to(tl.int64) * stride_bk + cols[None, :]
+    a_ptrs, b_ptrs, step_a, step_b = tile_pointers(
+        a_ptr, b_ptr, row, col, M, N, stride_am, 1, stride_bk, 1, BLOCK_M, BLOCK_N, BLOCK_K
+    )
     acc = tl.zeros((BLOCK_M, BLOCK_N), dtype=tl.float32)
     for k in range(0, K, BLOCK_K):
-        if EVEN_K:
-            a = tl.load(a_ptrs)
-            b = tl.load(b_ptrs)
-        else:
-            a = tl.load(a_ptrs, mask=inner[None, :] < K - k, other=0.0)
-            b = tl.load(b_ptrs, mask=inner[:, None] < K - k, other=0.0)
+        a, b = load_tiles(a_ptrs, b_ptrs, K - k, EVEN_K)
         acc = tl.dot(a, b, acc)
-        a_ptrs += BLOCK_K
-        b_ptrs += BLOCK_K * tl.cast(stride_bk, tl.int64)
-
-    rows = row + tl.arange(0, BLOCK_M)
-    cols = col + tl.arange(0, BLOCK_N)
-    c_ptrs = c_ptr + rows[:, None].to(tl.int64) * stride_cm + cols[None, :]
-    tl.store(c_ptrs, acc.to(c_ptr.dtype.element_ty), mask=(rows[:, None] < M) & (cols[None, :] < N))
+        a_ptrs += step_a
+        b_ptrs += step_b
+    store_tile(c_ptr, acc, row, col, M, N, stride_cm, 1)
 
 
 def time_config(fn, quantiles):
@@ -77,7 +66,7 @@ def time_config(fn, quantiles):
     return triton.testing.do_bench_cudagraph(fn, rep=2, quantiles=quantiles)
 
 
-def tuner(configs: list, key: tuple = KEY, cache_results: bool = True, parallel: bool = True, do_bench=time_config):
+def tuner(configs: list, key: tuple = KEY, cache_results: bool = True, do_bench=time_config):
     """The kernel with a search over `configs`.
 
     cache_results keeps timings in Triton's cache directory, under the kernel's source, the key, the candidates and
@@ -85,7 +74,7 @@ def tuner(configs: list, key: tuple = KEY, cache_results: bool = True, parallel:
     """
     return triton.autotune(
         configs=autotune_configs(configs), key=list(key), do_bench=do_bench, cache_results=cache_results,
-        prune_configs_by={"early_config_prune": partial(worth_timing, matmul_tuned_kernel, parallel=parallel)},
+        prune_configs_by={"early_config_prune": partial(worth_timing, matmul_tuned_kernel)},
     )(matmul_tuned_kernel)  # fmt: skip
 
 

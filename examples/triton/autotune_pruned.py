@@ -36,10 +36,6 @@ def numbers(config: triton.Config) -> tuple[int, int, int, int, int]:
     return (*config.kwargs.values(), config.num_warps, config.num_stages)
 
 
-def label(config: triton.Config) -> str:
-    return "{}x{}x{}, {} warps, {} stages".format(*numbers(config))
-
-
 def shared_bytes(config: triton.Config, itemsize: int, sm: int) -> int:
     """Shared memory of the pipeline: wgmma and tcgen05, from 64 rows, keep num_stages buffers, mma.sync one fewer."""
     m, n, k = config.kwargs.values()
@@ -51,14 +47,11 @@ def usable_config(name: str, given: tuple, a: torch.Tensor) -> triton.Config:
     """The configuration of LARGE with these numbers; ValueError for one that is unknown or too large for a's device."""
     config = next((each for each in LARGE if numbers(each) == given), None)
     if config is None:  # others may be right too, but only these are tested
-        raise ValueError(
-            f"{name}: no configuration {given}; choose from BLOCK_M 16, 64, 128, 256; BLOCK_N 32, 64, 128, 256; "
-            "BLOCK_K 64, 128; 4 or 8 warps; 3, 4 or 5 stages"
-        )
+        raise ValueError(f"{name}: no configuration {given}; choose one of autotune_pruned.LARGE")
     need, limit = shared_bytes(config, a.element_size(), architecture(a.device)), device_limits(a.device).shared_bytes
     if need > limit:
         raise ValueError(
-            f"{name}: {label(config)} need {need} bytes of shared memory, and a program may have {limit}; "
+            f"{name}: {given} needs {need} bytes of shared memory, and a program may have {limit}; "
             "take fewer stages or a smaller tile"
         )
     return config
@@ -86,9 +79,8 @@ def candidates(configs: list, M: int, N: int, itemsize: int, sm: int, sms: int, 
 
 
 def worth_timing(
-    kernel: triton.JITFunction, configs: list, named_args: dict, *, grid, warmup: bool = False, parallel: bool = True,
-    **kwargs,
-) -> list[triton.Config]:  # fmt: skip
+    kernel: triton.JITFunction, configs: list, named_args: dict, *, grid, warmup: bool = False, **kwargs
+) -> list[triton.Config]:
     """Triton's early_config_prune: candidates(), less those that spill or cannot run."""
     a: torch.Tensor = named_args["a_ptr"]
     sms, shared = device_limits(a.device)
@@ -96,14 +88,13 @@ def worth_timing(
     if not kept or not a.is_cuda:  # compiled offline: no GPU to load it on and ask
         return kept
     compiled = partial(kernel.warmup, *named_args.values(), grid=grid, **kwargs)
-    if parallel:
-        with ThreadPoolExecutor(len(kept)) as pool, triton.AsyncCompileMode(pool, ignore_errors=True):
-            for config in kept:
-                compiled(**config.all_kwargs())
+    with ThreadPoolExecutor(len(kept)) as pool, triton.AsyncCompileMode(pool, ignore_errors=True):
+        for config in kept:
+            compiled(**config.all_kwargs())
 
     def spills(config: triton.Config) -> float:
         try:
-            loaded = compiled(**config.all_kwargs())  # found in memory, if it was compiled above
+            loaded = compiled(**config.all_kwargs())  # found in memory
             loaded[(1,)]  # makes a launcher: that loads the kernel on the GPU, whose driver says what it spills
             return loaded.n_spills
         except (OutOfResources, PTXASError):

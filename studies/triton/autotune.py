@@ -16,14 +16,13 @@ import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from functools import partial
-from pathlib import Path
 
 from harness import Harness, Work
+from harness.catalog import ROOT
 
 import torch
 import triton
 
-from examples.common.device import SHARED_LIMIT
 from examples.triton.autotune import (
     FIXED,
     launch,
@@ -34,7 +33,7 @@ from examples.triton.autotune import (
     time_config,
     tuner,
 )
-from examples.triton.autotune_pruned import LARGE, configuration, label, numbers, shared_bytes
+from examples.triton.autotune_pruned import LARGE, configuration, numbers
 
 SMALL = [FIXED, *(configuration(*tile) for tile in ((128, 128, 64, 8, 4), (64, 64, 128, 4, 4), (16, 64, 128, 4, 5)))]
 SPACES = {"small space": SMALL, "large space": LARGE}
@@ -43,7 +42,10 @@ SPILLING = configuration(128, 256, 64, 4, 3)  # FIXED with half the threads for 
 
 def study(h: Harness) -> None:
     check_each(h, SMALL, h.randn(130, 70, dtype=h.half), h.randn(70, 260, dtype=h.half))
-    show_pruning(h)
+    # 256 values of the accumulator per thread are more than it has registers, except where they are in tensor memory.
+    find = {90: ("wgmma",), 100: ("tcgen05.mma",)}
+    kernels = h.codegen(matmul_config, h.meta(4096, 8192), h.meta(8192, 8192), *numbers(SPILLING), find=find)
+    h.fact(f"bytes spilled with {numbers(SPILLING)}", {f"sm_{kernel.sm}": kernel.spills for kernel in kernels})
     if not h.timing or h.interpreted or h.profile:  # the interpreter has no speed, a profiler is not to see a search
         return
     shapes = h.pick(
@@ -51,16 +53,14 @@ def study(h: Harness) -> None:
         full=[(16, 8192, 8192), (512, 512, 8192), (4096, 8192, 8192)],
     )
     with new_cache() as fixed_only:
-        matmul_fixed(*matrices(h, *shapes[0]))
+        matmul_fixed(h.randn(16, 256, dtype=h.half), h.randn(256, 256, dtype=h.half))
         with new_cache():  # for whatever else is compiled below
             for shape in shapes:
                 measure(h, fixed_only, *shape)
-            show_key(h, *shapes[0][1:])
-            show_cost(h, fixed_only, *shapes[1])
-
-
-def matrices(h: Harness, M: int, N: int, K: int) -> tuple[torch.Tensor, torch.Tensor]:
-    return h.randn(M, K, dtype=h.half), h.randn(K, N, dtype=h.half)
+        with new_cache(fixed_only) as filled, h.progress("tuning in a process of its own, and in the next"):
+            first, later = (ask_second_process(filled, *shapes[1]) for _ in range(2))
+    h.say(f"a search takes {first['seconds']:.2f} s and times {first['timed']}; in a second process it takes "
+          f"{later['seconds']:.2f} s and times {later['timed']}")  # fmt: skip
 
 
 def check_each(h: Harness, configs: list, a: torch.Tensor, b: torch.Tensor) -> None:
@@ -71,31 +71,19 @@ def check_each(h: Harness, configs: list, a: torch.Tensor, b: torch.Tensor) -> N
     h.check(each, lambda a, b: (reference(a, b),) * len(configs), a, b, terms=a.shape[1], what=what)
 
 
-def show_pruning(h: Harness) -> None:
-    """What fits is known before compiling; what spills only after, and it depends on the architecture."""
-    fits = {f"sm_{sm}": sum(shared_bytes(c, 2, sm) <= SHARED_LIMIT[sm] for c in LARGE) for sm in (80, 90, 100, 120)}
-    h.fact(f"of {len(LARGE)} configurations fit shared memory", fits)
-    # 256 values of the accumulator per thread are more than it has registers, except where they are in tensor memory.
-    find = {90: ("wgmma",), 100: ("tcgen05.mma",)}
-    kernels = h.codegen(matmul_config, h.meta(4096, 8192), h.meta(8192, 8192), *numbers(SPILLING), find=find)
-    h.fact(f"bytes spilled with {label(SPILLING)}", {f"sm_{kernel.sm}": kernel.spills for kernel in kernels})
-
-
 def measure(h: Harness, fixed_only: str, M: int, N: int, K: int) -> None:
     """Each space searched, what the search found, and what that is worth."""
-    a, b = matrices(h, M, N, K)
+    a, b, case = h.randn(M, K, dtype=h.half), h.randn(K, N, dtype=h.half), f"{M}x{N}x{K}"
     kernels, costs = {}, {}
     for space, configs in SPACES.items():
-        with new_cache(fixed_only), h.progress(f"tuning over the {space}, {M}x{N}x{K}"):
+        with new_cache(fixed_only), h.progress(f"tuning over the {space}, {case}"):
             kernels[space], costs[space] = tune(configs, a, b)
-    h.fact(f"searches, {M}x{N}x{K}", costs)
     check_each(h, list(kernels["large space"].configs_timings), a, b)
 
     variants = {"cuBLAS": torch.matmul, "fixed": matmul_fixed}
     variants |= {space: partial(launch, kernel) for space, kernel in kernels.items()}
     variants["spilling"] = lambda a, b: matmul_config(a, b, *numbers(SPILLING))
     work = Work(bytes=a.nbytes + b.nbytes + a.element_size() * M * N, flops=2 * M * N * K, dtype=h.half)
-    case = f"{M}x{N}x{K}"
     table = h.compare(variants, reference, a, b, baseline="cuBLAS", work=work, case=case, title="spaces", terms=K)
     for space, cost in costs.items():
         saved = (table["fixed"].ms - table[space].ms) / 1000
@@ -104,38 +92,6 @@ def measure(h: Harness, fixed_only: str, M: int, N: int, K: int) -> None:
             f"{cost['chosen']}: {table.over('fixed', space):.2f}x as fast as the fixed configuration, "
             + (f"paid for after {cost['seconds'] / saved:,.0f} calls" if saved > 0 else "never paid for")
         )
-    h.say(f"{case}, {label(SPILLING)}: {table.over('spilling', 'fixed'):.2f}x the time of twice the warps")
-
-
-def show_key(h: Harness, N: int, K: int) -> None:
-    """Which calls tune: one per new key, and M=13 is no new key after M=16."""
-    steps, timed, b = [], [], h.randn(K, N, dtype=h.half)
-    kernel = tuner(SMALL, cache_results=False, do_bench=counting(timed))
-    for M in (16, 16, 13, 512):
-        timed.clear()
-        launch(kernel, h.randn(M, K, dtype=h.half), b)
-        steps.append({"M": M, "timed": len(timed), "keys": len(kernel.cache)})
-    h.fact("calls in turn, what each timed, and the keys known then", steps)
-
-
-def show_cost(h: Harness, fixed_only: str, M: int, N: int, K: int) -> None:
-    """The same search compiling one by one, compiling side by side, and in a process that comes later."""
-    a, b = matrices(h, M, N, K)
-    costs = {}
-    for name, parallel in {"one by one": False, "side by side": True}.items():
-        with new_cache(fixed_only), h.progress(f"tuning, compilations {name}"):
-            costs[name] = tune(LARGE, a, b, parallel=parallel)[1]
-    # Both of them processes of their own: this one may have looked up the assembler before torch.compile exchanged it
-    # in the environment, and then finds other results than a process that starts now.
-    with new_cache(fixed_only) as filled, h.progress("tuning in a process of its own, and in the next"):
-        ask_second_process(filled, M, N, K)
-        later = ask_second_process(filled, M, N, K)
-    h.fact(f"one search, {M}x{N}x{K}", costs | {f"second process, {name}": cost for name, cost in later.items()})
-    ratio = costs["one by one"]["seconds"] / costs["side by side"]["seconds"]
-    h.say(
-        f"compiling one by one, the search takes {ratio:.1f}x as long; in a second process, "
-        + ", ".join(f"with {name}, {cost['seconds']:.2f} s and {cost['timed']} timed" for name, cost in later.items())
-    )
 
 
 @contextmanager
@@ -148,21 +104,16 @@ def new_cache(like: str | None = None) -> Iterator[str]:
         yield path
 
 
-def counting(timed: list):
-    """time_config, which notes in `timed` what it timed."""
+def tune(configs: list, a: torch.Tensor, b: torch.Tensor, **options) -> tuple:
+    """(tuner, what its first call cost), given what Triton's cache directory holds and nothing else."""
+    matmul_tuned_kernel.device_caches.clear()  # kernels that this process compiled before
+    compiled, timed = [], []
 
     def time_and_count(fn, quantiles):
         timed.append(fn)
         return time_config(fn, quantiles)
 
-    return time_and_count
-
-
-def tune(configs: list, a: torch.Tensor, b: torch.Tensor, **options) -> tuple:
-    """(tuner, what its first call cost), given what Triton's cache directory holds and nothing else."""
-    matmul_tuned_kernel.device_caches.clear()  # kernels that this process compiled before
-    compiled, timed = [], []
-    kernel = tuner(configs, do_bench=counting(timed), **options)
+    kernel = tuner(configs, do_bench=time_and_count, **options)
     with triton.knobs.compilation.scope():
         triton.knobs.compilation.listener = lambda *, cache_hit, **_: compiled.append(not cache_hit)
         torch.cuda.synchronize()
@@ -171,20 +122,18 @@ def tune(configs: list, a: torch.Tensor, b: torch.Tensor, **options) -> tuple:
         torch.cuda.synchronize()
         seconds = time.perf_counter() - started
     cost = {"seconds": round(seconds, 3), "compiled": sum(compiled), "timed": len(timed)}
-    return kernel, cost | {"chosen": label(kernel.best_config)}
+    return kernel, cost | {"chosen": numbers(kernel.best_config)}
 
 
 def second_process(M: int, N: int, K: int) -> None:
     """What a later process pays, in Triton's cache directory as it is; printed as JSON for the process that asked."""
     a, b = (torch.empty(shape, dtype=torch.bfloat16, device="cuda").normal_() for shape in ((M, K), (K, N)))
     matmul_fixed(a[:, :64], b[:64])  # CUDA starts here, outside the times
-    print(json.dumps({
-        "results kept": tune(LARGE, a, b)[1], "kernels alone": tune(LARGE, a, b, cache_results=False)[1]
-    }))  # fmt: skip
+    print(json.dumps(tune(LARGE, a, b)[1]))
 
 
 def ask_second_process(cache: str, M: int, N: int, K: int) -> dict:
-    path = os.pathsep.join(filter(None, (str(Path(__file__).resolve().parents[2]), os.environ.get("PYTHONPATH"))))
+    path = os.pathsep.join(filter(None, (str(ROOT), os.environ.get("PYTHONPATH"))))
     code = f"from studies.triton.autotune import second_process; second_process({M}, {N}, {K})"
     done = subprocess.run(
         [sys.executable, "-c", code], capture_output=True, text=True, timeout=120,
