@@ -14,7 +14,7 @@ Wins when  per tensor: ranges stay within the window, as plain data and mild out
            blocks: groups of channels differ; e5m2: range matters more than its missing bit; a stale scale: one pass
            less over the activations is worth its error on data that grows.
 Variants   accuracy_layer.py (the layer), accuracy_data.py (its inputs)
-Study      studies/fp8/accuracy.py, studies/fp8/accuracy_model.py
+Study      studies/fp8/accuracy.py
 Source     goes beyond the chapter; recipes as in torch's scaled products and OCP's MX formats
 """
 
@@ -28,7 +28,7 @@ import torch
 import torch.nn.functional as F
 
 from examples.common.fp8 import E4M3, E5M2
-from examples.fp8.accuracy_data import datasets
+from examples.fp8.accuracy_data import LEGEND, datasets
 from examples.fp8.accuracy_layer import ALL, FP8Linear, Recipe, engine, multiply, product64, quantize, quantize_input
 
 # Blocks of activations and of weights that share a scale; a Recipe without blocks has one for all.
@@ -118,13 +118,13 @@ def price(h: Harness) -> Table:
 
 def answer(found: dict[str, dict], table: Table) -> str:
     plain = [found[name]["plain"]["dB"] for name in RECIPES]
-    broken = {name: len(breaks(found[name])) for name in RECIPES}
-    where = ", emulated on a CPU" if "emulated" in table.best.variant else ""
+    recipes = ("per tensor", "per tensor, e5m2", "per row", "1x128 by 128x128", "1x32 by 1x32, 2**n")
+    tensor, e5m2, row, of_128, of_32 = (len(breaks(found[name])) for name in recipes)
+    fastest, where = table.best.variant, ", emulated on a CPU" if "emulated" in table.best.variant else ""
     return (
-        f"{min(plain):.0f} to {max(plain):.0f} dB on plain data. Of 5 other kinds of data {broken['per tensor']} break "
-        f"scales per tensor ({broken['per tensor, e5m2']} in e5m2), {broken['per row']} per row, "
-        f"{broken['1x128 by 128x128']} blocks of 128, {broken['1x32 by 1x32, 2**n']} of 32. Fastest: "
-        f"{table.best.variant}, {table.over('torch bfloat16', table.best.variant):.2f}x bfloat16{where}."
+        f"{min(plain):.0f} to {max(plain):.0f} dB on plain data. Of 5 hard kinds of data, {BROKEN_DB:g} dB are lost "
+        f"(worst token included) in {tensor} per tensor (e5m2: {e5m2}), {row} per row, {of_128} in blocks of 128, "
+        f"{of_32} of 32. Fastest: {fastest}, {table.over('torch bfloat16', fastest):.2f}x bfloat16{where}."
     )
 
 
@@ -137,8 +137,9 @@ def demo(h: Harness) -> None:
             want = x.double() @ w.double().t()
             for name, recipe in ALL_RECIPES.items():
                 found[name][data] = measure(x, w, recipe, want, before)
-        rows = {name: {data: one["dB"] for data, one in each.items()} for name, each in found.items()}
-        h.table(f"signal-to-noise ratio of the layer, dB ({m}x{n}x{k})", rows)
+        rows = {name: {data: [*one.values()] for data, one in each.items()} for name, each in found.items()}
+        h.table(f"signal-to-noise ratio in dB, of the layer / of its worst token ({m}x{n}x{k})", rows)
+        h.say(LEGEND)
     table = price(h)
     h.answer(lambda: answer(found, table))
 

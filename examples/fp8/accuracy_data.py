@@ -9,6 +9,13 @@ import torch
 EXTREME = 2.0**16  # how far outliers stick out where they are to break something
 
 
+LEGEND = (
+    "outlier channels: one in 512 is 2**16 times the rest; outlier tokens: one in 64; small groups: every second group "
+    "of 128 channels is 2**-18 of the rest; grown 4x: the batch before was a quarter as large; stale: the scale of the "
+    "batch before; 2**n: scales are powers of two; 1x128 by 128x128: the blocks of x and of w that share a scale."
+)
+
+
 def datasets(randn: Callable, m: int, k: int, n: int) -> Iterator[tuple[str, torch.Tensor, torch.Tensor, torch.Tensor]]:
     """Names, activations, weights, and the activations of the batch before, of which a stale scale is made."""
 

@@ -164,13 +164,13 @@ def compare(h: Harness, inputs: tuple, libraries: dict, title: str | None = None
 
 
 def answer(tables: list) -> str:
-    library, rate = tables[0].baseline, geomean(tables, HALF, "triton")
-    reached = geomean(tables, library, "triton")
+    library, reached = tables[0].baseline, geomean(tables, tables[0].baseline, "triton")
+    rates = " and ".join(f"{table.over(HALF, 'triton'):.2f}x at {table.case.split('x')[0]}" for table in tables)
     steps = {pair: geomean(tables, *pair) for pair in itertools.pairwise(VARIANTS) if pair[1] in tables[0]}
     won = ", ".join(f"{after} is {ratio:.2f}x {before}" for (before, after), ratio in steps.items())
     pays = "pays" if math.prod(steps.values()) > 1.02 else "does not pay"
     return (
-        f"FP8 runs at {rate:.2f}x {HALF} and {'keeps up with' if reached > 0.97 else 'stays behind'} {library} "
+        f"FP8 beside {HALF}: {rates}; it {'keeps up with' if reached > 0.97 else 'stays behind'} {library} "
         f"({reached:.2f}x). Overlapping the store {f'{pays}: {won}' if won else 'takes TMA, from sm_90 on'}."
     )
 

@@ -109,8 +109,9 @@ def recommended(table) -> str:
     take = counts[enough]
     gains = f"{table.over(counts[0], take):.2f}x one stage, {table.over(table.baseline, take):.2f}x {table.baseline}"
     if more := counts[enough + 1 : enough + 2]:
-        gains += f"; one more takes 32 KiB for {table.over(take, more[0]):.2f}x"
-    return f"{take} at {table.case.split('x')[0]} ({gains})"
+        gains += f"; one more takes 32 KiB of shared memory and gives {table.over(take, more[0]):.2f}x"
+    most = "" if more else ", the most that fit"
+    return f"{take} at {table.case.split('x')[0]}{most} ({gains})"
 
 
 def demo(h: Harness) -> None:
@@ -132,7 +133,7 @@ def demo(h: Harness) -> None:
         variants |= {f"{s} stage{'s' * (s > 1)}": partial(matmul_pipelined, num_stages=s) for s in counts}
         work, case = Work(bytes=6 * n * n, flops=2 * n**3, dtype=h.half), f"{n}x{n}x{n}"
         tables.append(h.compare(variants, reference, a, b, baseline=baseline, work=work, case=case, terms=n))
-    h.answer(lambda: "the fewest within 2 % of the best: " + "; ".join(recommended(table) for table in tables))
+    h.answer(lambda: "The fewest stages within 2% of the best: " + "; ".join(recommended(table) for table in tables))
 
 
 if __name__ == "__main__":

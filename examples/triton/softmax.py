@@ -122,11 +122,11 @@ def demo(h: Harness) -> None:
     def answer() -> str:
         share = {cols: f"{table['triton'].of_ceiling:.0%}" for cols, table in tables.items()}
         rows, over = tables[32768]["triton rows"], geomean(tables.values(), "torch.compile", "triton")
-        verdict = "which beats" if tables[32768].over("triton rows", "triton") > 1.02 else "no better than"
+        verdict = "not" if tables[32768].over("triton rows", "triton") < 0.98 else "or as well"
         return (
-            f"Registers at 256 and 4096 columns ({share[256]} and {share[4096]} of a copy); L1 at 32768 "
-            f"({share[32768]}), {verdict} registers ({rows.of_ceiling:.0%}); several programs at 131072 "
-            f"({share[131072]}). Over all {over:.2f}x torch.compile."
+            f"In registers at 256 and 4096 columns ({share[256]} and {share[4096]} of a copy); at 32768 in L1 "
+            f"({share[32768]}), {verdict} in registers ({rows.of_ceiling:.0%}); at 131072 in several programs, which "
+            f"wait for each other ({share[131072]}). Mean {over:.2f}x torch.compile."
         )
 
     h.answer(answer)
