@@ -1,36 +1,30 @@
 """The GPU suite: does every hardware feature of this project still give right numbers, and the speed it is there for?
 
     pytest tests/test_blackwell_optimizations.py -v                 all of it: under 4 minutes on an H200
-    pytest tests/test_blackwell_optimizations.py -k test_fp8        one group: test_fp8, test_tma, test_mx, test_codegen
+    pytest tests/test_blackwell_optimizations.py -k test_fp8        one group: test_fp8, test_tma, test_mx
     pytest tests/test_blackwell_optimizations.py -m "not slow"      without the thousands of launches of the stress test
-                                                                    and most of the code that is compiled offline
 
 Each test on the GPU first holds every variant to a float64 reference, ours on outputs filled with NaN before. Then it
 times them all in the same rounds, in a random order within each, and takes ratios within a round: a GPU that slows down
 as it warms slows both sides. TABLE below says which ratios are asked for; the run ends with what it measured beside it.
-Without a GPU every such test skips and says what it needs; the tests of generated code, and of TABLE, run anywhere.
+Without a GPU every such test skips and says what it needs; the tests of TABLE run anywhere. Odd sizes and generated code
+are left to each technique's own tests.
 """
 
 from __future__ import annotations
 
-import ast
 import dataclasses
 import functools
-import inspect
-import itertools
 import math
 import re
 import statistics
 import sys
-import textwrap
 from collections.abc import Callable
-from types import SimpleNamespace
 from typing import NamedTuple
 
 from harness.bench import is_compiled, is_ours, time_rounds
-from harness.catalog import ROOT, Needs
+from harness.catalog import Needs
 from harness.check import CheckError
-from harness.codegen import compile_for
 from harness.hardware import enqueue_ms, machine
 
 import pytest
@@ -42,8 +36,7 @@ from examples.fp8 import blockwise_matmul as blockwise
 from examples.fp8 import fp8_matmul as fp8
 from examples.fp8 import microscaling as mx
 from examples.fp8.microscaling_quantize import expected_bytes, mx_quantize, quantized_bytes
-from examples.tma import blackwell, blackwell_plan, blackwell_scaled
-from examples.tma import gluon_matmul as by_hand
+from examples.tma import blackwell, blackwell_plan
 from examples.tma import tma_copy as copying
 from examples.tma import tma_epilogues as epilogues
 from examples.tma import tma_persistent_matmul as persistent
@@ -58,102 +51,83 @@ from studies.fp8.microscaling import quantize_torch
 from studies.tma import gluon_matmul as by_steps
 from studies.tma import tma_copy_edges as copy_edges
 from studies.tma import tma_epilogues as epilogues_study
-from studies.tma import tma_persistent_matmul_descriptors as descriptors
 
 SMS = (80, 89, 90, 100, 120)
 LAUNCHES = 2000  # of each kernel, under stress
 
 
 class Row(NamedTuple):
-    """One ratio that a test measures, on each architecture: what a GPU of it reached, or None where nobody measured."""
+    """One ratio that a test measures: "A over B", so many times as fast is variant A as variant B.
 
-    ratio: str  # "A over B": so many times as fast is variant A as variant B
-    margin: float  # how much less than what was measured still passes
-    sm_80: float | None
-    sm_89: float | None
-    sm_90: float | None
-    sm_100: float | None
-    sm_120: float | None
+    `measured` is what a GPU of each architecture reached; where nobody measured, nothing is asked, so that correctness
+    alone decides. `margin` is how much less than that still passes.
+    """
 
-    def measured(self, sm: int | None) -> float | None:
-        return getattr(self, f"sm_{sm}", None)
+    ratio: str
+    measured: dict[int | None, float]
+    margin: float
 
     def least(self, sm: int | None) -> float | None:
-        """The threshold on this architecture; None asks nothing, so that correctness alone decides."""
-        measured = self.measured(sm)
-        return None if measured is None else measured * (1 - self.margin)
+        return self.measured[sm] * (1 - self.margin) if sm in self.measured else None
 
 
 def read_table(text: str) -> dict[str, list[Row]]:
     table: dict[str, list[Row]] = {}
     for line in text.strip().splitlines():
-        if not line.startswith("#"):
-            test, ratio, margin, *measured = re.split(r" {2,}", line)
-            values = (None if each == "-" else float(each) for each in measured)
-            table.setdefault(test, []).append(Row(ratio, float(margin), *values))
+        test, ratio, on_90, *margin = re.split(r" {2,}", line.partition("  #")[0].strip())
+        measured = {} if on_90 == "-" else {90: float(on_90)}
+        table.setdefault(test, []).append(Row(ratio, measured, float(margin[0]) if margin else 0.10))
     return table
 
 
-# The thresholds: a ratio that was measured, in a run of results/h200 or of this suite, less the margin. The margin is
-# for what a power limit and another board change; where it is the host that is measured, hosts differ by more. sm_90 is
-# an H200 with torch 2.11 and Triton 3.6; nobody measured the others. None asks nothing, so that correctness alone
-# decides: the end of a run prints what to fill in. A name in a ratio is that of a variant in the test, or stands for
-# the fastest of those that start with it. Two spaces or more end a column; "-" is None.
+# The thresholds: a ratio that an H200 reached (torch 2.11, Triton 3.6), in results/h200 or in a run of this suite, and
+# the margin, 0.10 unless given: for what a power limit and another board change; where it is the host that is measured,
+# hosts differ by more. "-": nothing is asked; the end of a run prints what was measured. A name in a ratio is that of a
+# variant in the test, or stands for the fastest of those that start with it. Two spaces or more end a column.
 TABLE = read_table("""
-# test                                       ratio                                 margin sm_80 89  90     100  120
-test_tensor_core_formats                     tf32 over float32                     0.10   -    -    7.55   -    -
-test_tensor_core_formats                     bfloat16 over tf32                    0.10   -    -    2.12   -    -
-test_tensor_core_formats                     float16 over tf32                     0.10   -    -    2.10   -    -
-test_tensor_core_formats                     float16 over cuBLAS float16           0.10   -    -    0.957  -    -
-test_fp8_over_fp16                           FP8 over float16                      0.10   -    -    1.94   -    -
-test_fp8_over_fp16                           FP8 over _scaled_mm                   0.10   -    -    1.034  -    -
-test_fp8_blockwise                           warp specialized over plain           0.10   -    -    1.91   -    -
-test_fp8_blockwise                           warp specialized over _scaled_mm      0.10   -    -    1.081  -    -
-test_mx_quantize[mxfp8]                      one kernel over torch.compile         0.10   -    -    1.80   -    -
-test_mx_quantize[mxfp4]                      one kernel over torch.compile         0.10   -    -    3.94   -    -
-test_mx_quantize[nvfp4]                      one kernel over torch.compile         0.10   -    -    3.50   -    -
-# sm_90 decodes: slower
-test_mx_matmul[mxfp8]                        block-scaled over cuBLAS              0.10   -    -    -      -    -
-test_mx_matmul[mxfp4]                        block-scaled over cuBLAS              0.10   -    -    -      -    -
-test_mx_matmul[nvfp4]                        block-scaled over cuBLAS              0.10   -    -    -      -    -
-test_persistent[512]                         persistent over one program per tile  0.10   -    -    1.206  -    -
-test_persistent[512]                         persistent over cuBLAS                0.10   -    -    0.961  -    -
-test_persistent[4096]                        persistent over cuBLAS                0.10   -    -    0.998  -    -
-test_tma_copy                                TMA over torch copy                   0.05   -    -    0.967  -    -
-# on sm_90 a loss
-test_tma_copy                                TMA pipelined over TMA persistent     0.10   -    -    -      -    -
-# 1.014 on sm_90
-test_tma_matmul[4096x4096x4096]              loads over pointers                   0.05   -    -    -      -    -
-test_tma_matmul[4096x4096x4096]              parts over cuBLAS                     0.10   -    -    0.960  -    -
-# pointers need masks
-test_tma_matmul[4072x4104x4072]              loads over pointers                   0.10   -    -    1.213  -    -
-test_tma_persistent_matmul[8192x8192x512]    persistent over one program per tile  0.10   -    -    1.291  -    -
-test_tma_persistent_matmul[8192x8192x512]    persistent over cuBLAS                0.10   -    -    1.008  -    -
-test_tma_persistent_matmul[8192x8192x8192]   persistent over cuBLAS                0.10   -    -    1.021  -    -
-test_tma_persistent_matmul[4096x14336x4096]  persistent over cuBLAS                0.10   -    -    0.998  -    -
-test_tma_descriptors                         prepared over each call               0.30   -    -    5.13   -    -
-test_tma_epilogues[bias + SiLU]              fused over cuBLAS + torch.compile     0.05   -    -    1.116  -    -
-test_tma_epilogues[bias + GELU]              fused over cuBLAS + torch.compile     0.05   -    -    1.140  -    -
-test_tma_epilogues[FP8, scale given]         fused over cuBLAS + torch.compile     0.05   -    -    1.079  -    -
-test_tma_epilogues[FP8, per group]           fused over cuBLAS + torch.compile     0.05   -    -    1.089  -    -
-# once 1.037: 1 is asked
-test_tma_epilogues[SwiGLU]                   fused over cuBLAS + torch.compile     0.068  -    -    1.074  -    -
-test_tma_gluon_matmul[4096]                  ring over one buffer                  0.10   -    -    2.30   -    -
-test_tma_gluon_matmul[4096]                  staggered over cuBLAS                 0.10   -    -    0.998  -    -
-test_tma_gluon_matmul[8192]                  ring over one buffer                  0.10   -    -    2.29   -    -
-test_tma_gluon_matmul[8192]                  staggered over cuBLAS                 0.10   -    -    1.031  -    -
-# on sm_90 none
-test_tma_blackwell_matmul                    specialized over pipelined            0.10   -    -    -      -    -
-test_tma_blackwell_matmul                    by hand over cuBLAS                   0.10   -    -    -      -    -
-# on sm_90 even
-test_warp_specialized                        specialized over plain                0.10   -    -    -      -    -
-test_pipelined                               2 stages over 1 stage                 0.10   -    -    1.41   -    -
-test_pipelined                               3 stages over 1 stage                 0.10   -    -    1.76   -    -
-test_fusion                                  fused over torch eager                0.10   -    -    2.38   -    -
-test_fused_softmax                           fused over torch.softmax              0.10   -    -    1.90   -    -
-test_torch_compile                           torch.compile over torch eager        0.10   -    -    2.37   -    -
-test_cuda_graph                              CUDA graph over torch eager           0.50   -    -    6.63   -    -
-test_cuda_graph                              reduce-overhead over torch eager      0.50   -    -    13.4   -    -
+test_tensor_core_formats                     tf32 over float32                     7.55
+test_tensor_core_formats                     bfloat16 over tf32                    2.12
+test_tensor_core_formats                     float16 over cuBLAS float16           0.957
+test_fp8_over_fp16                           FP8 over float16                      1.94
+test_fp8_over_fp16                           FP8 over _scaled_mm                   1.034
+test_fp8_blockwise                           warp specialized over plain           1.91
+test_fp8_blockwise                           warp specialized over _scaled_mm      1.081
+test_mx_quantize[mxfp8]                      one kernel over torch.compile         1.80
+test_mx_quantize[mxfp4]                      one kernel over torch.compile         3.94
+test_mx_quantize[nvfp4]                      one kernel over torch.compile         3.50
+test_mx_matmul[mxfp8]                        block-scaled over cuBLAS              -  # sm_90 decodes: slower
+test_mx_matmul[mxfp4]                        block-scaled over cuBLAS              -
+test_mx_matmul[nvfp4]                        block-scaled over cuBLAS              -
+test_persistent[512]                         persistent over one program per tile  1.206
+test_persistent[512]                         persistent over cuBLAS                0.961
+test_persistent[4096]                        persistent over cuBLAS                0.998
+test_tma_copy                                TMA over torch copy                   0.967  0.05
+test_tma_matmul[4096x4096x4096]              parts over cuBLAS                     0.960
+test_tma_matmul[4072x4104x4072]              loads over pointers                   1.213  # pointers need masks
+test_tma_persistent_matmul[8192x8192x512]    persistent over one program per tile  1.291
+test_tma_persistent_matmul[8192x8192x512]    persistent over cuBLAS                1.008
+test_tma_persistent_matmul[8192x8192x8192]   persistent over cuBLAS                1.021
+test_tma_persistent_matmul[4096x14336x4096]  persistent over cuBLAS                0.998
+test_tma_descriptors                         prepared over each call               5.13  0.30
+test_tma_epilogues[bias + SiLU]              fused over cuBLAS + torch.compile     1.116  0.05
+test_tma_epilogues[bias + GELU]              fused over cuBLAS + torch.compile     1.140  0.05
+test_tma_epilogues[FP8, scale given]         fused over cuBLAS + torch.compile     1.079  0.05
+test_tma_epilogues[FP8, per group]           fused over cuBLAS + torch.compile     1.089  0.05
+test_tma_epilogues[SwiGLU]                   fused over cuBLAS + torch.compile     1.074  0.068
+test_tma_gluon_matmul[4096]                  ring over one buffer                  2.30
+test_tma_gluon_matmul[4096]                  staggered over cuBLAS                 0.998
+test_tma_gluon_matmul[8192]                  ring over one buffer                  2.29
+test_tma_gluon_matmul[8192]                  staggered over cuBLAS                 1.031
+test_tma_blackwell_matmul                    specialized over pipelined            -  # even on sm_90
+test_tma_blackwell_matmul                    by hand over cuBLAS                   -  # none on sm_90
+test_warp_specialized                        specialized over plain                -  # even on sm_90
+test_pipelined                               2 stages over 1 stage                 1.41
+test_pipelined                               3 stages over 1 stage                 1.76
+test_fusion                                  fused over torch eager                2.38
+test_fused_softmax                           fused over torch.softmax              1.90
+test_torch_compile                           torch.compile over torch eager        2.37
+test_cuda_graph                              CUDA graph over torch eager           6.63  0.50
+test_cuda_graph                              reduce-overhead over torch eager      13.4  0.50
 """)
 
 
@@ -190,7 +164,7 @@ def shortfalls(rows: list[Row], found: dict[str, float | None], sm: int | None) 
         least, got = row.least(sm), found.get(row.ratio)
         if least is not None and (got is None or not got >= least):
             reached = "was not measured" if got is None else f"is {got:.3f}x"
-            short.append(f"{row.ratio} {reached}, at least {least:.3f}x is asked (once {row.measured(sm):.3f}x)")
+            short.append(f"{row.ratio} {reached}, at least {least:.3f}x is asked (once {row.measured[sm]:.3f}x)")
     return short
 
 
@@ -224,7 +198,7 @@ class Speed:
                 break
         self.calls.clear()
         for row in self.rows:
-            self.keep(row.ratio, found[row.ratio], row.measured(sm), row.least(sm))
+            self.keep(row.ratio, found[row.ratio], row.measured.get(sm), row.least(sm))
         assert not short, f"sm_{sm}: {'; '.join(short)}"
 
 
@@ -250,17 +224,11 @@ def square(h, n: int, dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor, t
     return a, b, product(a, b)
 
 
-def race_gemm(h, speed: Speed, size: str, variants: dict[str, Callable], odd: tuple[int, int, int]) -> None:
-    """Each variant on operands of an odd size, b with contiguous rows; then cuBLAS and all of them on "MxNxK"."""
+def race_gemm(h, speed: Speed, size: str, variants: dict[str, Callable]) -> None:
+    """cuBLAS and each variant on "MxNxK"."""
     M, N, K = map(int, size.split("x"))
-    x, y = h.randn(odd[0], odd[2], dtype=h.half), h.randn(odd[2], odd[1], dtype=h.half)
     a, b = h.randn(M, K, dtype=h.half), h.randn(K, N, dtype=h.half)
-    want = product(a, b)
-    speed.add("cuBLAS", torch.matmul, a, b, want=want, terms=K)
-    for name, fn in variants.items():
-        h.check(fn, product, x, y, what=f"{name} ragged", terms=odd[2])
-        speed.add(name, fn, a, b, want=want, terms=K)
-    speed.race()
+    race(speed, {"cuBLAS": torch.matmul} | variants, a, b, want=product(a, b), terms=K)
 
 
 def race(speed: Speed, calls: dict[str, Callable], *inputs, **options) -> None:
@@ -279,8 +247,6 @@ def test_tensor_core_formats(h, speed):
     for name, label in names.items():
         precision = formats.PRECISIONS[name].input_precision
         dot = functools.partial(formats.dot, input_precision=precision)
-        ragged = formats.operands(h, name, 257, 130, 129)
-        h.check(dot, product, *ragged, what=f"{label} ragged", **formats.budget(name, 129))
         a, b = formats.operands(h, name, n, n, n)
         speed.add(label, dot, a, b, want=product(a, b), **formats.budget(name, n))
         if name == "float16":
@@ -292,10 +258,6 @@ def test_tensor_core_formats(h, speed):
 def test_fp8_over_fp16(h, speed):
     """The same numbers, which float16 holds exactly, in both formats, by the library and by our fastest kernels."""
     n, one = 8192, torch.ones((), device=h.device)
-    for variant in fp8.runnable(h.device):
-        inputs = fp8.operands(h, 257, 272, 144, rows=True)
-        fn = functools.partial(fp8.fp8_matmul, variant=variant)
-        h.check(fn, fp8.reference, *inputs, what=f"{variant} ragged", dtype=torch.bfloat16, **fp8.budget(h, 144))
     a, b = h.randn(n, n, dtype=fp8.E4M3), h.randn(n, n, dtype=fp8.E4M3).t()
     wide, want = (a.half(), b.half().contiguous()), product(a, b)
     speed.add("float16 cuBLAS", torch.matmul, *wide, want=want, terms=n)
@@ -328,12 +290,11 @@ def test_fp8_blockwise(h, speed):
 @needs("descriptors of scales", (9, 0))
 @pytest.mark.parametrize("fmt", mx.FORMATS)
 def test_mx_matmul(h, speed, fmt):
-    """Block-scaled products, by the instruction from sm_100 on and decoded in the kernel before. K has a tail."""
-    for M, N, K, out in [(130, 129, 160, torch.float32), (4096, 4096, 4096, h.half)]:
-        x = mx.Operands.random(h, M, N, K, fmt)
-        whole_a, whole_b = x.tensor_scales
-        fn = functools.partial(mx.mx_matmul, fmt=fmt, out_dtype=out, a_tensor_scale=whole_a, b_tensor_scale=whole_b)
-        h.check(fn, x.reference, *x.packed, what=f"{fmt} {M}x{N}x{K}", dtype=out, **mx.budget(K))
+    """Block-scaled products, by the instruction from sm_100 on and decoded in the kernel before."""
+    M = N = K = 4096
+    x = mx.Operands.random(h, M, N, K, fmt)
+    whole_a, whole_b = x.tensor_scales
+    fn = functools.partial(mx.mx_matmul, fmt=fmt, out_dtype=h.half, a_tensor_scale=whole_a, b_tensor_scale=whole_b)
     alpha = math.prod(1.0 if whole is None else whole.item() for whole in x.tensor_scales)
     (a, b), want, budget = x.decoded, x.reference(), {"dtype": h.half} | mx.budget(K)
     unused = torch.empty(M, N, dtype=h.half, device=h.device)  # beta=0: it is not read
@@ -345,10 +306,7 @@ def test_mx_matmul(h, speed, fmt):
 @needs("Triton", (9, 0))
 @pytest.mark.parametrize("fmt", mx.FORMATS)
 def test_mx_quantize(h, speed, fmt):
-    """Every bit of values and scales, of matrices with tails and of a large one."""
-    for shape in [(1, 32), (130, 160)]:
-        x = h.randn(*shape, dtype=h.half, scale=3.0)
-        h.check(quantized_bytes, expected_bytes, x, fmt, what=f"{fmt} {shape}", dtype=torch.uint8)
+    """Every bit of values and scales."""
     n = h.fit(16384, bytes_each=64 * 16384)
     x = h.randn(n, n, dtype=h.half)
     whole = mx_quantize(x, fmt)[2]
@@ -369,7 +327,7 @@ def test_pipelined(h, speed):
     """The same tile with 1, 2 and 3 stages: loads that run ahead of the MMAs."""
     names = ("1 stage", "2 stages", "3 stages")
     variants = {name: functools.partial(matmul_pipelined, num_stages=i) for i, name in enumerate(names, 1)}
-    race_gemm(h, speed, "4096x4096x4096", variants, (257, 130, 129))
+    race_gemm(h, speed, "4096x4096x4096", variants)
 
 
 @needs("one program per SM, loads by TMA", (9, 0))
@@ -378,57 +336,39 @@ def test_persistent(h, speed, K):
     """A loop over tiles in each program: what it wins is the start and the end of a tile, so most where K is short."""
     names = {"one program per tile": "tile", "persistent": "split"}
     variants = {name: functools.partial(matmul_persistent, variant=variant) for name, variant in names.items()}
-    race_gemm(h, speed, "8192x8192x512" if K == 512 else "4096x4096x4096", variants, (257, 520, 264))
+    race_gemm(h, speed, "8192x8192x512" if K == 512 else "4096x4096x4096", variants)
 
 
 @needs("TMA", (9, 0))
 def test_tma_copy(h, speed):
-    """Every variant, on matrices with edges in both dimensions and on one of 512 MiB."""
+    """Every variant, on a matrix of 512 MiB."""
     n = h.fit(16384, bytes_each=30 * 16384)
-    ragged = [copy_edges.padded(h, M, N, torch.float16) for M, N in [(3, 781), (129, 640)]]
     x = h.randn(n, n, dtype=torch.float16)
-    want = copying.reference(x)
-    speed.add("torch copy", copying.torch_copy, x, want=want, terms=0)
-    loops = ("TMA persistent", "TMA pipelined", "TMA pipelined device", "TMA ring")
-    for name in ("pointers", "TMA tile", "TMA tile device", *loops):
-        variant = name.removeprefix("TMA ")
-        fn = functools.partial(copying.tma_copy, variant=variant)
-        for small in ragged:
-            h.check(fn, copying.reference, small, what=f"{name} ragged", terms=0)
-        copy_edges.written(ragged[1][:101, :203], variant)  # raises beyond the last 16 bytes of a row
-        speed.add(name, fn, x, want=want, terms=0)
-    speed.race()
+    names = {variant: f"TMA {variant}" if variant != "pointers" else variant for variant in copying.runnable()}
+    calls = {name: functools.partial(copying.tma_copy, variant=variant) for variant, name in names.items()}
+    race(speed, {"torch copy": copying.torch_copy} | calls, x, want=copying.reference(x), terms=0)
 
 
 @needs("TMA", (9, 0))
 @pytest.mark.parametrize("case", ["4096x4096x4096", "4072x4104x4072"])
 def test_tma_matmul(h, speed, case):
     """One tile, one change at a time, from pointer loads to a store in parts."""
-    steps = ("pointers", "loads", "store", "parts")
-    race_gemm(h, speed, case, {step: functools.partial(tma_matmul, step=step) for step in steps}, (129, 264, 72))
+    race_gemm(h, speed, case, {step: functools.partial(tma_matmul, step=step) for step in STEPS})
 
 
 @needs("TMA", (9, 0))
 @pytest.mark.parametrize("case", ["8192x8192x512", "8192x8192x8192", "4096x14336x4096"])
 def test_tma_persistent_matmul(h, speed, case):
-    """The schedule that its rule takes; every schedule on a ragged shape, b either way."""
-    x, w = h.randn(257, 328, dtype=h.half), h.randn(520, 328, dtype=h.half)
-    for schedule in (None, *persistent.runnable(h.device)):
-        for b in (w.t(), w.t().contiguous()):
-            fn = functools.partial(persistent.matmul_tma_persistent, schedule=schedule)
-            h.check(fn, product, x, b, what=f"{schedule} ragged", terms=328)
+    """The schedule that its rule takes."""
     per_tile = functools.partial(persistent.matmul_tma_persistent, schedule="tile")
     variants = {"persistent": persistent.matmul_tma_persistent, "one program per tile": per_tile}
-    race_gemm(h, speed, case, variants, (257, 520, 328))
+    race_gemm(h, speed, case, variants)
 
 
 @needs("TMA", (9, 0))
 def test_tma_descriptors(h, speed):
-    """Made by the host for each call, or once: what a caller in a loop waits for. On the device: the same result."""
+    """Made by the host for each call, or once: what a caller in a loop waits for."""
     a, b, want = square(h, 1024, h.half)
-    for where in descriptors.ON_DEVICE:
-        fn = functools.partial(descriptors.matmul_device_descriptors, where=where)
-        h.check(fn, product, a[:257], b, what=f"descriptors by {where}", terms=1024)
     prepared = persistent.prepare_matmul(a, b, torch.full_like(a, math.nan))
     speed.add("prepared", prepared, want=want, dtype=h.half, terms=1024)
     speed.add("each call", persistent.matmul_tma_persistent, a, b, want=want, terms=1024)
@@ -439,12 +379,12 @@ def test_tma_descriptors(h, speed):
 @pytest.mark.parametrize("form", ["bias + SiLU", "bias + GELU", "FP8, scale given", "FP8, per group", "SwiGLU"])
 def test_tma_epilogues(h, speed, form):
     """In the GEMM's store, against cuBLAS and then the epilogue as one kernel by torch.compile."""
-    for sizes in [(513, 528, 72), (8192, 14336, 4096)]:
-        every = epilogues_study.layers(h, *sizes)
-        _, inputs, reference, ours, two_kernels, _, dtype, _ = next(each for each in every if each[0] == form)
-        want, budget = reference(*inputs), {"dtype": dtype} | epilogues.budget(h, sizes[2])
-        for variant in epilogues_study.runnable(h.device):
-            speed.add(f"fused {variant}", ours(variant), *inputs, want=want, **budget)
+    sizes = (8192, 14336, 4096)
+    every = epilogues_study.layers(h, *sizes)
+    _, inputs, reference, ours, two_kernels, _, dtype, _ = next(each for each in every if each[0] == form)
+    want, budget = reference(*inputs), {"dtype": dtype} | epilogues.budget(h, sizes[2])
+    for variant in epilogues_study.runnable(h.device):
+        speed.add(f"fused {variant}", ours(variant), *inputs, want=want, **budget)
     speed.add("cuBLAS + torch.compile", two_kernels, *inputs, want=want, **budget)
     speed.race()
 
@@ -452,28 +392,17 @@ def test_tma_epilogues(h, speed, form):
 @needs("wgmma by hand", (9, 0), only=True)
 @pytest.mark.parametrize("n", [4096, 8192])
 def test_tma_gluon_matmul(h, speed, n):
-    names = ("one buffer", "ring", "partitions", "persistent", "in flight", "staggered")
-    x, w = h.randn(257, 328, dtype=h.half), h.randn(520, 328, dtype=h.half)
-    for step in names:
-        h.check(by_steps.KERNELS[step], product, x, w.t(), what=f"{step}, b transposed", terms=328)
-    race_gemm(h, speed, f"{n}x{n}x{n}", {step: by_steps.KERNELS[step] for step in names}, (257, 520, 328))
+    race_gemm(h, speed, f"{n}x{n}x{n}", by_steps.KERNELS)
 
 
 @needs("TMA", (9, 0))
 def test_tma_blackwell_matmul(h, speed):
     """By hand in tensor memory where there is some; the two that the compiler schedules anywhere with TMA."""
-    for M, N, K, dtype in itertools.chain(*([(*edge, h.half), (*edge, fp8.E4M3)] for edge in blackwell_plan.EDGES)):
-        a, b = h.randn(M, K, dtype=dtype), h.randn(N, K, dtype=dtype)
-        for variant in blackwell_plan.runnable(h.device):
-            fn = functools.partial(blackwell.blackwell_matmul, variant=variant, out_dtype=h.half)
-            what, budget = f"{variant} {dtype} {M}x{N}x{K}", blackwell_plan.budget(dtype, K)
-            h.check(fn, blackwell.reference, a, b, what=what, dtype=h.half, **budget)
-    a, b, _ = square(h, 4096, h.half)
+    a, b = h.randn(4096, 4096, dtype=h.half), h.randn(4096, 4096, dtype=h.half)
     want = blackwell.reference(a, b)
     calls = {"cuBLAS": lambda a, b: a @ b.T}
-    for variant in ("pipelined", "specialized", "by hand"):
-        if variant in blackwell_plan.runnable(h.device):
-            calls[variant] = functools.partial(blackwell.blackwell_matmul, variant=variant)
+    for variant in blackwell_plan.runnable(h.device):
+        calls[variant] = functools.partial(blackwell.blackwell_matmul, variant=variant)
     race(speed, calls, a, b, want=want, terms=4096)
 
 
@@ -481,13 +410,11 @@ def test_tma_blackwell_matmul(h, speed):
 def test_warp_specialized(h, speed):
     """Triton's own, one word in tl.range: over the loop of K, over that of tiles, over both as one (64 rows: small)."""
     a, b, want = square(h, 4096, h.half)
-    x = h.randn(257, 264, dtype=h.half), h.randn(264, 520, dtype=h.half)
     for word, asked in {"plain": False, "specialized": True}.items():
         for loop, rows in (("k", 64), ("k", 128), ("tiles", 128), ("flattened tiles", 64)):
             fn = functools.partial(specialized.matmul_specialized, loop=loop, warp_specialize=asked, block_m=rows)
-            if h.machine.sm != 90 and not specialized.runs(fn, *x):  # sm_90 has these forms, others not all of them
+            if h.machine.sm != 90 and not specialized.runs(fn, a, b):  # sm_90 has these forms, others not all of them
                 continue
-            h.check(fn, product, *x, what=f"{loop} {rows} rows {word} ragged", terms=264)
             speed.add(f"{word} {loop} {rows} rows", fn, a, b, want=want, terms=4096)
     speed.race()
 
@@ -498,7 +425,6 @@ def test_warp_specialized(h, speed):
 @needs("Triton")
 def test_fusion(h, speed):
     x, y = (h.randn(h.fit(1 << 28, bytes_each=48)) for _ in range(2))
-    h.check(fused.fused_add_relu_mul, fused.reference, h.randn(997), h.randn(997), 1.5, terms=0, roundings=2)
     calls = {"torch eager": fused.eager, "fused": fused.fused_add_relu_mul}
     race(speed, calls, x, y, 2.0, want=fused.reference(x, y, 2.0), terms=0, roundings=2)
 
@@ -513,10 +439,6 @@ def test_torch_compile(h, speed):
 
 @needs("Triton")
 def test_fused_softmax(h, speed):
-    """A row that is read once, by each kernel whose rows may be so long."""
-    for kernel in (softmax.softmax_rows, softmax.softmax_resident, softmax.softmax_split):
-        x = h.randn(9, 4097, dtype=h.half, scale=2.0)
-        h.check(kernel, softmax.reference, x, **softmax.BUDGET)
     x = h.randn(h.fit(16384, bytes_each=16 * 16384), 16384, dtype=h.half, scale=2.0)
     calls = {"torch.softmax": softmax.torch_softmax, "fused": softmax.softmax}
     race(speed, calls, x, want=softmax.reference(x), **softmax.BUDGET)
@@ -572,156 +494,22 @@ def test_same_bits_in_every_launch(h):
     assert {name: int(count) for name, count in differ.items() if count} == {}
 
 
-# --- the code, compiled offline: no GPU is needed
-
-
-class Code(NamedTuple):
-    """What a wrapper becomes on each architecture: instructions, or the reason it gives for not compiling."""
-
-    wrapper: Callable
-    args: tuple
-    find: dict[int, tuple[str, ...] | str]
-
-
-def matrix(rows: int, cols: int, dtype: torch.dtype = torch.bfloat16) -> torch.Tensor:
-    return torch.empty(rows, cols, dtype=dtype, device="meta")
-
-
-X, F8 = matrix(4096, 4096), matrix(4096, 4096, fp8.E4M3)
-ONE = torch.empty(1, device="meta")
-SCALES = torch.empty(32, 32, 32, 16, dtype=torch.float8_e8m0fnu, device="meta")  # of F8, one for 32 values, in tiles
-MMA = {80: "mma.sync", 89: "mma.sync", 90: "wgmma", 100: "tcgen05.mma", 120: "mma.sync"}
-TMA, WIDE = ("cp.async.bulk.tensor", "mbarrier"), ("ld.global.v4", "st.global.v4")
-NO_FP8, NO_TMA, ON_90 = "FP8 tensor cores come with sm_89", "TMA comes with sm_90", "needs sm_90"
-LOADS = {80: (MMA[80],), 89: (MMA[89],)}  # Triton turns descriptors into ordinary loads where there is no TMA
-HOPPER, BLOCK_SCALE = (*TMA, "wgmma", "setmaxnreg"), ("block_scale", "kind::mxf8f6f4")
-
-
-def on_each(*wanted: str, without: dict[int, tuple[str, ...] | str] | None = None) -> dict:
-    """What is wanted on each architecture, and its tensor-core instruction; `without` says where it is otherwise."""
-    return {sm: (*wanted, mma) for sm, mma in MMA.items()} | (without or {})
-
-
-# A kernel of each kind; the demo of every lesson asks for its own.
-CODE = {
-    "softmax": Code(softmax.softmax, (matrix(4096, 16384),), dict.fromkeys(SMS, WIDE)),
-    "pipelined": Code(matmul_pipelined, (X, X), on_each("cp.async")),
-    "specialized": Code(specialized.matmul_specialized, (X, X), on_each(*TMA, "setmaxnreg", without=LOADS)),
-    "FP8": Code(fp8.fp8_matmul, (F8, F8.t(), ONE, ONE, None, torch.bfloat16, "warp specialized"),
-                {80: NO_FP8, 89: NO_TMA, 90: ("mma f8", *HOPPER), 100: ON_90, 120: ON_90}),
-    "mxfp8": Code(mx.mx_matmul, (F8, SCALES, F8, SCALES, "mxfp8"),
-                  on_each(*TMA, *BLOCK_SCALE, without={80: "not supported", 89: LOADS[89], 90: (*TMA, "wgmma")})),
-    "TMA": Code(persistent.matmul_tma_persistent, (X, X), on_each(*TMA, without=LOADS)),
-    "Gluon": Code(by_hand.gluon_matmul, (X, X), {90: HOPPER} | dict.fromkeys((80, 89, 100, 120), ON_90)),
-    "tensor memory": Code(blackwell_scaled.blackwell_mx_matmul, (F8, SCALES, F8, SCALES, "mxfp8"),
-                          {100: (*TMA, "tcgen05.mma", "tcgen05.cp", *BLOCK_SCALE, "setmaxnreg")}
-                          | dict.fromkeys((90, 120), "tensor memory")),
-}  # fmt: skip
-QUICK = ("softmax", "Gluon", "tensor memory")
-
-
-def check_code(code: Code) -> None:
-    kernels = compile_for(code.wrapper, code.args, sms=tuple(code.find))
-    for sm, wanted in code.find.items():
-        compiled = [kernel for kernel in kernels if kernel.sm == sm]
-        assert compiled, f"nothing was launched on sm_{sm}"
-        for kernel in compiled:
-            if isinstance(wanted, str):
-                assert kernel.error, f"{kernel.kernel} compiles on sm_{sm}; a reason was expected: {wanted}"
-                assert wanted in kernel.error
-                continue
-            assert kernel.error is None, f"sm_{sm}: {kernel.error}"
-            assert kernel.fits, (
-                f"{kernel.kernel} takes {kernel.shared} bytes on sm_{sm}, which has {kernel.shared_limit}"
-            )
-            assert set(wanted) <= set(kernel.found), f"{kernel.kernel} on sm_{sm}: {sorted(kernel.found)}"
-            assert kernel.spills == 0 or sm != 90, f"{kernel.kernel} spills {kernel.spills} bytes on sm_{sm}"
-
-
-@pytest.mark.parametrize("name", [n if n in QUICK else pytest.param(n, marks=pytest.mark.slow) for n in CODE])
-def test_codegen(name):
-    check_code(CODE[name])
-
-
-def test_code_that_lacks_its_instruction_is_found():
-    for found, wanted, message in [
-        ("softmax", ("cp.async.bulk.tensor",), r"on sm_90: .*ld.global"),
-        ("softmax", "no reason", "a reason was expected"),
-        ("tensor memory", ("tcgen05.mma",), r"sm_90: .*tensor memory"),
-    ]:
-        with pytest.raises(AssertionError, match=message):
-            check_code(CODE[found]._replace(find={90: wanted}))
-
-
 # --- TABLE and what holds to it
 
 
-def timed_tests() -> dict[str, Callable]:
-    """The tests that ask for a race, under each name that they run by."""
-    found = {}
-    for name, test in list(globals().items()):
-        if not name.startswith("test_") or "speed" not in inspect.signature(test).parameters:
-            continue
-        values = [mark.args[1] for mark in test.pytestmark if mark.name == "parametrize"]
-        found |= {f"{name}[{value}]": test for value in values[0]} if values else {name: test}
-    return found
-
-
-@pytest.mark.parametrize("test", timed_tests())
-def test_table_names_variants(test):
-    """Both sides of a ratio stand in the test's source, as the name of a variant or the beginning of some."""
-    assert set(TABLE) == set(timed_tests())
-    assert len({row.ratio for row in TABLE[test]}) == len(TABLE[test]) > 0
-    source = inspect.getsource(timed_tests()[test])
-    source += inspect.getsource(race_gemm) * ("race_gemm" in source)
-    tree = ast.parse(textwrap.dedent(source))
-    texts = {node.value for node in ast.walk(tree) if isinstance(node, ast.Constant) and isinstance(node.value, str)}
-    for row in TABLE[test]:
-        for side in row.ratio.split(" over "):
-            assert any(text == side or text.startswith(f"{side} ") for text in texts), side
-
-
-HOST_BOUND = ("test_cuda_graph", "test_tma_descriptors")
-
-
 def test_table_asks_for_what_it_can_notice():
-    """A margin is 5 to 10 %, but where hosts differ. A technique that does nothing is as fast as none: too slow.
-
-    So a gain that is no larger than its margin stays None, and is printed only; so does all of an unknown GPU.
-    """
+    """A gain no larger than its margin is not asked for: a technique that does nothing would pass."""
     for test, rows in TABLE.items():
+        assert test.split("[")[0] in globals()
+        assert len({row.ratio for row in rows}) == len(rows)
         for row in rows:
-            assert 0.05 <= row.margin <= (0.5 if test in HOST_BOUND else 0.1)
-            for sm in SMS:
-                library = row.ratio.split(" over ")[1].startswith(("cuBLAS", "_scaled_mm", "torch copy"))
-                assert row.least(sm) is None or library or row.least(sm) > 1
-        assert not any(shortfalls(rows, {}, sm) for sm in (None, 75, 86, 103))
+            library = row.ratio.split(" over ")[1].startswith(("cuBLAS", "_scaled_mm", "torch copy"))
+            assert row.least(90) is None or library or row.least(90) > 1, row
+        assert not any(shortfalls(rows, {}, sm) for sm in (None, 86, 100))
     assert TABLE["test_tma_epilogues[FP8, scale given]"][0].least(90) == pytest.approx(1.079 * 0.95)
 
 
-MADE_UP = [
-    Row("fast over slow", 0.1, None, None, 2.0, 1.5, None),
-    Row("fast over library", 0.1, None, None, None, 1.0, None),
-]
-
-
-@pytest.mark.parametrize(
-    ("sm", "found", "short"),
-    [
-        (90, {"fast over slow": 1.81}, []),
-        (90, {"fast over slow": 1.79}, ["fast over slow is 1.790x, at least 1.800x is asked (once 2.000x)"]),
-        (90, {"fast over slow": math.nan}, ["fast over slow is nanx"]),
-        (90, {"fast over slow": None}, ["fast over slow was not measured, at least 1.800x"]),
-        (90, {}, ["fast over slow was not measured"]),
-        (100, {"fast over slow": 1.0, "fast over library": 0.5}, ["fast over slow is", "fast over library is"]),
-        (80, {"fast over slow": 0.1}, []),
-        (None, {"fast over slow": 0.1}, []),
-    ],
-)  # fmt: skip
-def test_shortfalls(sm, found, short):
-    got = shortfalls(MADE_UP, found, sm)
-    assert len(got) == len(short)
-    assert all(said.startswith(want) for said, want in zip(got, short, strict=True))
+MADE_UP = [Row("fast over slow", {90: 2.0, 100: 1.5}, 0.1), Row("fast over library", {100: 1.0}, 0.1)]
 
 
 def test_a_ratio_is_taken_within_rounds():
@@ -776,17 +564,3 @@ def test_a_wrong_variant_is_not_timed(h):
     with pytest.raises(CheckError, match="nobody wrote"):
         speed.add("fused", torch.empty_like, x, want=x.double() * 2)
     assert not speed.calls
-
-
-def test_the_run_ends_with_what_was_measured(request):
-    rows = [["test_x", "a over b", 1.5, 1.6, 1.44], ["test_y", "c over d", 0.7, None, None]]
-    report = SimpleNamespace(when="call", user_properties=[("other", 1), *(("speed", row) for row in rows)])
-    lines = []
-    reporter = SimpleNamespace(
-        getreports=lambda status: [report] if status == "failed" else [],
-        section=lambda title, **_: lines.append(title),
-        write_line=lines.append,
-    )
-    request.config.pluginmanager.get_plugin(str(ROOT / "tests" / "conftest.py")).pytest_terminal_summary(reporter)
-    assert re.search(r"test_x +a over b +1\.500x +1\.440x +1\.600x", "\n".join(lines))
-    assert re.search(r"test_y +c over d +0\.700x +- +-", "\n".join(lines))
