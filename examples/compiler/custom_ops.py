@@ -1,10 +1,9 @@
 """Custom operators, allow_in_graph, nonstrict_trace, disable: five ways around code that Dynamo cannot trace.
 
-The function here is two operations, by way of Python that Dynamo cannot trace. Left alone it breaks the graph. disable
-keeps Dynamo out, which breaks it too. allow_in_graph and nonstrict_trace trace it later, in AOTAutograd: the graph is
-whole and sees the operations, but their Python runs once, at compile time. torch.library.custom_op makes it one opaque
-node that runs at every call; it needs a rule for shapes (register_fake) and one for gradients (register_autograd), and
-nobody checks that they tell the truth but torch.library.opcheck.
+The function here is two operations, by way of Python that Dynamo cannot trace. Left alone it breaks the graph, and
+under disable too. allow_in_graph and nonstrict_trace trace it later, in AOTAutograd: the graph is whole and sees the
+operations, but their Python runs once, at compile time. torch.library.custom_op makes it one opaque node that runs at
+every call; it needs rules for shapes (register_fake) and gradients (register_autograd), which opcheck checks.
 
 Question   Which way around code that cannot be traced is right when, and what does a call cost?
 Needs      torch
@@ -24,12 +23,11 @@ from harness import Harness, Timing, Work, run
 
 import torch
 
-from compile_inspect import aten_graphs, logs, own_code, watch
+from compile_inspect import aten_graphs, logs, own_code
 from examples.compiler.custom_ops_isotonic import isotonic, pooled
 
-NAMESPACE = "companion_ops"
-if __name__ != "examples.compiler.custom_ops":  # a copy of this file under another name has operators of its own
-    NAMESPACE += f"_{__name__.replace('.', '_')}"
+# A copy of this file under another name has operators of its own.
+NAMESPACE = "companion_ops" if __name__ == "examples.compiler.custom_ops" else f"ops_{__name__.replace('.', '_')}"
 
 # A factor, and a byte for each time it was asked for. In arrays, whose code is C: there Dynamo stops.
 FACTOR, ASKED = array.array("d", [2.0]), array.array("b")
@@ -57,18 +55,16 @@ wave_operator.register_autograd(
 )
 
 
-DECORATORS = {
-    "untouched": lambda fn: fn,
-    "allow_in_graph": torch.compiler.allow_in_graph,
-    "nonstrict_trace": torch._dynamo.nonstrict_trace,
-    "disable": torch.compiler.disable,
-}
-
-
 def ways() -> dict[str, tuple[Callable, Callable]]:
     """By name: wave, and isotonic's plain function, each taken that way."""
+    decorators = {
+        "untouched": lambda fn: fn,
+        "allow_in_graph": torch.compiler.allow_in_graph,
+        "nonstrict_trace": torch._dynamo.nonstrict_trace,
+        "disable": torch.compiler.disable,
+    }
     functions = (wave, lambda x: pooled(x)[0])
-    taken = {name: tuple(decorate(own_code(fn)) for fn in functions) for name, decorate in DECORATORS.items()}
+    taken = {name: tuple(decorate(own_code(fn)) for fn in functions) for name, decorate in decorators.items()}
     return taken | {"custom_op": (wave_operator, isotonic)}
 
 
@@ -90,26 +86,20 @@ def one_graph(fn: Callable, x: torch.Tensor) -> str:
 
 def probe(x: torch.Tensor, wave_so: Callable, fit_so: Callable) -> dict:
     """What one way does with a function of torch calls, and with one that reads its data."""
-    with logs(), watch() as seen:
+    with logs():
         torch.compiler.reset()
         compiled = torch.compile(around(wave_so), backend="aot_eager")
-        tracked = x.clone().requires_grad_()
-        out = compiled(tracked)
-        (grad,) = torch.autograd.grad(out.sum(), tracked)
+        (grad,) = torch.autograd.grad(compiled(leaf := x.clone().requires_grad_()).sum(), leaf)
         before = compiled(x)  # compiled again where a gradient is not wanted: so only the next call is counted
         asked = len(ASKED)
         compiled(x)
         runs = len(ASKED) - asked
-        was = FACTOR[0]
-        FACTOR[0] = 1.5 * was
-        try:
-            followed = torch.allclose(compiled(x), 1.5 * before)
-        finally:
-            FACTOR[0] = was
-    want = torch.autograd.grad(around_reference(leaf := x.double().requires_grad_()).sum(), leaf)[0]
+        FACTOR[0] *= 1.5
+        followed = torch.allclose(compiled(x), 1.5 * before)
+        FACTOR[0] /= 1.5
+    (want,) = torch.autograd.grad(around_reference(leaf := x.double().requires_grad_()).sum(), leaf)
     graphs = aten_graphs(around(wave_so), x)
     return {
-        "breaks": len(seen.breaks),
         "graph": " | ".join(" ".join(name.split(".")[1] for name in graph) for graph in graphs),
         "gradient": "right" if torch.allclose(grad.double(), want, atol=1e-5) else "wrong",
         "runs at a call": runs,
@@ -123,9 +113,8 @@ def decisions(answers: dict[str, dict]) -> dict[str, str]:
     """Which ways do what is needed, from the probes."""
     needs = {
         "the compiler sees its operations": lambda a: "sin" in a["graph"] and a["one graph"] == "yes",
-        "its Python runs at every call": lambda a: a["runs at a call"] == 1,
-        "... and the graph stays whole": lambda a: a["runs at a call"] == 1 and a["one graph"] == "yes",
-        "it reads data, and the graph stays whole": lambda a: a["one graph if it reads data"] == "yes",
+        "it runs at every call, in one graph": lambda a: a["runs at a call"] == 1 and a["one graph"] == "yes",
+        "it reads data, in one graph": lambda a: a["one graph if it reads data"] == "yes",
     }
     return {need: ", ".join(n for n, a in answers.items() if holds(a)) or "none" for need, holds in needs.items()}
 
@@ -139,17 +128,15 @@ def demo(h: Harness) -> None:
             answers = {name: probe(h.randn(8), *taken) for name, taken in ways().items()}
         h.fact("the same function, five ways", answers)
         h.table("when to use which", {need: {"ways": names} for need, names in decisions(answers).items()})
-    variants = {"torch eager": around(wave)}
-    variants |= {f"torch {name}": h.compiled(around(wave_so)) for name, (wave_so, _) in ways().items()}
-    with torch._dynamo.config.patch(recompile_limit=64):
-        table = h.compare(
-            variants, around_reference, h.randn(16), baseline="torch eager", work=Work(), title="one call",
-            timing=Timing(end_to_end=True), terms=0, roundings=16,
-        )  # fmt: skip
+    compiled = {f"torch {name}": h.compiled(around(wave_so)) for name, (wave_so, _) in ways().items()}
+    table = h.compare(
+        {"torch eager": around(wave)} | compiled, around_reference, h.randn(16), baseline="torch eager", work=Work(),
+        title="one call", timing=Timing(end_to_end=True), terms=0, roundings=16,
+    )  # fmt: skip
 
     def answer() -> str:
         traced, opaque = table["torch nonstrict_trace"].ms, table["torch custom_op"].ms
-        runs = decisions(answers)["... and the graph stays whole"]
+        runs = decisions(answers)["it runs at every call, in one graph"]
         stale = ", ".join(name for name, a in answers.items() if a["sees a setting changed later"] == "no")
         return (
             f"Only {runs} keeps the graph whole and runs its Python each call, for {1000 * (opaque - traced):+.0f} us "

@@ -7,8 +7,6 @@ register_fake, and its gradient from register_autograd. The min-max formula is t
 
 # No `from __future__ import annotations` here: torch reads an operator's schema from its annotations.
 
-from collections.abc import Callable
-
 import torch
 
 # Defining an operator's name again frees the first one: a copy of this file under another name gets its own namespace.
@@ -120,15 +118,3 @@ def reference(x: torch.Tensor) -> torch.Tensor:
     means = (ends[..., None, 1:] - ends[..., :-1, None]) / (j - j[:, None] + 1).clamp(min=1)
     least = means.masked_fill(j < j[:, None], float("inf")).flip(-1).cummin(-1).values.flip(-1)
     return least.masked_fill(j < j[:, None], -float("inf")).amax(-2)
-
-
-def gradient(fit: Callable) -> Callable:
-    def backward(x: torch.Tensor, grad: torch.Tensor) -> torch.Tensor:
-        x = x.detach().requires_grad_()
-        return torch.autograd.grad(fit(x), x, grad)[0]
-
-    return backward
-
-
-def gradient_reference(x: torch.Tensor, grad: torch.Tensor) -> torch.Tensor:
-    return gradient(reference)(x.double(), grad.double())

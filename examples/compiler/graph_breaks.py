@@ -12,8 +12,7 @@ resumed from); fullgraph=True holds the mended version to one graph.
 Question   Which line of the model breaks the graph, what does that cost, and how is it written without?
 Needs      torch
 Wins when  (mending pays when) many short kernels surround the break. Between long kernels only the lost fusion is left.
-Study      studies/compiler/graph_breaks.py (further fixes, fullgraph, explain, what does not break, names of the API)
-           studies/compiler/graph_breaks_cost.py (kernels, and the time of the fixes)
+Study      studies/compiler/graph_breaks.py (further fixes, fullgraph, explain, what does not break, kernels written)
 Source     chapter section "Graph Breaks and Debugging".
 """
 
@@ -30,7 +29,7 @@ from harness import Harness, Timing, Work, run
 import torch
 import torch.nn.functional as F
 
-from compile_inspect import SPLIT, Breaks, find_breaks, logs, warm_up
+from compile_inspect import SPLIT, Breaks, find_breaks, logs, own_code, warm_up
 
 # --- one layer, broken and mended: tanh(silu(x) * scale / temperature) * scale + x
 
@@ -109,7 +108,7 @@ class Layer(NamedTuple):
 
     def compiled(self, **options) -> Callable:
         """f(x, scale, temperature), compiled at its first call; what it prints is not shown."""
-        fn = torch.compile(self.fn, dynamic=False, **options)
+        fn = torch.compile(own_code(self.fn), dynamic=False, **options)
 
         def call(x, scale, temperature):
             with redirect_stdout(io.StringIO()):
@@ -139,16 +138,17 @@ def operands(h: Harness, rows: int, width: int) -> tuple[torch.Tensor, ...]:
     return h.randn(rows, width, dtype=dtype), scale, torch.tensor(1.7, dtype=dtype, device=h.device)
 
 
-def compare(h: Harness, inputs: tuple, layers: dict[str, Callable], title: str = "one layer"):
-    """One call as its caller waits for it: eager, in one graph, and as each of `layers` is written."""
+def compare(h: Harness, inputs: tuple):
+    """One call as its caller waits for it: eager, in one graph, and with each cause of a break."""
     warm_up(inputs[0].device)
     torch.compiler.reset()
-    variants = {EAGER: stays_a_tensor, ONE_GRAPH: Layer(stays_a_tensor).compiled()} | layers
+    variants = {EAGER: stays_a_tensor, ONE_GRAPH: Layer(stays_a_tensor).compiled()}
+    variants |= {f"torch.compile, {cause}": before.compiled() for cause, (before, _) in PAIRS.items()}
     with warnings.catch_warnings(), logs():
         warnings.simplefilter("ignore")
         return h.compare(
             variants, reference, *inputs, baseline=EAGER, work=Work(bytes=2 * inputs[0].nbytes),
-            title=title, timing=Timing(end_to_end=True, cold=h.full), **budget(inputs[0].dtype),
+            title="one layer", timing=Timing(end_to_end=True, cold=h.full), **budget(inputs[0].dtype),
         )  # fmt: skip
 
 
@@ -178,10 +178,7 @@ def demo(h: Harness) -> None:
             "line": str(first),
         }
     h.table("what breaks the graph; mended, each is one graph with all operations", rows)
-    tables = []
-    for size in sizes:
-        layers = {f"torch.compile, {cause}": before.compiled() for cause, (before, _) in PAIRS.items()}
-        tables.append(compare(h, operands(h, *size), layers))
+    tables = [compare(h, operands(h, *size)) for size in sizes]
     h.answer(lambda: answer(rows, tables))
 
 

@@ -11,7 +11,7 @@ Python: each entry is then specialized on its own.
 Question   Why does a compiled function compile again, and what keeps it at one cache entry?
 Needs      torch
 Wins when  (mending pays when) a value changes from call to call: a step, a temperature, a learning rate, a history.
-Study      studies/compiler/recompilation.py (more causes and fixes; guards; the limit, and what makes it loud)
+Study      studies/compiler/recompilation.py (more causes and fixes; the limit, and what makes it loud)
 Source     chapter sections "Common Issues" and "Compiler Stances".
 """
 

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import statistics
-import time
 from collections.abc import Callable
 
 from harness import Harness
@@ -11,7 +9,7 @@ from harness import Harness
 import torch
 from torch import nn
 
-from compile_inspect import guards, logs, watch
+from compile_inspect import guards, logs
 from examples.compiler.dynamic_shapes import SIZES, GatedMLP, Served, sizes_compiled, time_mix
 
 
@@ -46,35 +44,6 @@ def explain_one(h: Harness, model: nn.Module, batches) -> None:
         sizes_compiled(served, batches)
         found[name] = rows_guards(served.code)
     h.fact("guards on the rows", found)
-    if any("2 <=" in guard for guard in found["mark_dynamic"]):
-        h.say(
-            "0/1 specialization: 1 broadcasts and 0 is empty, so a symbol stands for what its guard says, "
-            f"{found['mark_dynamic'][0]}, and 1 is compiled apart; mark_unbacked: {found['mark_unbacked'][0]}"
-        )
-    torch.compiler.reset()
-
-
-def guard_search(h: Harness) -> None:
-    """What many graphs cost a call: their guards are tried one after the other, the graph used last first."""
-
-    def scale(x):
-        return torch.sin(x) + 1
-
-    compiled = torch.compile(scale, backend="eager", dynamic=False)
-    batches = [torch.ones(rows, 1) for rows in SIZES]  # on the CPU: what is timed is the host's search
-    with torch._dynamo.config.patch(recompile_limit=len(SIZES)):
-        for x in batches:
-            compiled(x)
-    times = {}
-    for what, calls in {"in turn": batches, "one size again and again": [batches[0]] * len(batches)}.items():
-        passes = []
-        for _ in range(20):
-            started = time.perf_counter()
-            for x in calls:
-                compiled(x)
-            passes.append((time.perf_counter() - started) / len(calls))
-        times[what] = round(1e6 * statistics.median(passes), 1)
-    h.fact(f"us a call on the host, {len(batches)} static graphs", times)
     torch.compiler.reset()
 
 
@@ -115,12 +84,7 @@ def small_model(h: Harness) -> None:
     for one in served.values():
         for x in batches:
             one.first(x)
-    with watch() as seen:
-        table = time_mix(h, model, served, batches, "mix of batches, a small model")
-    h.fact("graphs compiled while it was timed", seen.graphs)
-    if table.timed:
-        us = {row.variant.removeprefix("torch.compile "): 1000 * row.ms / len(batches) for row in table.rows}
-        h.say("us a call: " + ", ".join(f"{name} {us[name]:.1f}" for name in sorted(us, key=us.get)))
+    time_mix(h, model, served, batches, "mix of batches, a small model")
     torch.compiler.reset()
 
 
@@ -132,6 +96,4 @@ def study(h: Harness) -> None:
     count_orders(h, model, batches)
     explain_one(h, model, batches)
     refused_marks(h)
-    if h.timing:
-        guard_search(h)
     small_model(h)

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import time
-
 from harness import Harness
 
 import torch
@@ -44,24 +42,21 @@ def recorded(model: nn.Module, name: str, batches) -> tuple[Served, dict]:
     """
     policy, options = RECORDED[name]
     served = (Replayed if options else Served)(model, policy, **options)
-    before, seconds = cuda_graphs(), []
+    before = cuda_graphs()
     shown = torch._inductor.config.patch(shape_padding=False)  # as in compile_all
     with shown, logs(cudagraphs=True) as lines, watch() as seen:
         for _ in range(3):
             served.first(batches[0])
         of_one, used = cuda_graphs() - before, device_mib()
         for _ in range(3):
-            started = time.perf_counter()
             for x in batches:
                 served.first(x)
-            torch.cuda.synchronize()
-            seconds.append(round(time.perf_counter() - started, 4))
         of_all = cuda_graphs() - before
     grown = round(device_mib() - used, 1)
     warned = [text.split(". Please")[0] for _, text in lines if "distinct" in text]
     return served, {
         "graphs compiled": seen.graphs, "CUDA graphs of one size": of_one, "CUDA graphs": of_all,
-        "MiB more than for one size": grown, "warnings": warned, "seconds of 3 passes": seconds,
+        "MiB more than for one size": grown, "warnings": warned,
     }  # fmt: skip
 
 
@@ -76,9 +71,7 @@ def cuda_graphs_over_sizes(h: Harness, model: nn.Module, batches) -> None:
         with h.progress(f"recording {name}"):
             served[name], table[name] = recorded(model, name, batches)
     if not h.profile:
-        keys = list(table[name])[: None if h.timing else -1]
-        rows = {name: {key: row[key] for key in keys} for name, row in table.items()}
-        h.fact(f"CUDA graphs for batches of {len(batches[0])} to {len(batches[-1])}", rows)
+        h.fact(f"CUDA graphs for batches of {len(batches[0])} to {len(batches[-1])}", table)
         _, marked, skipping, padded = table.values()
         number, more = "CUDA graphs", "MiB more than for one size"
         h.fact(

@@ -1,4 +1,4 @@
-"""graph_breaks, measured: further fixes, what torch's own tools say, what does not break, and the names of the API."""
+"""graph_breaks, measured: further fixes, what torch's own tools say, what does not break, names of the API, kernels."""
 
 from __future__ import annotations
 
@@ -14,17 +14,17 @@ from harness import Harness
 import torch
 import torch.nn.functional as F
 
-from compile_inspect import find_breaks, logs, own_code
+from compile_inspect import find_breaks, generated_code, logs
 from examples.compiler import graph_breaks as lesson
 from examples.compiler.graph_breaks import (
     PAIRS,
     Layer,
     budget,
-    catches,
     operands,
     prints,
     reads_an_item,
     reference,
+    stays_a_tensor,
 )
 
 # --- the layer once more
@@ -62,27 +62,19 @@ def reads_items_in_a_generator(x, scale, temperature):
 
 # Fixes beside those of the lesson: how it is written, and the settings of Dynamo under which it is compiled.
 FIXES = {
-    "print": {"reorderable_logging_functions": (Layer(prints), {"reorderable_logging_functions": {print}})},
-    ".item()": {"capture_scalar_outputs": (Layer(reads_an_item), {"capture_scalar_outputs": True})},
-    "if on a tensor": {"torch.cond": (Layer(branches_in_the_graph), {})},
+    "print: reorderable_logging_functions": (Layer(prints), {"reorderable_logging_functions": {print}}),
+    ".item(): capture_scalar_outputs": (Layer(reads_an_item), {"capture_scalar_outputs": True}),
+    "if on a tensor: torch.cond": (Layer(branches_in_the_graph), {}),
 }
 
 
-def own(layer: Layer) -> Layer:
-    """The same with code of its own: graphs belong to the code, also those compiled under other settings."""
-    return layer._replace(fn=own_code(layer.fn))
-
-
 def show_fixes(h: Harness, *inputs) -> None:
-    for cause, fixes in FIXES.items():
-        for name, (layer, config) in fixes.items():
-            with torch._dynamo.config.patch(config):
-                found = layer.breaks(*inputs)
-                h.check(
-                    own(layer).compiled(backend="aot_eager", fullgraph=True), reference, *inputs,
-                    what=f"{cause}: {name}, in one graph", poison=False, **budget(inputs[0].dtype),
-                )  # fmt: skip
-            h.fact(f"{cause}: {name}", {"graphs": found.graphs, "breaks": len(found.breaks)})
+    for name, (layer, config) in FIXES.items():
+        with torch._dynamo.config.patch(config):
+            found, fixed = layer.breaks(*inputs), layer.compiled(backend="aot_eager", fullgraph=True)
+            what = f"{name}, in one graph"
+            h.check(fixed, reference, *inputs, what=what, poison=False, **budget(inputs[0].dtype))
+        h.fact(name, {"graphs": found.graphs, "breaks": len(found.breaks)})
 
 
 def fullgraph_says(layer: Layer, *inputs) -> str:
@@ -120,8 +112,6 @@ def show_tools(h: Harness, *inputs) -> None:
         for cause, (before, _) in PAIRS.items()
     }
     h.table("what torch's own tools say", rows)
-    loud = [cause for cause, row in rows.items() if ", line " in row["fullgraph=True"]]
-    h.say(f"fullgraph=True is an error that names the line for {len(loud)} of {len(rows)}: {', '.join(loud) or 'none'}")
 
 
 def what_is_traced(h: Harness, *inputs) -> None:
@@ -134,21 +124,6 @@ def what_is_traced(h: Harness, *inputs) -> None:
         found = find_breaks(fn, *inputs)
         lost = found.breaks[-1].lost if found.breaks else "nothing"
         h.fact(name, {"graphs": found.graphs, "breaks": len(found.breaks), "lost": lost})
-
-
-def captured_try(h: Harness, x: torch.Tensor, scale: torch.Tensor) -> None:
-    """fullgraph=True, which captures .item(), takes the layer with try/except; then comes the value it was for."""
-    torch.compiler.reset()
-    fn = torch.compile(catches, backend="aot_eager", fullgraph=True)
-    zero = x.new_zeros(())
-    fn(x, scale, x.new_tensor(2.0))
-    want = catches(x, scale, zero)
-    try:
-        off = (fn(x, scale, zero).double() - want.double()).abs().max().item()
-        outcome = f"off by {off:.3g} from eager" if off > 0.1 else "as eager"
-    except ZeroDivisionError:
-        outcome = "raises the ZeroDivisionError that its own except catches in eager"
-    h.fact("try/except captured by fullgraph=True, at temperature 0", outcome)
 
 
 def names_of_the_api(h: Harness, x: torch.Tensor) -> None:
@@ -185,11 +160,24 @@ def names_of_the_api(h: Harness, x: torch.Tensor) -> None:
     torch.compiler.reset()
 
 
+def show_kernels(h: Harness, *inputs) -> None:
+    """How many kernels Inductor writes for each cause."""
+    layers = {"one graph": Layer(stays_a_tensor)} | {cause: before for cause, (before, _) in PAIRS.items()}
+    written = {}
+    for name, layer in layers.items():
+        torch.compiler.reset()
+        with redirect_stdout(io.StringIO()), warnings.catch_warnings(), logs():
+            warnings.simplefilter("ignore")
+            code = generated_code(layer.fn, *inputs, *layer.extra(inputs[-1]))
+        written[name] = sum(text.count("= async_compile.") for text in code)
+    h.fact(f"kernels that Inductor writes, {'x'.join(map(str, inputs[0].shape))}", written)
+
+
 def study(h: Harness) -> None:
     inputs = operands(h, 32, 1024)
     if not h.profile:
         show_fixes(h, *inputs)
         show_tools(h, *inputs)
         what_is_traced(h, *inputs)
-        captured_try(h, *inputs[:2])
         names_of_the_api(h, inputs[2])
+        show_kernels(h, *inputs)

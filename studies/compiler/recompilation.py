@@ -1,4 +1,4 @@
-"""recompilation, measured: more causes and fixes; the guards of a scalar; the limit, and what makes it loud."""
+"""recompilation, measured: more causes and fixes; who specializes a float; the limit, and what makes it loud."""
 
 from __future__ import annotations
 
@@ -8,25 +8,12 @@ from collections.abc import Callable
 from harness import Harness
 
 import torch
-from torch import nn
 
-from compile_inspect import count_entries, guards
+from compile_inspect import count_entries
 from examples.compiler.recompilation import CALLS, CountsCalls, check_outputs, scales, steps
 
-LAYER = "a layer each, int attribute"
 ADAMW = "learning rate, AdamW foreach"
 HALVES = {"terms": 0, "roundings": 8, "acc": torch.bfloat16}
-
-
-class Layer(nn.Module):
-    """Knows which of the model's layers it is, as an int or a tensor."""
-
-    def __init__(self, index: int | torch.Tensor) -> None:
-        super().__init__()
-        self.index = index
-
-    def forward(self, x):
-        return scales(x, self.index)
 
 
 def adamw(x: torch.Tensor, **options) -> tuple[Callable, list[Callable]]:
@@ -40,7 +27,7 @@ def ways(x: torch.Tensor) -> dict[str, tuple[list[torch.Tensor], dict[str, tuple
     """More causes, and other fixes for those of the lesson: the outputs in float64, and the ways to call: a function,
     its calls and, where they are not the default, options of torch.compile or settings of Dynamo."""
     exact, counts = x.double(), list(range(1, CALLS + 1))
-    ints, floats = [k + 1 for k in counts], [k / 10 for k in counts]
+    ints = [k + 1 for k in counts]
     dtypes = [torch.float32, torch.float16, torch.bfloat16]
     modes = [torch.enable_grad, torch.no_grad, torch.inference_mode]
 
@@ -53,9 +40,7 @@ def ways(x: torch.Tensor) -> dict[str, tuple[list[torch.Tensor], dict[str, tuple
     def under(contexts: list) -> list[Callable]:
         return [lambda f, context=context: context()(f)(x, 2.0) for context in contexts]
 
-    each_layer = [lambda each, i=i: each[i](x) for i in range(CALLS)]
     step, calls = adamw(exact, lr=0.1, foreach=False)
-    counted = [scales(exact, k) for k in counts]
     dynamic, unspecialized = {"dynamic": True}, {"allow_unspec_int_on_nn_module": True}
     return {
         "int argument": ([scales(exact, k) for k in ints], {
@@ -63,13 +48,8 @@ def ways(x: torch.Tensor) -> dict[str, tuple[list[torch.Tensor], dict[str, tuple
             "dynamic=True": (scales, given(ints), dynamic),
             "tensor": (scales, given([tensor(k) for k in ints])),
         }),
-        "float argument": ([scales(exact, k) for k in floats], {"dynamic=True": (scales, given(floats), dynamic)}),
-        "int attribute of a module": (counted, {
+        "int attribute of a module": ([scales(exact, k) for k in counts], {
             "allow_unspec_int_on_nn_module": (CountsCalls(0), [lambda f: f(x)] * CALLS, {}, unspecialized),
-        }),
-        LAYER: (counted, {
-            "as found": ([Layer(k) for k in counts], each_layer),
-            "tensor": ([Layer(tensor(k)) for k in counts], each_layer),
         }),
         ADAMW: ([call(step) for call in calls], {  # foreach is what a GPU gets unasked
             "as found": adamw(x, lr=0.1, foreach=True),
@@ -100,21 +80,6 @@ def show_ways(h: Harness, x: torch.Tensor) -> None:
                 "entries": found.compiled, "eager": found.eager_calls, "guard that fails first": reason,
             }  # fmt: skip
     h.table("cache entries, and calls left to eager", rows)
-
-
-def guards_on_a_scalar(h: Harness, x: torch.Tensor) -> None:
-    """What the first entry of an argument checks, and what the second: its value, then only its type."""
-    shown = {}
-    for kind, values in (("int", (2, 3)), ("float", (0.2, 0.3))):
-        torch.compiler.reset()
-        fn = torch.compile(scales, backend="eager")
-        for value in values:
-            fn(x, value)
-        for nth, lines in zip(("second", "first"), guards(scales), strict=True):
-            mine = [re.sub(r", \d{9,}", "", line.split("  #")[0]) for line in lines if "L['k']" in line]
-            shown[f"{kind}, {nth} entry"] = "; ".join(line.strip() for line in mine)
-    torch.compiler.reset()
-    h.fact("guards on a scalar argument", shown)
 
 
 def who_specializes(h: Harness, x: torch.Tensor) -> None:
@@ -169,6 +134,5 @@ def study(h: Harness) -> None:
         return
     x = h.randn(16, 64)
     show_ways(h, x)
-    guards_on_a_scalar(h, x)
     who_specializes(h, x)
     the_limit(h, x)

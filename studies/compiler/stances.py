@@ -24,12 +24,6 @@ def show_delayed(h: Harness) -> None:
     """Two new shapes from the start: what those stances gain that put compiling off."""
     delayed = {stance: outcomes_of(stance, (4, 5, 6)) for stance in ("default", *STANCES[-2:])}
     h.fact("calls with 4, 5 and 6 rows", {stance: ", ".join(row) for stance, row in delayed.items()})
-    compiled = {stance: row.count("compiles") for stance, row in delayed.items()}
-    if max(compiled[name] for name in STANCES[-2:]) < compiled["default"]:
-        h.say(
-            f"graphs by the backend itself for these: {', '.join(f'{name} {n}' for name, n in compiled.items())}: "
-            "who waits for a second shape knows which size differs"
-        )
 
 
 def forced_backend(h: Harness) -> None:
@@ -41,16 +35,7 @@ def forced_backend(h: Harness) -> None:
         compiled(x)
         within = {"own": own.graphs, "forced": forced.graphs}
     compiled(x)
-    try:
-        with torch.compiler.set_stance("force_eager", force_backend=forced):
-            compiled(x)
-        refused = "accepted"
-    except RuntimeError as error:
-        refused = str(error).splitlines()[0]
-    h.fact(
-        "graphs under force_backend",
-        {"within": within, "after": {"own": own.graphs, "forced": forced.graphs}, "with force_eager": refused},
-    )
+    h.fact("graphs under force_backend", {"within": within, "after": {"own": own.graphs, "forced": forced.graphs}})
 
 
 def wrong_name(h: Harness) -> None:

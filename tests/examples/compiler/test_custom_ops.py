@@ -1,7 +1,5 @@
 """custom_ops: what the demo finds of each way, the operators against float64, bad input."""
 
-from importlib import util
-
 from harness import Harness
 
 import pytest
@@ -13,8 +11,6 @@ from examples.compiler import custom_ops
 from examples.compiler.custom_ops import decisions, demo
 from examples.compiler.custom_ops_isotonic import (
     DTYPES,
-    gradient,
-    gradient_reference,
     isotonic,
     isotonic_into,
     isotonic_with_blocks,
@@ -37,12 +33,10 @@ def test_five_ways(monkeypatch):
         assert answers["gradient"] == "right"
         assert answers["runs at a call"] == (0 if seen_through else 1)
         assert answers["sees a setting changed later"] == ("no" if seen_through else "yes")
-        assert (answers["breaks"] > 0) == (name in ("untouched", "disable"))
     assert decisions(found) == {
         "the compiler sees its operations": "allow_in_graph, nonstrict_trace",
-        "its Python runs at every call": "untouched, disable, custom_op",
-        "... and the graph stays whole": "custom_op",
-        "it reads data, and the graph stays whole": "custom_op",
+        "it runs at every call, in one graph": "custom_op",
+        "it reads data, in one graph": "custom_op",
     }
     assert custom_ops.FACTOR[0] == factor
 
@@ -52,6 +46,18 @@ def test_five_ways(monkeypatch):
 
 def layer(fit):
     return lambda x: fit(x * 2) + 1
+
+
+def gradient(fit):
+    def backward(x, grad):
+        x = x.detach().requires_grad_()
+        return torch.autograd.grad(fit(x), x, grad)[0]
+
+    return backward
+
+
+def gradient_reference(x, grad):
+    return gradient(reference)(x.double(), grad.double())
 
 
 @pytest.mark.parametrize(
@@ -104,8 +110,6 @@ def test_gradcheck_and_opcheck():
 
 def test_compiled_whole(h):
     x, grad = h.randn(5, 37), h.randn(5, 37)
-    fn = h.compiled(layer(isotonic), fullgraph=True)
-    h.check(fn, lambda x: reference(x.double() * 2) + 1, x.t().contiguous().t(), what="inductor", roundings=8)
     fn = gradient(h.compiled(isotonic, backend="aot_eager", fullgraph=True))
     h.check(fn, gradient_reference, x, grad, what="aot_eager", poison=False, terms=37)
 
@@ -114,13 +118,11 @@ def test_compiled_whole(h):
     ("x", "out", "error", "message"),
     [
         (torch.ones(3).long(), None, TypeError, r"dtypes \[torch\.int64\]; all must be the same one of"),
-        (torch.ones(3).cfloat(), None, TypeError, r"dtypes \[torch\.complex64\]"),
         (torch.tensor(1.0), None, ValueError, r"shapes \[\(\)\]; all must be the same \[\.\.\., n\]"),
         (torch.ones(3), torch.ones(3).double(), TypeError, r"dtypes \[torch\.float32, torch\.float64\]"),
         (torch.ones(3), torch.ones(1, 3), ValueError, r"shapes \[\(3,\), \(1, 3\)\]; all must be the same"),
         (torch.ones(3), torch.ones(3, device="meta"), ValueError, r"devices \['cpu', 'meta'\]; move them to one"),
         (torch.ones(3).requires_grad_(), torch.ones(3), RuntimeError, "requires grad, and its gradient would be lost"),
-        (torch.ones(3), torch.ones(3).requires_grad_(), RuntimeError, "requires grad"),
     ],
 )
 def test_bad_input(h, x, out, error, message):
@@ -132,16 +134,6 @@ def test_bad_input(h, x, out, error, message):
         isotonic(x)
     with pytest.raises(Exception, match=f"isotonic: {message}"):  # torch wraps what a rule for shapes raises
         h.compiled(layer(isotonic), backend="aot_eager", fullgraph=True)(x)
-
-
-def test_a_file_that_is_loaded_twice_has_operators_of_its_own():
-    spec = util.spec_from_file_location("a_copy", custom_ops.__file__)
-    copy = util.module_from_spec(spec)
-    spec.loader.exec_module(copy)
-    x = torch.randn(3, 9, requires_grad=True)
-    for module in (copy, custom_ops):
-        torch.autograd.grad(module.wave_operator(x).sum(), x)
-        torch.testing.assert_close(module.wave_operator(x), module.wave(x))
 
 
 @pytest.mark.gpu

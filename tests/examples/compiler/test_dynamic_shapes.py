@@ -72,11 +72,3 @@ def test_no_bucket_and_no_padding():
     for shape in ((), (0, 3), (9, 3)):
         with pytest.raises(ValueError, match=r"pad_rows: shape \(.*\) into 8 rows; split the batch, or use a larger"):
             pad_rows(torch.ones(shape), 8)
-
-
-@pytest.mark.gpu
-def test_the_record_of_static_and_marked_on_a_gpu():
-    """Compiled for real: 64 static graphs, one of a marked size for 2 to 64, and one for all of an unbacked size."""
-    rows = ran(dynamic_shapes.demo, finish=False, full=True).record.facts["batches of 1 to 64"]
-    assert (rows["static"]["graphs"], rows["mark_dynamic"]["graphs"], rows["mark_unbacked"]["graphs"]) == (64, 2, 1)
-    assert rows["static"]["seconds"] > rows["mark_unbacked"]["seconds"]

@@ -23,7 +23,6 @@ def test_the_operators_are_sound(facts):
     assert facts["the operator, compiled"] == [["aten.mul.Tensor", "companion_ops.isotonic.default", "aten.add.Tensor"]]
     (graph,) = facts["the one that writes into `out`, compiled"]
     assert any("auto_functionalized" in name for name in graph)
-    assert facts["graphs for 3 batch sizes"] == 1
 
 
 def test_what_comes_of_each_lie(facts):
