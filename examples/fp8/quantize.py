@@ -41,7 +41,7 @@ from examples.common.quantize import (
     torch_quantize_blocks,
 )
 from examples.fp8.quantize_long_row import launch_long_rows
-from examples.fp8.quantize_tensor import launch_tensor
+from examples.fp8.quantize_tensor import quantize_tensor
 
 # Chosen by timing bf16 16384x16384 on an H200. From 16 elements a thread up, q is written 16 bytes at a time.
 GROUP_ROWS, GROUP_TILE = 32, {"num_warps": 4, "REREAD": False}
@@ -112,17 +112,6 @@ def quantize_row(x: torch.Tensor, dtype: torch.dtype = E4M3) -> tuple[torch.Tens
         return _quantize_tiles(x, dtype, scale, max(1, ROWS_ELEMENTS // block_n), block_n, False, **ROWS_TILE)
     q = torch.empty(x.shape, dtype=dtype, device=x.device)
     launch_long_rows(x, q, scale)
-    return q, scale
-
-
-def quantize_tensor(x: torch.Tensor, dtype: torch.dtype = E4M3) -> tuple[torch.Tensor, torch.Tensor]:
-    """(q, scale []): one scale for all elements, in two passes over x."""
-    check_quantize("quantize_tensor", x, dtype)
-    q = torch.empty(x.shape, dtype=dtype, device=x.device)
-    scale = torch.empty((), dtype=torch.float32, device=x.device)
-    if not x.numel():
-        return q, scale.fill_(FLOOR / fp8_max(dtype))
-    launch_tensor(x, q, scale)
     return q, scale
 
 

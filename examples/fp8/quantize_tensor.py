@@ -10,8 +10,8 @@ import torch
 import triton
 import triton.language as tl
 
-from examples.common.fp8 import fp8_max
-from examples.common.quantize import magnitude_bits, scale_and_factor
+from examples.common.fp8 import E4M3, FLOOR, fp8_max
+from examples.common.quantize import check_quantize, magnitude_bits, scale_and_factor
 
 # Chosen by timing bf16 16384x16384 on an H200.
 AMAX_TILE, AMAX_STEPS, AMAX_WARPS = 8192, 2, 8
@@ -61,7 +61,13 @@ def _fit_tile(elements: int, n_rows: int, n_cols: int) -> tuple[dict[str, int], 
     return {"BLOCK_M": block_m, "BLOCK_N": block_n}, triton.cdiv(n_rows, block_m) * triton.cdiv(n_cols, block_n)
 
 
-def launch_tensor(x: torch.Tensor, q: torch.Tensor, scale: torch.Tensor) -> None:
+def quantize_tensor(x: torch.Tensor, dtype: torch.dtype = E4M3) -> tuple[torch.Tensor, torch.Tensor]:
+    """(q, scale []): one scale for all elements, in two passes over x. Raises what quantize does."""
+    check_quantize("quantize_tensor", x, dtype)
+    q = torch.empty(x.shape, dtype=dtype, device=x.device)
+    scale = torch.empty((), dtype=torch.float32, device=x.device)
+    if not x.numel():  # a grid of zero programs is a launch error
+        return q, scale.fill_(FLOOR / fp8_max(dtype))
     n_rows, n_cols = (1, x.numel()) if x.is_contiguous() else x.shape
     amax = torch.zeros((), dtype=torch.int32, device=x.device)  # a memset, which is part of its time
     blocks, tiles = _fit_tile(AMAX_TILE, n_rows, n_cols)
@@ -71,5 +77,6 @@ def launch_tensor(x: torch.Tensor, q: torch.Tensor, scale: torch.Tensor) -> None
     blocks, tiles = _fit_tile(CAST_TILE, n_rows, n_cols)
     cast_kernel[(tiles,)](
         x, q, amax, scale, x.stride(0), q.stride(0), n_rows, n_cols, **blocks,
-        MOST=fp8_max(q.dtype), num_warps=CAST_WARPS,
+        MOST=fp8_max(dtype), num_warps=CAST_WARPS,
     )  # fmt: skip
+    return q, scale
