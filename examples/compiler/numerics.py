@@ -30,7 +30,6 @@ from examples.common.transformer import SMALL, TINY, Transformer
 
 CALLS = 20
 NAMES = ("softmax", "layer norm", "gelu", "multiply-add", "sum", "transformer")
-EMULATED = {"emulate_precision_casts": True}
 EAGER, DETERMINISTIC = "torch eager", "torch.compile, deterministic"
 
 
@@ -94,7 +93,7 @@ def measure(h: Harness, dtype: torch.dtype) -> dict[str, dict]:
     exact = cases(model)(*(t.double() for t in args[:4]), tokens)  # its last result is not exact: it is the model's
     want = (*exact[:-1], model.float64(tokens))
     eager, results = cases(model)(*args), {}
-    for name, options in {"compiled": {}, "emulated": EMULATED}.items():
+    for name, options in {"compiled": {}, "emulated": {"emulate_precision_casts": True}}.items():
         got = results[name] = h.compiled(cases(model), options=options)(*args)
         budget = {"terms": 1, "acc": dtype} if dtype is torch.bfloat16 else {"terms": 4 * cols}
         what = f"{name} {str(dtype)[6:]}"

@@ -52,10 +52,7 @@ def bound_of(steps: Steps, rates: Rates, host: float) -> str:
 
 
 def fixed_costs(table, n_eager: int, n_fused: int) -> dict[str, tuple[float, float]]:
-    """Of each variant, in ms: (launching a call, running its kernels) at no work, from the twin's times.
-
-    The twin has `n_eager` operations in eager, and `n_fused` kernels when fused.
-    """
+    """Of each variant, in ms: (launching a call, running its kernels) at no work, from the twin's times and counts."""
     ms = {row.variant: row.ms for row in table.rows}
     if REDUCE not in ms:  # on a CPU who launches is who computes
         return {name: (0.0, time) for name, time in ms.items()}

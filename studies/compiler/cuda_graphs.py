@@ -74,9 +74,9 @@ def explain(h: Harness, rows: dict, work: dict[str, tuple[int, float]]) -> None:
         f"compiled without fusion, which launches as often but has no modules to walk, is {unfused.speedup:.1f}x"
     )
     h.say(
-        f"reduce-overhead {'gains' if reduced.ms < fused.ms else 'loses'} where fusion left {work[FUSED][0]}: "
-        f"{reduced.ms * 1000:.0f} us against {fused.ms * 1000:.0f}: with the copy of its input into the graph it runs "
-        f"{work[REDUCED][0]}"
+        f"reduce-overhead {'gains' if reduced.ms < fused.ms else 'loses'} beside fusion alone: {reduced.ms * 1000:.0f} us "
+        f"against {fused.ms * 1000:.0f}, for {work[REDUCED][0]} kernels and copies (its input goes into the graph) "
+        f"against {work[FUSED][0]}"
     )
 
 

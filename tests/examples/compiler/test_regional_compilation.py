@@ -42,7 +42,7 @@ def test_kernels_are_generated_once_for_all_blocks(h, model):
     assert counts[WHOLE] > counts[NESTED] > counts[EACH] > 0
 
 
-@pytest.mark.parametrize(("way", "shape"), zip(WAYS.values(), [(1, 1), (3, 7), (2, 16)], strict=True))
+@pytest.mark.parametrize(("way", "shape"), [*zip(WAYS.values(), [(1, 1), (3, 7), (2, 16)], strict=True)])
 def test_each_way_computes_what_eager_does(h, model, way, shape):
     tokens = h.randint(MINI.vocab, *shape)
     with torch.no_grad():
