@@ -1,4 +1,4 @@
-"""Forward and backward of a function as one call: what a training step makes of it."""
+"""Forward and backward of a function as one call, and references in float64 of either."""
 
 from __future__ import annotations
 
@@ -18,3 +18,8 @@ def forward_backward(fn: Callable) -> Callable:
             return y.detach(), *torch.autograd.grad(y, leaves, grad)
 
     return both
+
+
+def in_float64(fn: Callable) -> Callable:
+    """fn, for a reference: its tensors are widened first."""
+    return lambda *args: fn(*(x.double() if isinstance(x, torch.Tensor) else x for x in args))

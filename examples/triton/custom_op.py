@@ -30,7 +30,7 @@ from torch.library import triton_op
 
 from compile_inspect import kernels_run
 from examples.common.device import interpreted, require_triton_device
-from examples.common.training import forward_backward
+from examples.common.training import forward_backward, in_float64
 from examples.triton.custom_op_layer import layer, layer_budget, layer_inputs, layer_reference, silu_mul_torch
 
 # Of the operator, in torch's registry. Defining a name again frees the first operator, and torch crashes when that is
@@ -143,13 +143,7 @@ for _op, _backward in ((silu_mul_opaque, silu_mul_opaque_backward), (silu_mul_tr
     )
 
 
-def reference(gate: Tensor, up: Tensor) -> Tensor:
-    return silu_mul_torch(gate.double(), up.double())
-
-
-def reference_step(*tensors: Tensor) -> tuple[Tensor, ...]:
-    return forward_backward(silu_mul_torch)(*(t.double() for t in tensors))
-
+reference, reference_step = in_float64(silu_mul_torch), in_float64(forward_backward(silu_mul_torch))
 
 # exp turns the rounding of an argument of 88, beyond which float32 is 0 or infinite, into 64 of the result. The
 # derivative crosses 0, so there an element has the budget of its row.

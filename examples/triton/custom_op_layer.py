@@ -6,6 +6,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from examples.common.training import in_float64
+
 
 def silu_mul_torch(gate: Tensor, up: Tensor) -> Tensor:
     return F.silu(gate) * up
@@ -21,8 +23,7 @@ def layer(op):
     return between
 
 
-def layer_reference(*tensors: Tensor) -> Tensor:
-    return layer(silu_mul_torch)(*(t.double() for t in tensors))
+layer_reference = in_float64(layer(silu_mul_torch))
 
 
 def layer_budget(dtype: torch.dtype) -> dict:

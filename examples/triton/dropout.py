@@ -1,14 +1,13 @@
 """Dropout: backward draws the mask again from an eight-byte seed, so no mask is stored.
 
 Dropout uses one random mask twice: on x in forward, on the gradient in backward. Philox computes a random number from
-a seed and a counter. Here the counter follows from the element's index, so backward can draw the same mask again: it is
-the same kernel on the gradient, and autograd keeps the seed alone. In 16 bits, forward then moves 4 bytes an element;
-writing a mask of one byte makes it 5, and so does reading it in backward: bytes alone allow 1.25x.
+a seed and a counter, here the element's index, so backward can draw the same mask again: it is the same kernel on the
+gradient, and autograd keeps the seed alone. In 16 bits, forward then moves 4 bytes an element; writing a mask of one
+byte makes it 5, and so does reading it in backward: bytes alone allow 1.25x.
 
-The price is integer arithmetic. One call of Philox is ten rounds of two 32-bit multiplies whose upper halves are needed
-too, and returns four numbers of 32 bits. A kernel that uses one of the four, as `tl.rand` does, is limited by these
-multiplies; here one call serves four neighbours. Numbers of 16 bits halve the arithmetic again, but then the mask has
-less randomness than torch's: an option, and not what the comparison with torch is about.
+The price is integer arithmetic: a call of Philox is ten rounds of two 32-bit multiplies whose upper halves are needed
+too. It returns four numbers of 32 bits; a kernel that uses one, as `tl.rand` does, is limited by these multiplies, and
+here one call serves four neighbours. Numbers of 16 bits halve the arithmetic again, with less randomness than torch's.
 
 Question   What does it cost to draw a dropout mask again in backward, and what does it save against storing it?
 Needs      triton
@@ -108,10 +107,9 @@ def dropout(
     x: float32, float16 or bfloat16, contiguous, any shape; the product is float32, rounded once. p = 0 returns x
     itself; a dropped NaN or infinity is NaN, because dropping multiplies by 0. Both are as in torch.
     seed: one int64 on x's device. Without it one is drawn from torch's generator, which costs a small launch.
-    start: the flat index of x's first element in the tensor whose mask this is, a multiple of 8. The mask depends on
-    seed, p, per_call and the flat index alone, which has 64 bits: a slice of a tensor has its slice of the mask.
-    per_call: how many elements a call of Philox serves. 4 take 32 bits each, as torch draws; 8 take 16 bits each; 1
-    leaves three of four numbers unused. p counts in steps of 2**-32, with per_call=8 of 2**-16.
+    start: the flat index of x's first element in the tensor whose mask this is, a multiple of 8: a slice of a tensor
+    has its slice of the mask, which depends on seed, p, per_call and the flat index alone.
+    per_call: how many elements a call of Philox serves, in PER_CALL; p counts in steps of 2**-32, with 8 of 2**-16.
 
     Raises TypeError for another dtype or seed; ValueError for p outside [0, 1], a layout that is not contiguous, and
     other options than these; RuntimeError for a device without Triton.

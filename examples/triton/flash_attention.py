@@ -119,9 +119,8 @@ def flash_attention(
     S_kv from 1 up, and causal needs S == S_kv. float16 or bfloat16, all three the same; scores, sums and the
     accumulator are float32, the weights are rounded to the input dtype for the second product.
 
-    Raises TypeError for another dtype, or a causal that is no bool; ValueError for rank, sizes that do not fit
-    together, another head dim, no keys, a scale that is not positive and finite in float32, or a layout that TMA
-    cannot load; RuntimeError for a device without Triton or an input that requires grad.
+    Raises TypeError for another dtype; ValueError for a layout that TMA cannot load; what check_attention does for
+    sizes, causal and scale; RuntimeError for a device without Triton or an input that requires grad.
     """
     name = "flash_attention"
     require_triton_device(name, q, k, v)

@@ -30,7 +30,7 @@ import triton.language as tl
 
 from examples.common.device import require_triton_device
 from examples.common.rows import check_layer_norm, check_length, row_block, widen
-from examples.common.training import forward_backward
+from examples.common.training import forward_backward, in_float64
 from examples.triton.layer_norm_backward import LayerNorm, layer_norm_backward  # noqa: F401 (for calls without autograd)
 from examples.triton.layer_norm_resident import layer_norm_resident
 
@@ -96,11 +96,9 @@ def layer_norm(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor, eps: f
     """LayerNorm over the last dimension of x [..., n_cols], once differentiable in x, weight and bias [n_cols].
 
     x: float32, float16 or bfloat16, last dimension contiguous; y has its dtype. weight and bias: both of x's dtype, or
-    both float32. The arithmetic is float32.
-
-    Raises TypeError for another dtype, a missing weight or bias, or an eps that is no number; ValueError for no
-    columns, sizes that do not fit, an inner stride other than 1, or an eps that is negative or not finite;
-    RuntimeError for a device without Triton, or a second derivative.
+    both float32. The arithmetic is float32. Raises TypeError for another dtype, a missing weight or bias, or an eps
+    that is no number; ValueError for no columns, sizes that do not fit, an inner stride other than 1, or an eps that is
+    negative or not finite; RuntimeError for a device without Triton, or a second derivative.
     """
     with torch.no_grad():  # this one has a backward
         require_triton_device("layer_norm", x)
@@ -113,12 +111,7 @@ def torch_layer_norm(x, weight, bias, eps: float = 1e-5) -> torch.Tensor:
     return torch.nn.functional.layer_norm(x, x.shape[-1:], weight, bias, eps)
 
 
-def reference(x, weight, bias, eps: float = 1e-5) -> torch.Tensor:
-    return torch_layer_norm(x.double(), weight.double(), bias.double(), eps)
-
-
-def reference_step(*inputs: torch.Tensor) -> tuple[torch.Tensor, ...]:
-    return forward_backward(reference)(*(t.double() for t in inputs))
+reference, reference_step = in_float64(torch_layer_norm), in_float64(forward_backward(torch_layer_norm))
 
 
 def inputs(h: Harness, *shape: int) -> tuple[torch.Tensor, ...]:
@@ -128,7 +121,6 @@ def inputs(h: Harness, *shape: int) -> tuple[torch.Tensor, ...]:
 
 
 def compare_both(h: Harness, rows: int, cols: int):
-    """The tables of one size: forward alone, and forward with backward."""
     x, *others = inputs(h, rows, cols)
     variants = {"torch": torch_layer_norm, "torch.compile": h.compiled(torch_layer_norm), "triton": layer_norm}
     # torch adds up dweight and dbias in parts that it rounds to 16 bits, and on a CPU rounds mean and rstd so too.
@@ -146,10 +138,8 @@ def compare_both(h: Harness, rows: int, cols: int):
 
 
 def demo(h: Harness) -> None:
-    # A prime, and lengths just beyond where one kernel ends and the next begins.
-    for shape in [(3, 781), (4, 5, 1025), (9, 8193)]:
-        what, terms = f"training, {shape}", shape[-1]
-        h.check(forward_backward(layer_norm), reference_step, *inputs(h, *shape), terms=terms, what=what)
+    for shape in [(3, 781), (4, 5, 1025), (9, 8193)]:  # a prime; just beyond where one kernel ends and the next begins
+        h.check(forward_backward(layer_norm), reference_step, *inputs(h, *shape), terms=shape[-1], what=f"{shape}")
     rows, columns = h.meta(4096, 1024), h.meta(1024)
     h.codegen(layer_norm_rows, rows, columns, columns, find={90: ("ld.global.v4", "st.global.v4")})
 
