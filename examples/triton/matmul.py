@@ -88,11 +88,10 @@ tuned_kernel = triton.autotune(
 def matmul(a: torch.Tensor, b: torch.Tensor, input_precision: str = "ieee", group_m: int = GROUP_M) -> torch.Tensor:
     """a @ b for a [M, K] and b [K, N] of any strides and sizes (0 too): c [M, N], contiguous, in the dtype of a.
 
-    Both are float16, bfloat16 or float32; the accumulator is float32. `input_precision` is for float32: "ieee" (float32
-    products on the CUDA cores), "tf32" (Triton's own default, which is why it is never left unsaid here) or "tf32x3",
-    both on the tensor cores. `group_m` is the number of rows of tiles in a group. Raises TypeError for another dtype or
-    two dtypes; ValueError for rank, inner sizes, input_precision or group_m; RuntimeError for a device without Triton
-    or an input that requires grad.
+    Both are float16, bfloat16 or float32; the accumulator is float32. `input_precision` is for float32: "ieee" (on the
+    CUDA cores), "tf32" (Triton's own default, never left unsaid here) or "tf32x3", on the tensor cores. `group_m` is
+    the number of rows of tiles in a group. Raises TypeError for another dtype or two dtypes; ValueError for rank, inner
+    sizes, input_precision or group_m; RuntimeError for a device without Triton or an input that requires grad.
     """
     M, N, K = check_gemm("matmul", a, b, DTYPES)
     check_choice("matmul", ("ieee", "tf32", "tf32x3"), input_precision=input_precision)
@@ -115,8 +114,7 @@ def reference(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
 
 
 def demo(h: Harness) -> None:
-    # One element, primes, one tile plus one in each dimension, nothing to sum over.
-    for M, N, K in [(1, 1, 1), (37, 53, 61), (129, 257, 65), (5, 7, 0)]:
+    for M, N, K in [(1, 1, 1), (37, 53, 61), (129, 257, 65), (5, 7, 0)]:  # primes, a tile plus one, nothing to sum
         a, b = h.randn(M, K, dtype=h.half), h.randn(K, N, dtype=h.half)
         h.check(matmul, reference, a, b, terms=K, what=f"matmul {M}x{N}x{K}")
     h.check(matmul, reference, h.randn(96, 80, dtype=h.half).t(), h.randn(96, 200, dtype=h.half)[:, ::2], terms=96)

@@ -103,8 +103,7 @@ def matmul_persistent(a: torch.Tensor, b: torch.Tensor, variant: str = "split") 
     tiles = triton.cdiv(M, BLOCK_M) * triton.cdiv(N, block_n)
     kernel = matmul_tile_kernel if variant == "tile" else matmul_persistent_kernel
     extra = {} if variant == "tile" else {"FLATTEN": variant != "persistent", "SPLIT": split}
-    programs = tiles if variant == "tile" else min(tiles, device_limits(a.device).sms)
-    kernel[(programs,)](
+    kernel[(tiles if variant == "tile" else min(tiles, device_limits(a.device).sms),)](
         tma_descriptor(a, [BLOCK_M, BLOCK_K]), tma_descriptor(b, [BLOCK_K, block_n]),
         tma_descriptor(c, [BLOCK_M, block_n // 2 if split else block_n]), M, N, K,
         BLOCK_M=BLOCK_M, BLOCK_N=block_n, BLOCK_K=BLOCK_K, GROUP_M=GROUP_M, STAGES=stages, num_warps=8, **extra,

@@ -2,7 +2,6 @@
 
 import pytest
 import torch
-from hypothesis import strategies as st
 
 from examples.triton.shared_memory import TILES, matmul_tile, reference, tile_bytes
 from examples.triton.shared_memory_single_use import (
@@ -15,7 +14,7 @@ from examples.triton.shared_memory_single_use import (
     row_sum,
     scale,
 )
-from tests.examples.triton.helpers import INF, NAN, any_product, code, matrices, meta, products, refused
+from tests.examples.triton.helpers import INF, NAN, code, matrices, meta, products, refused
 
 
 def check_all(h, x):
@@ -49,14 +48,6 @@ def test_products(h):
     for i, (a, b) in enumerate(products(h, (16, 257, 65))):
         small = a.shape[0] * b.shape[1] < 2000  # small tiles are slow where programs run one after the other
         check_products(h, a, b, list(TILES)[i % 2 if small else 2 + i % 3])
-
-
-def check_any(h, a, b, tile, stages):
-    check_all(h, h.randn(a.shape[0], 10 * b.shape[1] + 1))
-    check_products(h, a, b, tile, stages)
-
-
-test_any_size = any_product(check_any, 40, 90, 100, tile=st.sampled_from(list(TILES)), stages=st.integers(1, 4))
 
 
 @pytest.mark.gpu
