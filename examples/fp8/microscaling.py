@@ -29,14 +29,11 @@ import torch
 import triton
 import triton.language as tl
 
-from examples.common.device import device_limits, interpreted
+from examples.common.device import interpreted
 from examples.common.microscaling import FORMATS, check_mx_gemm, decode, mx_descriptor, scales_shape, unswizzled
 from examples.common.rows import DTYPES
-from examples.fp8.microscaling_quantize import Operands, losses, scaled_mm
+from examples.fp8.microscaling_quantize import Operands, losses, native, scaled_mm, tile_for
 
-# BLOCK_M and BLOCK_N (multiples of 128), BLOCK_K, warps, stages. Native tiles count BLOCK_K in bytes: rows of 128.
-LARGE, SMALL = (128, 256, 128, 8, 4), (128, 128, 128, 8, 3)
-EMULATED = (128, 128, 128, 8, 3)  # BLOCK_K in values: 4 groups of 32, one tile of scales
 GROUP_M = 8
 
 
@@ -73,19 +70,6 @@ def mx_matmul_kernel(
     cols = tile_n * BLOCK_N + tl.arange(0, BLOCK_N)[None, :]
     c = acc.to(c_ptr.dtype.element_ty)
     tl.store(c_ptr + rows.to(tl.int64) * stride_cm + cols, c, mask=(rows < M) & (cols < N))
-
-
-def native() -> bool:
-    """Whether tl.dot_scaled becomes a block-scaled instruction on the current device: from sm_100 on."""
-    return not interpreted() and triton.runtime.driver.active.get_current_target().arch >= 100
-
-
-def tile_for(device: torch.device, form, emulate: bool) -> tuple[int, int, int, int, int]:
-    """BLOCK_M, BLOCK_N, BLOCK_K, warps, stages: what spills nothing (emulated, on sm_90) and on sm_120 fits 99 KiB."""
-    if emulate or not native():
-        return EMULATED
-    block_m, block_n, bytes_k, warps, stages = LARGE if device_limits(device).shared_bytes > 200 * 1024 else SMALL
-    return block_m, block_n, bytes_k * form.pack, warps, stages
 
 
 def mx_matmul(

@@ -1,7 +1,7 @@
 """Quantizers to mxfp8, mxfp4 and nvfp4: a tensor is read once, nvfp4 twice unless the tensor's scale is given.
 
 Values are written two FP4 to a byte, the first in the low half, and scales as [M, K / group] or in the tiles of 128 x 4
-that the tensor cores take. Also here: random operands of a product, and the library's call for them.
+that the tensor cores take. Also here: tiles and random operands of a product, and the library's call for them.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ import torch
 import triton
 import triton.language as tl
 
-from examples.common.device import require_triton_device
+from examples.common.device import device_limits, interpreted, require_triton_device
 from examples.common.fp8 import FLOOR, dequantize_reference, quantize_reference
 from examples.common.microscaling import (
     FORMATS,
@@ -31,6 +31,9 @@ from examples.common.microscaling import (
 from examples.common.rows import DTYPES
 
 QUANTIZE_VALUES, MAX_COLS = 4096, 1024  # of a program
+# BLOCK_M and BLOCK_N (multiples of 128) of a product, BLOCK_K, warps, stages. Native tiles count BLOCK_K in bytes.
+LARGE, SMALL = (128, 256, 128, 8, 4), (128, 128, 128, 8, 3)
+EMULATED = (128, 128, 128, 8, 3)  # BLOCK_K in values: 4 groups of 32, one tile of scales
 
 
 @triton.jit
@@ -187,6 +190,19 @@ def losses(h, rows: int, cols: int) -> dict[str, dict[str, float]]:
         loss = (lost.square().mean() / kept.square().mean()).sqrt().item()
         table[name][f"outliers x{times}" if times > 1 else "normal"] = round(loss, 4)
     return table
+
+
+def native() -> bool:
+    """Whether tl.dot_scaled becomes a block-scaled instruction on the current device: from sm_100 on."""
+    return not interpreted() and triton.runtime.driver.active.get_current_target().arch >= 100
+
+
+def tile_for(device: torch.device, form, emulate: bool) -> tuple[int, int, int, int, int]:
+    """BLOCK_M, BLOCK_N, BLOCK_K, warps, stages: what spills nothing (emulated, on sm_90) and on sm_120 fits 99 KiB."""
+    if emulate or not native():
+        return EMULATED
+    block_m, block_n, bytes_k, warps, stages = LARGE if device_limits(device).shared_bytes > 200 * 1024 else SMALL
+    return block_m, block_n, bytes_k * form.pack, warps, stages
 
 
 class Operands(NamedTuple):
