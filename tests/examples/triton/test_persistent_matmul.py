@@ -88,7 +88,5 @@ def test_bad_input(h):
         ("variant 'faster' is not one of", a, b, "faster"),
         ("K is 12 and N 8", a[:, :12], b[:12]),
         ("a has .* starts 2 bytes past", flat[1:65].view(4, 16), b),
-        (r"b has shape \(16, 8\), strides \(12, 1\)", a, flat[:192].view(16, 12)[:, :8]),
-        (r"a has .* strides \(0, 1\)", a[:1].expand(4, 16), b),
     ]:
         refused(matmul_persistent, ValueError, message, *args)
