@@ -38,19 +38,11 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 
 from examples.common.device import device_limits
-from examples.common.gluon import async_load, buffers, release_previous, require_wgmma, store_parts
+from examples.common.gluon import async_load, barriers, buffers, next_slot, release_previous, require_wgmma, store_parts
 from examples.common.operands import check_choice, check_tma_gemm
 from examples.common.tiles import tile_coords
 from examples.common.tma import gluon_descriptor
 from examples.tma.gluon_matmul_ring import DTYPES, GROUP_M, STAGES, TILE, gluon_matmul_one_buffer, gluon_matmul_ring
-
-
-@gluon.jit
-def _next(slot, phase, STAGES: gl.constexpr):
-    """The next slot of the ring; the parity that is waited for changes with every round."""
-    slot += 1
-    again = slot == STAGES
-    return gl.where(again, 0, slot), gl.where(again, phase ^ 1, phase)
 
 
 @gluon.jit
@@ -72,7 +64,7 @@ def _produce(ring, a_desc, b_desc, M, N, K, B_COLUMNS: gl.constexpr, STAGES: gl.
             mbarrier.expect(ready, 2 * (BLOCK_M + BLOCK_N) * BLOCK_K)
             async_load(a_desc, [row, k], ready, a_buf)
             async_load(b_desc, [col, k] if B_COLUMNS else [k, col], ready, b_buf)
-            slot, phase = _next(slot, phase, STAGES)
+            slot, phase = next_slot(slot, phase, STAGES)
 
 
 @gluon.jit
@@ -92,7 +84,7 @@ def _add_step(
         mbarrier.arrive(empty.index(slot))
     elif not FIRST:
         release_previous(empty, slot, STAGES)
-    slot, phase = _next(slot, phase, STAGES)
+    slot, phase = next_slot(slot, phase, STAGES)
     return acc, slot, phase
 
 
@@ -141,11 +133,11 @@ def gluon_matmul_kernel(
     # of a slot is phase n of both: consumers wait for phase n of full, the producer for phase n - 1 of empty.
     a_bufs = buffers(a_desc, STAGES)
     b_bufs = buffers(b_desc, STAGES)
-    full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
+    full = barriers(STAGES)
     for i in gl.static_range(STAGES):
         mbarrier.init(full.index(i), count=1)  # the producer arrives, and the bytes of its loads
     c_bufs = buffers(c_desc, 2 * BUFFERS)
-    empty = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
+    empty = barriers(STAGES)
     lead = gl.allocate_shared_memory(gl.int64, [1], mbarrier.MBarrierLayout())
     for i in gl.static_range(STAGES):
         mbarrier.init(empty.index(i), count=2)  # both consumers arrive

@@ -16,7 +16,8 @@ short; otherwise smaller tiles, one for each program, or split.
 Question   What does a persistent matmul still lose at the end of a tile, and how much does a later store win back?
 Needs      triton, sm_90
 Wins when  there are several tiles per SM, and K is short but has more steps than the store has parts.
-Variants   tma_persistent_matmul_schedules.py (one program per tile; persistent, stored between tiles; plan())
+Variants   tma_persistent_matmul_schedules.py (one program per tile; persistent, stored between tiles;
+           plan(), checks, descriptors)
 Study      studies/tma/tma_persistent_matmul.py, studies/tma/tma_persistent_matmul_descriptors.py
 Source     goes beyond the chapter, whose section "Persistent Kernels" has no TMA; tile order as in Triton tutorial 03,
            loops as in tutorial 09
@@ -33,18 +34,9 @@ import torch
 import triton
 import triton.language as tl
 
-from examples.common.device import architecture
-from examples.common.operands import check_choice, check_tma_gemm, check_tma_out
 from examples.common.tiles import tile_coords
-from examples.common.tma import prepare_launch, tma_descriptor
-from examples.tma.tma_persistent_matmul_schedules import (
-    PARTS,
-    SCHEDULES,
-    matmul_flattened_kernel,
-    matmul_tile_kernel,
-    plan,
-    runnable,
-)
+from examples.common.tma import prepare_launch
+from examples.tma.tma_persistent_matmul_schedules import launch_of, runnable
 
 
 @triton.jit
@@ -97,49 +89,10 @@ def matmul_late_kernel(
         _store_part(c_desc, done, done_row, done_col, part, PARTS)
 
 
-DTYPES = (torch.float16, torch.bfloat16)
-
-
-def _launch(name, a, b, out, schedule, group_m=None) -> tuple[torch.Tensor, tuple | None]:
-    """c, and what computes it: kernel, programs, arguments and options; None where there is nothing to add up."""
-    M, N, K, columns = check_tma_gemm(name, a, b, DTYPES)
-    check_choice(name, (None, *SCHEDULES), schedule=schedule)
-    if group_m is not None and (type(group_m) is not int or not 1 <= group_m <= 4096):  # times tiles_n in int32
-        raise ValueError(f"{name}: group_m is {group_m!r}; pass 1 to 4096 rows of tiles, or None for the rule")
-    if out is not None:
-        check_tma_out(name, out, (M, N), a=a, b=b)
-    c = torch.empty((M, N), dtype=a.dtype, device=a.device) if out is None else out
-    if not (M and N and K):
-        return c, None
-    p = plan(M, N, K, a.device, schedule, group_m)
-    least = PARTS["late"] * p.block_k
-    if p.schedule == "late" and (least >= K or architecture(a.device) != 90):
-        raise ValueError(f"{name}: schedule 'late' needs K above {least}, got {K}, and an sm_90; take 'split'")
-    options = {
-        "B_COLUMNS": columns, "BLOCK_M": p.block_m, "BLOCK_N": p.block_n, "BLOCK_K": p.block_k, "GROUP_M": p.group_m,
-        "STAGES": p.stages, "num_warps": p.warps,
-    }  # fmt: skip
-    described = (
-        tma_descriptor(a, [p.block_m, p.block_k]),
-        tma_descriptor(b.t() if columns else b, [p.block_n, p.block_k] if columns else [p.block_k, p.block_n]),
-        tma_descriptor(c, [p.block_m, p.block_n // PARTS[p.schedule]]),
-    )
-    if p.schedule in ("tile", "pair"):
-        return c, (matmul_tile_kernel, p.programs, (*described, M, N, K), options)
-    options["PARTS"] = PARTS[p.schedule]
-    if p.schedule == "late":
-        return c, (matmul_late_kernel, p.programs, (*described, M, N, K), options)
-    strides = [each.strides[0] for each in described]
-    return c, (matmul_flattened_kernel, p.programs, (*described, M, N, K, *strides), options | {"DESCRIPTORS": "host"})
-
-
 def matmul_tma_persistent(
-    a: torch.Tensor,
-    b: torch.Tensor,
-    out: torch.Tensor | None = None,
-    schedule: str | None = None,
+    a: torch.Tensor, b: torch.Tensor, out: torch.Tensor | None = None, schedule: str | None = None,
     group_m: int | None = None,
-) -> torch.Tensor:
+) -> torch.Tensor:  # fmt: skip
     """a [M, K] @ b [K, N] -> c [M, N], contiguous, by the rule of plan(), or by one of SCHEDULES and rows of a group.
 
     float16 or bfloat16, both the same, with a float32 accumulator. a has contiguous rows, b contiguous rows or columns
@@ -150,7 +103,7 @@ def matmul_tma_persistent(
     cannot load, an unknown schedule or group, late elsewhere than on sm_90 or with K of 256 or less, or another `out`;
     RuntimeError for a device without Triton or with too little shared memory, or for an input that requires grad.
     """
-    c, launch = _launch("matmul_tma_persistent", a, b, out, schedule, group_m)
+    c, launch = launch_of("matmul_tma_persistent", matmul_late_kernel, a, b, out, schedule, group_m)
     if launch is None:
         return c.zero_()
     kernel, programs, arguments, options = launch
@@ -166,7 +119,7 @@ def prepare_matmul(
     (A cache by data_ptr would have to keep every output it has seen, or describe memory that has since gone to another
     tensor.) It launches on the current stream; the current device must be that of a.
     """
-    c, launch = _launch("prepare_matmul", a, b, out, schedule)
+    c, launch = launch_of("prepare_matmul", matmul_late_kernel, a, b, out, schedule)
     run_again = c.zero_ if launch is None else prepare_launch(*launch)
 
     def again() -> torch.Tensor:
@@ -188,7 +141,7 @@ def compare(h: Harness, M: int, N: int, K: int, ours: dict[str, Callable], colum
     work = Work(bytes=2 * (M * K + K * N + M * N), flops=2 * M * N * K, dtype=h.half)
     return h.compare(
         {library: torch.matmul} | ours, reference, a, b, baseline=library, work=work, terms=K,
-        **{"case": f"{M}x{N}x{K}"} | options,
+        case=f"{M}x{N}x{K}", **options,
     )  # fmt: skip
 
 

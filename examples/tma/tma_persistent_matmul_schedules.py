@@ -15,7 +15,11 @@ import triton
 import triton.language as tl
 
 from examples.common.device import architecture, device_limits
+from examples.common.operands import check_choice, check_tma_gemm, check_tma_out
 from examples.common.tiles import store_parts, tile_coords
+from examples.common.tma import tma_descriptor
+
+DTYPES = (torch.float16, torch.bfloat16)
 
 
 @triton.jit
@@ -122,6 +126,41 @@ def plan(M: int, N: int, K: int, device: torch.device, schedule: str | None = No
                 programs = tiles_of(tile) if chosen in ("tile", "pair") else min(tiles_of(tile), sms)
                 return Plan(chosen, *sizes, warps, stages, group_m or GROUPS[chosen], programs)
     raise RuntimeError(f"matmul_tma_persistent: no tile fits the {limit} bytes of shared memory of {device}")
+
+
+def launch_of(
+    name: str, late_kernel, a, b, out, schedule: str | None, group_m: int | None = None
+) -> tuple[torch.Tensor, tuple | None]:
+    """c, and what computes it: kernel, programs, arguments and options; None where there is nothing to add up."""
+    M, N, K, columns = check_tma_gemm(name, a, b, DTYPES)
+    check_choice(name, (None, *SCHEDULES), schedule=schedule)
+    if group_m is not None and (type(group_m) is not int or not 1 <= group_m <= 4096):  # times tiles_n in int32
+        raise ValueError(f"{name}: group_m is {group_m!r}; pass 1 to 4096 rows of tiles, or None for the rule")
+    if out is not None:
+        check_tma_out(name, out, (M, N), a=a, b=b)
+    c = torch.empty((M, N), dtype=a.dtype, device=a.device) if out is None else out
+    if not (M and N and K):
+        return c, None
+    p = plan(M, N, K, a.device, schedule, group_m)
+    least = PARTS["late"] * p.block_k
+    if p.schedule == "late" and (least >= K or architecture(a.device) != 90):
+        raise ValueError(f"{name}: schedule 'late' needs K above {least}, got {K}, and an sm_90; take 'split'")
+    options = {
+        "B_COLUMNS": columns, "BLOCK_M": p.block_m, "BLOCK_N": p.block_n, "BLOCK_K": p.block_k, "GROUP_M": p.group_m,
+        "STAGES": p.stages, "num_warps": p.warps,
+    }  # fmt: skip
+    described = (
+        tma_descriptor(a, [p.block_m, p.block_k]),
+        tma_descriptor(b.t() if columns else b, [p.block_n, p.block_k] if columns else [p.block_k, p.block_n]),
+        tma_descriptor(c, [p.block_m, p.block_n // PARTS[p.schedule]]),
+    )
+    if p.schedule in ("tile", "pair"):
+        return c, (matmul_tile_kernel, p.programs, (*described, M, N, K), options)
+    options["PARTS"] = PARTS[p.schedule]
+    if p.schedule == "late":
+        return c, (late_kernel, p.programs, (*described, M, N, K), options)
+    strides = [each.strides[0] for each in described]
+    return c, (matmul_flattened_kernel, p.programs, (*described, M, N, K, *strides), options | {"DESCRIPTORS": "host"})
 
 
 def runnable(device: torch.device) -> tuple[str, ...]:

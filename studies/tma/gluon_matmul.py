@@ -4,14 +4,12 @@
    with the tile stored in halves), as time for each wave of tiles.
 2. TTGIR is the first form of a kernel in which all is explicit. Its operations are counted for both languages: what
    the compiler adds to `desc.load`, `tl.dot` and `desc.store`, the author of a Gluon kernel writes.
-3. Where TMA puts the bytes of a tile (a swizzle against bank conflicts), and which thread holds which element of the
-   accumulator. The tests hold both to the compiler's own layouts.
+3. Where TMA puts the bytes of a tile: a swizzle against bank conflicts.
 """
 
 from __future__ import annotations
 
 import functools
-import inspect
 import itertools
 import re
 
@@ -21,7 +19,7 @@ from harness.codegen import dump
 import triton
 from triton.experimental.gluon import language as gl
 
-from examples.tma.gluon_matmul import CONSUMER_REGISTERS, PRODUCER_REGISTERS, STEPS, compare, gluon_matmul
+from examples.tma.gluon_matmul import STEPS, compare, gluon_matmul
 from examples.tma.gluon_matmul_ring import TILE, gluon_matmul_one_buffer, gluon_matmul_ring
 
 KERNELS = {"one buffer": gluon_matmul_one_buffer, "ring": gluon_matmul_ring} | {
@@ -54,13 +52,6 @@ def show_code(h: Harness) -> None:
         h.codegen(gluon_matmul, x, x, step, find={90: (*hopper, "setmaxnreg")})
     if not h.shows_code:
         return
-    kernel = h.record.codegen[-1]
-    threads = 32 * kernel["warps"]
-    left = kernel["registers"] * threads // 128 - CONSUMER_REGISTERS - PRODUCER_REGISTERS
-    h.say(
-        f"partitions: {threads} threads start with {kernel['registers']} registers each; setmaxnreg makes that {left} "
-        f"and {CONSUMER_REGISTERS} for the consumers, {PRODUCER_REGISTERS} for the producer's warpgroup"
-    )
     counts = {
         f"triton {each}": operations(dump(compiled.matmul_persistent, (x, x, each), sm=90)["ttgir"])
         for each in COMPILED
@@ -71,9 +62,6 @@ def show_code(h: Harness) -> None:
             counts[step] = operations(dump(wrapper, args, sm=90)["ttgir"])
     rows = {label: {kernel: count[label] for kernel, count in counts.items()} for label in (*WRITTEN, "partitions")}
     h.table("what TTGIR says explicitly", rows)
-    said = inspect.getsource(compiled.matmul_tile_kernel.fn)
-    source = ", ".join(f"{said.count(f'{word}(')} {word}" for word in ("desc.load", "tl.dot", "desc.store"))
-    h.say(f"the source of triton tile has {source}: all else is the compiler's; in Gluon all of it is the author's")
 
 
 def shared_byte(layout: gl.NVMMASharedLayout, rows: int, row: int, col: int) -> int:
@@ -85,14 +73,9 @@ def shared_byte(layout: gl.NVMMASharedLayout, rows: int, row: int, col: int) -> 
     return (strip * rows + row) * width + 16 * chunk + byte % 16
 
 
-def holder(row: int, col: int) -> tuple[int, int, int]:
-    """Warp, lane and register that hold an element of an accumulator with 16 rows for each warp, as wgmma has it."""
-    return row // 16, 4 * (row % 8) + col % 8 // 2, 4 * (col // 8) + 2 * (row % 16 // 8) + col % 2
-
-
 def explain_layouts(h: Harness) -> None:
-    """What the two layouts of the source mean: where TMA puts the bytes of a tile, and who holds the accumulator."""
-    block_m, block_n, block_k = TILE
+    """Where TMA puts the bytes of a tile."""
+    block_m, _, block_k = TILE
     layout = gl.NVMMASharedLayout.get_default_for([block_m, block_k], gl.bfloat16)
     chunks = range(0, block_k, 8)
     lie = [[shared_byte(layout, block_m, row, col) % 128 // 16 for col in chunks] for row in range(8)]
@@ -105,20 +88,10 @@ def explain_layouts(h: Harness) -> None:
         f"wgmma reads 8 rows of 16 bytes at a time: they lie in {len(groups)} of the 8 groups of banks, and would all "
         "lie in 1 without the swizzle, an 8-way bank conflict"
     )
-    layout = gl.NVMMASharedLayout.get_default_for([block_k, block_n], gl.bfloat16)
-    starts = [shared_byte(layout, block_k, 0, col) for col in range(block_n)]
-    strips = [col for col in range(block_n) if starts[col] % (block_k * layout.swizzle_byte_width) == 0]
-    h.say(f"b [{block_k} x {block_n}] lies in strips that begin at columns {', '.join(map(str, strips))}: a box each")
-    mine = [(r, c) for r in range(block_m // 2) for c in range(block_n) if holder(r, c)[:2] == (0, 5)]
-    held = [", ".join(map(str, sorted({place[axis] for place in mine})[:6])) for axis in (0, 1)]
-    h.say(
-        f"lane 5 of warp 0 of a consumer holds {len(mine)} elements of the accumulator: rows {held[0]}, "
-        f"columns {held[1]}, ..."
-    )
 
 
-def explain(h: Harness, table: Table, n: int) -> dict[str, float]:
-    """What each step won, as time per tile and SM; its speed over that of the better of the compiler's kernels."""
+def explain(h: Harness, table: Table, n: int) -> None:
+    """What each step won, as time per tile and SM."""
     tiles = triton.cdiv(n, TILE[0]) * triton.cdiv(n, TILE[1])
     waves = triton.cdiv(tiles, h.machine.sms)
     won = ", ".join(
@@ -127,8 +100,6 @@ def explain(h: Harness, table: Table, n: int) -> dict[str, float]:
     )
     first = 1000 * table["one buffer"].ms / waves
     h.say(f"{tiles} tiles on {h.machine.sms} SMs, {waves} waves; of {first:.1f} us a wave each step won: {won}")
-    best = min((row for row in table.rows if row.peer), key=lambda row: row.ms).variant
-    return {step: round(table.over(best, step), 4) for step in KERNELS}
 
 
 def study(h: Harness) -> None:
@@ -143,15 +114,7 @@ def study(h: Harness) -> None:
     sizes = h.pick(quick=(4096,), full=(4096, 8192))
     tables = [compare(h, n, variants) for n in sizes]
     if all(table.timed for table in tables):
-        h.table(
-            "over cuBLAS",
-            {
-                name: {
-                    "geometric mean": round(geomean(tables, "cuBLAS", name), 4),
-                    "least": round(min(table.over("cuBLAS", name) for table in tables), 4),
-                }
-                for name in variants
-            },
-        )
-        by_hand = {f"{n}x{n}x{n}": explain(h, table, n) for n, table in zip(sizes, tables, strict=True)}
-        h.table("by hand over the better of the compiler's kernels", by_hand)
+        means = {name: {"geometric mean": round(geomean(tables, "cuBLAS", name), 4)} for name in variants}
+        h.table("over cuBLAS", means)
+        for n, table in zip(sizes, tables, strict=True):
+            explain(h, table, n)

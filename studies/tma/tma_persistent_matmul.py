@@ -66,14 +66,12 @@ def summarize(h: Harness, what: str, tables: list[Table]) -> None:
 
 
 def show_code(h: Harness, n: int = 8192) -> None:
-    x, held = h.meta(n, n), {}
-    for schedule in SCHEDULES:
-        for kernel in h.codegen(
-            matmul_tma_persistent, x, x.t(), schedule=schedule, find={90: ("cp.async.bulk.tensor", "mbarrier", "wgmma")}
-        ):
-            held[schedule] = f"{kernel.registers} registers, {kernel.shared / 1024:.0f} KiB"
-    if held:
-        h.say("on sm_90, a thread and a program: " + "; ".join(f"{name} {what}" for name, what in held.items()))
+    x, find = h.meta(n, n), {90: ("cp.async.bulk.tensor", "mbarrier", "wgmma")}
+    kernels = {
+        name: k for name in SCHEDULES for k in h.codegen(matmul_tma_persistent, x, x.t(), schedule=name, find=find)
+    }
+    held = [f"{name} {kernel.registers} registers, {kernel.shared >> 10} KiB" for name, kernel in kernels.items()]
+    h.say(f"on sm_90, a thread and a program: {'; '.join(held)}")
 
 
 def study(h: Harness) -> None:

@@ -14,12 +14,11 @@ from collections.abc import Callable
 from harness import Harness, Timing
 
 import torch
-import triton
 
 from examples.common.operands import check_choice, check_tma_gemm
 from examples.common.tma import launch_with_scratch, tma_strides
-from examples.tma.tma_persistent_matmul import DTYPES, compare, matmul_tma_persistent, prepare_matmul
-from examples.tma.tma_persistent_matmul_schedules import PARTS, matmul_flattened_kernel, plan
+from examples.tma.tma_persistent_matmul import compare, matmul_tma_persistent, prepare_matmul
+from examples.tma.tma_persistent_matmul_schedules import DTYPES, PARTS, matmul_flattened_kernel, plan
 
 ON_DEVICE = ("program", "tile")  # made by each program once, or by each program for each tile
 PLACES = {"program, once": "program", "program, each tile": "tile"}
@@ -71,12 +70,10 @@ def compare_places(h: Harness, n: int, end_to_end: bool) -> None:
         rows = {r.variant: {"host": round(r.enqueue_us, 1), "call": round(1000 * r.ms, 1)} for r in table.rows}
         h.table(f"microseconds of the host, and of a call in a loop, {table.case}", rows)
         return
-    p = plan(n, n, n, h.device, "split")
-    waves = triton.cdiv(triton.cdiv(n, p.block_m) * triton.cdiv(n, p.block_n), p.programs)
     once, each = (1000 * (table[name].ms - table["host, each call"].ms) for name in PLACES)
     h.say(
         f"{table.case}, on the GPU, against descriptors of the host: made by each program {once:+.2f} us, "
-        f"made for each tile {each:+.2f} us over {waves} tiles one after another"
+        f"made for each tile {each:+.2f} us"
     )
 
 

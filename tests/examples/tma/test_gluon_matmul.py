@@ -86,7 +86,7 @@ def trace(monkeypatch):
         "tma": SimpleNamespace(store_wait=lambda left: None), "tile_coords": lambda *args: (7, 9), "async_load": load,
         "warpgroup_mma": multiply, "warpgroup_mma_wait": wait_for_mmas, "store_parts": lambda *args: None,
     }  # fmt: skip
-    for where, names in ((module, ("_next", "_add_step", "release_previous")), (common, ("previous_slot",))):
+    for where, names in ((module, ("next_slot", "_add_step", "release_previous")), (common, ("previous_slot",))):
         for name in names:
             monkeypatch.setattr(where, name, getattr(where, name).fn)
         for name, value in stands_in.items():

@@ -14,10 +14,17 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from examples.common.device import SHARED_LIMIT, Limits
-from examples.tma import tma_persistent_matmul as technique
 from examples.tma import tma_persistent_matmul_schedules as schedules
-from examples.tma.tma_persistent_matmul import DTYPES, matmul_tma_persistent, prepare_matmul, reference
-from examples.tma.tma_persistent_matmul_schedules import ONE_WAVE, PAIR_K, SCHEDULES, TILES, plan, runnable
+from examples.tma.tma_persistent_matmul import matmul_tma_persistent, prepare_matmul, reference
+from examples.tma.tma_persistent_matmul_schedules import (
+    DTYPES,
+    ONE_WAVE,
+    PAIR_K,
+    SCHEDULES,
+    TILES,
+    plan,
+    runnable,
+)
 
 LATE_K = schedules.PARTS["late"] * TILES[0][2] + 8  # the least K that schedule late takes
 CPU = torch.device("cpu")
@@ -41,8 +48,7 @@ def gpu_of(monkeypatch):
     def pretend(sms, sm=90, shared_bytes=None):
         limits = Limits(sms, shared_bytes or SHARED_LIMIT[sm])
         monkeypatch.setattr(schedules, "device_limits", lambda device: limits)
-        for module in (schedules, technique):
-            monkeypatch.setattr(module, "architecture", lambda device: sm)
+        monkeypatch.setattr(schedules, "architecture", lambda device: sm)
 
     return pretend
 

@@ -64,9 +64,8 @@ def test_gluon_says_what_a_wave_wins():
     """32 by 16 tiles on 132 SMs are 4 waves: a step that takes 1 ms less wins 250 us in each."""
     said, steps = [], dict(zip(gluon_matmul.KERNELS, (2.0, 1.0, 0.9, 0.7, 0.7, 0.75), strict=True))
     h = SimpleNamespace(machine=SimpleNamespace(sms=132), say=said.append)
-    by_hand = gluon_matmul.explain(h, table_of({"cuBLAS": 0.8, "triton tile": 1.0, "triton split": 0.8} | steps), 4096)
+    gluon_matmul.explain(h, table_of({"cuBLAS": 0.8, "triton tile": 1.0, "triton split": 0.8} | steps), 4096)
     assert "4 waves; of 500.0 us a wave each step won: ring +250.00 us, partitions +25.00 us" in said[0]
-    assert list(by_hand.values()) == [0.4, 0.8, 0.8889, 1.1429, 1.1429, 1.0667]
 
 
 def test_what_a_copy_writes_beside_its_output_is_seen(h, monkeypatch):
