@@ -63,14 +63,6 @@ def calls_until_stable(times: list[float]) -> int:
     return len(times)
 
 
-def memory_in_use() -> int:
-    """Bytes of the GPU that are taken, by whomever, once torch has given back what it only caches."""
-    torch.cuda.synchronize()
-    torch.cuda.empty_cache()
-    free, total = torch.cuda.mem_get_info()
-    return total - free
-
-
 @contextmanager
 def quiet() -> Iterator[None]:
     """Keep the tables of max-autotune, and the choices that it cannot run, from the console."""
@@ -81,13 +73,11 @@ def quiet() -> Iterator[None]:
 
 
 def start(fn: Callable, tokens: torch.Tensor) -> dict:
-    """The first calls of fn from an empty cache; on a GPU also what a call launches, and the memory left taken."""
-    before = memory_in_use() if tokens.is_cuda else 0
+    """The first calls of fn from an empty cache, and on a GPU what a call then launches."""
     with fresh_cache(), quiet():
         times = first_calls(fn, tokens)
     facts = {"first call s": float(f"{times[0] / 1000:.3g}"), "calls until stable": calls_until_stable(times)}
     if tokens.is_cuda:
-        facts["extra MiB"] = round((memory_in_use() - before) / 2**20)
         names, facts["CUDA graphs"] = kernels_run(fn, tokens)
         facts["kernels"] = len(names)
     return facts

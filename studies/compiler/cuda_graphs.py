@@ -74,8 +74,8 @@ def explain(h: Harness, rows: dict, work: dict[str, tuple[int, float]]) -> None:
         f"compiled without fusion, which launches as often but has no modules to walk, is {unfused.speedup:.1f}x"
     )
     h.say(
-        f"reduce-overhead {'gains' if reduced.ms < fused.ms else 'loses'} beside fusion alone: {reduced.ms * 1000:.0f} us "
-        f"against {fused.ms * 1000:.0f}, for {work[REDUCED][0]} kernels and copies (its input goes into the graph) "
+        f"reduce-overhead {'gains' if reduced.ms < fused.ms else 'loses'} beside fusion alone: {reduced.ms * 1000:.0f} "
+        f"us against {fused.ms * 1000:.0f}, for {work[REDUCED][0]} kernels and copies (its input goes into the graph) "
         f"against {work[FUSED][0]}"
     )
 

@@ -1,4 +1,4 @@
-"""numerics, measured: TF32 and the settings that mean it, float32 and its emulation, batches, random numbers."""
+"""numerics, measured: TF32, float32 and its emulation, random numbers."""
 
 from __future__ import annotations
 
@@ -21,11 +21,9 @@ def study(h: Harness) -> None:
     show_precision(h)
     if h.profile:
         return
-    h.fact("setting, and what it reads as", ways_to_set())
     # What is left in float32 is the order of sums and the fused multiply-add: one instruction of a GPU, which Triton
     # uses unless it emulates; g++ is told to contract nothing.
     h.table("float32: rms error from float64, share of bits that differ from eager's", measure(h, torch.float32))
-    show_batches(h)
     show_random(h)
 
 
@@ -48,38 +46,6 @@ def matmul_precision(precision: str) -> Iterator[None]:
     with precision_kept():
         torch.set_float32_matmul_precision(precision)
         yield
-
-
-def readings() -> dict[str, str]:
-    """What each way to ask torch says now. Mixing the older names with the newer can make the older ones raise."""
-    cuda, mkldnn = torch.backends.cuda.matmul, torch.backends.mkldnn.matmul
-    ask = {
-        "torch.get_float32_matmul_precision()": torch.get_float32_matmul_precision,
-        "cuda.matmul.allow_tf32": lambda: cuda.allow_tf32,
-        "cuda.matmul.fp32_precision": lambda: cuda.fp32_precision,
-        "mkldnn.matmul.fp32_precision": lambda: mkldnn.fp32_precision,
-    }
-    said = {}
-    for name, read in ask.items():
-        try:
-            said[name] = str(read())
-        except RuntimeError:
-            said[name] = "RuntimeError"
-    return said
-
-
-def ways_to_set() -> dict[str, dict[str, str]]:
-    """For each way to set the precision, what every way to ask then says."""
-    matmul = torch.backends.cuda.matmul
-    ways = {f'set_float32_matmul_precision("{p}")': partial(torch.set_float32_matmul_precision, p) for p in PRECISIONS}
-    ways["allow_tf32 = True"] = partial(setattr, matmul, "allow_tf32", True)
-    ways['fp32_precision = "tf32"'] = partial(setattr, matmul, "fp32_precision", "tf32")
-    said = {"as found": readings()}
-    for name, write in ways.items():
-        with precision_kept():
-            write()
-            said[name] = readings()
-    return said
 
 
 def show_precision(h: Harness) -> None:
@@ -113,21 +79,6 @@ def show_precision(h: Harness) -> None:
     if facts:
         rounded = off_by(exact(x.bfloat16(), weight.bfloat16()), want)
         h.table("float32 product", facts | {"operands rounded to bfloat16": {"eager error": digits(rounded)}})
-
-
-def show_batches(h: Harness) -> None:
-    """The same two rows, by themselves and among others."""
-    n = h.pick(quick=512, full=2048)
-    x, weight = h.randn(64, n), h.randn(n, n, scale=n**-0.5)
-
-    def layer(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
-        return torch.softmax(x @ weight, -1)
-
-    torch.compiler.reset()
-    facts = {}
-    for name, fn in {"eager": layer, "compiled": torch.compile(layer, dynamic=True)}.items():
-        facts[name] = digits(share_differing(fn(x[:2].clone(), weight), fn(x, weight)[:2]))
-    h.fact("of two rows, the share that differs between a batch of 2 and of 64", facts)
 
 
 def show_random(h: Harness) -> None:

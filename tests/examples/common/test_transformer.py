@@ -34,22 +34,12 @@ def rms(x):
 
 
 @pytest.mark.parametrize("config", CONFIGS)
-@pytest.mark.parametrize("batch", [1, 3])
-def test_logits_of_each_rows_last_token(config, batch):
-    model = Transformer.random(config, CPU, torch.float32)
-    for length in {1, 2, min(7, config.max_tokens), min(64, config.max_tokens)}:
-        logits = model(tokens(config, batch, length))
-        assert logits.shape == (batch, config.vocab)
-        assert logits.dtype is torch.float32
-        assert logits.isfinite().all()
-
-
-@pytest.mark.parametrize("config", CONFIGS)
 @pytest.mark.parametrize(("dtype", "allowed"), [(torch.float32, 1e-5), (torch.bfloat16, 0.1), (torch.float64, 1e-12)])
 def test_it_agrees_with_float64_as_far_as_its_dtype_goes(config, dtype, allowed):
     model = Transformer.random(config, CPU, dtype)
     ids = tokens(config, 2, min(48, config.max_tokens))
     want, got = model.float64(ids), model(ids)
+    assert got.shape == (2, config.vocab)
     assert want.dtype is torch.float64
     assert got.dtype is dtype
     assert rms(got.double() - want) < allowed * rms(want)
@@ -102,12 +92,6 @@ def test_attention_is_causal(config):
     assert not torch.allclose(model(earlier), model(ids))  # the last token sees the first
 
 
-def test_rows_of_a_batch_do_not_mix():
-    model = Transformer.random(ODD, CPU, torch.float64)
-    ids = tokens(ODD, 3, 9)
-    torch.testing.assert_close(torch.cat([model(row[None]) for row in ids]), model(ids), rtol=1e-10, atol=1e-10)
-
-
 def test_positions_matter_only_relative_to_each_other():
     """The rotary embedding turns pairs without changing their length, and a product by the distance alone."""
     model = Transformer.random(ODD, CPU, torch.float64)
@@ -143,27 +127,16 @@ def test_parameters_are_counted_right(config):
     assert len(model.blocks) == config.layers
 
 
-@pytest.mark.parametrize(
-    ("config", "billions"), [(TINY, 0.0035), (SMALL, 0.044), (ONE_BILLION, 1.24), (WIDE, 1.00), (FORTY_BILLION, 39.5)]
-)
-def test_the_named_sizes_are_what_they_are_called(config, billions):
-    assert config.parameters / 1e9 == pytest.approx(billions, rel=0.06)
-
-
 def test_random_weights_keep_the_size_of_what_goes_through_and_follow_the_seed():
+    state = torch.get_rng_state()
     first, again, other = (Transformer.random(TINY, CPU, torch.float32, seed=seed) for seed in (0, 0, 1))
     for a, b, c in zip(first.parameters(), again.parameters(), other.parameters(), strict=True):
         assert torch.equal(a, b)
         assert a.ndim == 1 or not torch.equal(a, c)
         assert not a.requires_grad
     assert not first.training
+    assert torch.equal(torch.get_rng_state(), state)  # which the global random numbers have no part in
     assert 0.1 < rms(first(tokens(TINY, 4, 32))) < 10
-
-
-def test_random_weights_leave_the_global_random_numbers_alone():
-    before = torch.get_rng_state()
-    Transformer.random(ODD, CPU, torch.float32)
-    assert torch.equal(torch.get_rng_state(), before)
 
 
 def test_another_way_to_run_each_block():
@@ -239,21 +212,6 @@ def test_every_weight_is_read_once(config, itemsize):
     assert weights * itemsize < moved
     activations = moved - weights * itemsize
     assert activations < 40 * config.layers * (config.width + config.hidden) * itemsize + 2 * config.vocab * itemsize
-
-
-def test_bytes_and_flops_grow_with_the_work():
-    one = pieces(ODD, 1, 4, 2)
-    for more, factor in [(pieces(ODD, 2, 4, 2), 2), (pieces(ODD, 1, 8, 2), None)]:
-        for a, b in zip(one, more, strict=True):
-            assert (a.name, a.count) == (b.name, b.count)
-            assert b.flops >= a.flops
-            assert b.bytes >= a.bytes
-            if factor:
-                assert b.flops == factor * a.flops
-                assert b.bytes <= factor * a.bytes  # the weights are read once
-    for a, b in zip(one, pieces(ODD, 1, 4, 4), strict=True):
-        assert b.bytes == 2 * a.bytes
-        assert b.flops == a.flops
 
 
 def test_a_step_counts_what_goes_in_and_out():

@@ -1,16 +1,12 @@
-"""modes: the facts of each mode, what counts as settled, and on a GPU what CUDA graphs are worth."""
+"""modes: the facts of each mode, and what counts as settled."""
 
 import sys
-
-from harness import Timing, Work
 
 import pytest
 import torch
 
-from examples.common.transformer import ONE_BILLION, Transformer
 from examples.compiler import modes
-from examples.compiler.modes import CALLS, EAGER, MODES, calls_until_stable
-from tests.quiet import quiet
+from examples.compiler.modes import CALLS, MODES, calls_until_stable
 
 
 @pytest.mark.parametrize(
@@ -46,16 +42,3 @@ def test_which_modes_launch_cuda_graphs(h):
     for mode in MODES:
         fact = modes.start(h.compiled(model, mode=mode), x)
         assert (fact["CUDA graphs"], fact["kernels"] > 0) == (mode in ("reduce-overhead", "max-autotune"), True)
-
-
-@pytest.mark.gpu
-def test_reduce_overhead_at_one_token_on_a_gpu(gpu_gib):
-    gpu_gib(8)
-    h = quiet(timing=True)
-    model, ids = Transformer.random(ONE_BILLION, h.device, torch.bfloat16), h.randint(ONE_BILLION.vocab, 1, 1)
-    with torch.no_grad():
-        table = h.compare(
-            {EAGER: model, "torch reduce-overhead": h.compiled(model, mode="reduce-overhead")}, model.float64, ids,
-            baseline=EAGER, work=Work(), timing=Timing(end_to_end=True), max_error_ratio=2.0, dtype=torch.bfloat16,
-        )  # fmt: skip
-    assert table.over(EAGER) > 1.5

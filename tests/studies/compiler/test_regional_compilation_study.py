@@ -4,17 +4,14 @@ from dataclasses import replace
 
 from harness.bench import Row, Table
 
-import pytest
 import torch
 
 from compile_inspect import guards
 from examples.common.transformer import Transformer
-from examples.compiler.regional_compilation import EACH, EAGER, NESTED, WAYS, WHOLE, call_block, each_block
+from examples.compiler.regional_compilation import EACH, EAGER, NESTED, WAYS, WHOLE, call_block
 from studies.compiler import regional_compilation as study
 from studies.compiler.regional_compilation_sharing import (
     MINI,
-    SCALES,
-    Scaled,
     one_block_of_another_class,
     why_one_serves_all,
 )
@@ -67,14 +64,6 @@ def test_training(h):
     assert h.record.facts["graphs that each block compiled needs in training"] == {
         "all weights": 1, "embedding frozen": 2,
     }  # fmt: skip
-
-
-@pytest.mark.parametrize("kind", SCALES)
-def test_blocks_with_a_number_are_right(h, kind):
-    model, tokens = Transformer.random(MINI, h.device, torch.float32), h.randint(MINI.vocab, 1, 8)
-    model.blocks = torch.nn.ModuleList(Scaled(MINI, SCALES[kind](i)) for i in range(3)).to(h.device).eval()
-    with torch.no_grad():
-        torch.testing.assert_close(each_block(model, backend="eager")(tokens), model(tokens))
 
 
 def test_one_block_of_another_class(h):
