@@ -150,6 +150,7 @@ def test_shapes_plain_and_in_tiles(h, case, shape):
         tiled_q, tiles, _ = mx_quantize(x, fmt, rule, swizzled=True)
         assert torch.equal(bits(q), bits(tiled_q))
         assert torch.equal(bits(swizzle_scales(scale)), bits(tiles))
+    check_bits(h, h.randn(*shape, dtype=h.half, scale=2.0**-10), "nvfp4", what="far below 1")
 
 
 @pytest.mark.parametrize("fmt", FORMATS)
