@@ -538,14 +538,6 @@ def test_shapes(h, shape, dtype, out):
     assert blackwell_matmul(a, b).dtype is (dtype if dtype is HALF else torch.bfloat16)
 
 
-@given(
-    M=st.integers(1, 200), N=st.integers(1, 40), K=st.integers(1, 12), dtype=st.sampled_from([HALF, E4M3]),
-    variant=st.sampled_from(VARIANTS[:2]),
-)  # fmt: skip
-def test_any_shape(M, N, K, dtype, variant):
-    check(Harness("test", Needs.parse("triton")), M, 8 * N, 16 * K, variant, dtype)
-
-
 @pytest.mark.parametrize(("sms", "sm", "variant"), [(1, 100, 0), (3, 120, 1), (1000, 100, 1)])
 def test_every_tile_is_taken_once(h, monkeypatch, variant, sms, sm):
     """Also more rows of tiles than a group has, and the small tile of 99 KiB."""

@@ -2,14 +2,10 @@
 
 import functools
 
-from harness import Harness
-from harness.catalog import Needs
 from harness.codegen import compile_for, dump
 
 import pytest
 import torch
-from hypothesis import given
-from hypothesis import strategies as st
 
 from examples.common.activations import ACTIVATIONS
 from examples.common.device import SHARED_LIMIT, Limits
@@ -137,23 +133,6 @@ def test_every_tile_is_taken_once(h, sms, gpu_of):
     gpu_of(sms)
     check_all(h, 300, 528, 16)
     check_all(h, (GROUP_M + 1) * TILES[0][0] + 1, 272, 8)  # a last group of one row of tiles
-
-
-@given(
-    M=st.integers(1, 300), N=st.integers(1, 40), K=st.integers(1, 30), activation=st.sampled_from(ACTIVATIONS),
-    form=st.sampled_from(["linear", "swiglu", "group", "given"]), biased=st.booleans(), default=st.booleans(),
-)  # fmt: skip
-def test_any_shape(M, N, K, activation, form, biased, default):
-    h = Harness("test", Needs.parse("triton"))
-    x, w, up, bias = layer(h, M, 16 * N, 8 * K, weights=2)
-    bias, variant = bias if biased else None, None if default else "persistent"
-    if form == "linear":
-        check_linear(h, x, w, bias, activation, variant)
-    elif form == "swiglu":
-        check_swiglu(h, x, w, up, variant)
-    else:
-        scale = None if form == "group" else torch.full((1,), 8.0 / 448, device=h.device)
-        check_fp8(h, x, w, bias, activation, scale, variant)
 
 
 @pytest.mark.parametrize("variant", [None, "persistent"])
