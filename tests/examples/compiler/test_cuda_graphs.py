@@ -6,7 +6,6 @@ import torch
 from examples.compiler.cuda_graphs import (
     BY_HAND,
     EAGER,
-    NO_FUSION,
     STEPS,
     WIDTH,
     Captured,
@@ -26,19 +25,6 @@ def test_the_chain(h):
     assert not torch.allclose(chain(x), chain(h.randn(WIDTH)))  # the input still matters after all the steps
     one, two = torch.ones(2), torch.zeros(2)
     assert [which(got, {"one": one, "two": two}) for got in (one, two, one + 3)] == ["one", "two", "none of them"]
-
-
-@pytest.mark.slow
-def test_without_fusion_each_operation_is_a_kernel(h, monkeypatch):
-    """On a CPU these are loops in one file; the rule by which they are stored is the same."""
-    from torch._inductor import metrics
-
-    monkeypatch.setattr("examples.compiler.cuda_graphs.STEPS", 10)
-    chain, x = make_chain(h, 64), h.randn(64)
-    before = metrics.generated_kernel_count
-    fn = h.compiled(chain, fullgraph=True, options=NO_FUSION)
-    h.check(fn, chain.float64, x, terms=STEPS, what="", poison=False)
-    assert metrics.generated_kernel_count - before == 10
 
 
 def test_refill(h):

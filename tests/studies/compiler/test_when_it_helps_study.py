@@ -2,12 +2,11 @@
 
 from harness.bench import Row, Table
 
-import pytest
 import torch
 
 from examples.compiler.when_it_helps import EAGER
-from studies.compiler.when_it_helps import one_operation, scaled, study
-from tests.quiet import quiet, ran
+from studies.compiler.when_it_helps import scaled, study
+from tests.quiet import ran
 
 
 def lesson(case, **ms):
@@ -23,10 +22,3 @@ def test_study():
     (table,) = record.tables
     assert len(table["rows"]) == 2
     assert torch.equal(scaled(torch.ones(2)), torch.full((2,), 1.5))
-
-
-@pytest.mark.gpu
-def test_one_operation_loses_when_compiled():
-    h = quiet(timing=True)
-    one_operation(h)
-    assert h.record.tables[0]["rows"][1]["speedup"] < 0.9
