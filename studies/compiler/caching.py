@@ -82,7 +82,7 @@ def start_others(h: Harness, folder: Path, stack: ExitStack) -> dict[str, Child]
         NOT_A_VARIABLE: (child_product, inputs, cache | only),
         "caches off": (child_compile, inputs, cache | {"TORCHINDUCTOR_FORCE_DISABLE_CACHES": "1"}),
         "FX graph cache off": (child_product, inputs, cache | {"TORCHINDUCTOR_FX_GRAPH_CACHE": "0"}),
-        "no folder": (child_waves, good, switches(h, folder, "file/cache") | {"TRITON_CACHE_DIR": f"{folder}/empty"}),
+        "no folder": (child_waves, good, switches(h, folder, "file/cache") | {"TRITON_CACHE_DIR": f"{folder}/unused"}),
         "no compiler": (child_waves, good, switches(h, folder, "empty") | lacking),
     }
     return {
