@@ -10,7 +10,7 @@ a word and computes wrongly, such as a layer that works in place, or a setting t
 Question   How does the time to compile N equal layers grow with N, unrolled and scanned, and what does a step cost?
 Needs      torch_xla>=2.9
 Wins when  layers are many and compiling is the larger part: short runs, many shapes, development. A step has its own
-           price, mostly the host's for tracing and recording: each run says after how many steps unrolling pays.
+           price, mostly the host's for tracing and recording.
 Variants   scan_layers_checks.py (which layers can be scanned), scan_layers_model.py (what is scanned, unrolled)
 Study      studies/xla/scan_layers.py (layers that are not equal or not pure, traces that are kept)
 Source     chapter section "XLA": scan.
@@ -20,6 +20,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable, Sequence
+from functools import partial
 
 from harness import Harness, Timing, Work, run
 
@@ -63,58 +64,28 @@ class Stacked(nn.Module):
         return self
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        if x.device.type != "xla" or any(tensor.device != x.device for tensor in self.stacked):
-            on = {str(tensor.device) for tensor in self.stacked}
+        if x.device.type != "xla" or self.stacked[0].device != x.device:
             raise ValueError(
-                f"Stacked: x is on {x.device}, the weights on {', '.join(on)}; move both to the XLA device"
+                f"Stacked: x is on {x.device}, the weights on {self.stacked[0].device}; move both to the XLA device"
             )
         if (looks := (x.shape, x.dtype)) not in self.carried:
             require_equal([copy.deepcopy(self.template[0]).to(x.device)], x)
             self.carried.add(looks)
         # A kept trace is found by its function, shapes and dtypes; which gradients it gives is not looked at.
         key = torch.is_grad_enabled(), x.requires_grad, *(tensor.requires_grad for tensor in self.stacked)
-        body = self.bodies.setdefault(key, self._body())
+        body = self.bodies.setdefault(key, partial(self._layer))
         return scan(body, x, dict(zip(self.names, self.stacked, strict=True)), is_fn_pure=True)[0]
 
-    def _body(self) -> Callable:
-        template = self.template[0]
-
-        def body(x: torch.Tensor, state: dict[str, torch.Tensor]) -> tuple[torch.Tensor, None]:
-            return torch.func.functional_call(template, state, (x,)), None
-
-        return body
+    def _layer(self, x: torch.Tensor, state: dict[str, torch.Tensor]) -> tuple[torch.Tensor, None]:
+        return torch.func.functional_call(self.template[0], state, (x,)), None
 
     @torch.no_grad()
     def write_back(self, layers: Sequence[nn.Module]) -> None:
         """Copy the stacked weights into `layers`, as for a checkpoint of the unrolled model."""
-        require_equal(layers)
+        if len(layers) != len(self.stacked[0]):
+            raise ValueError(f"Stacked.write_back: {len(layers)} layers; need {len(self.stacked[0])}")
         for i, layer in enumerate(layers):
-            state = dict((*layer.named_parameters(), *layer.named_buffers()))
-            looks = {name: tuple(tensor.shape) for name, tensor in state.items()}
-            mine = {name: tuple(s.shape[1:]) for name, s in zip(self.names, self.stacked, strict=True)}
-            if looks != mine or len(layers) != len(self.stacked[0]):
-                raise ValueError(
-                    f"Stacked.write_back: {len(layers)} layers with {looks}; need {len(self.stacked[0])} with {mine}"
-                )
-            for name, stacked in zip(self.names, self.stacked, strict=True):
-                state[name].copy_(stacked[i])
-
-
-# --- how large, how long to compile, and what a step takes
-
-
-def cold(model: Model, x: torch.Tensor, backward: bool) -> tuple[dict[str, tuple], dict[str, dict[str, float]]]:
-    """A first step of each form: its results, and the size of its graph and what compiling it took."""
-    got, sizes = {}, {}
-    for form in FORMS:
-        with xla.watch() as ran:
-            got[form] = model.results(*model.forms()[form], x, backward, stacked=form == STACKED)
-            text = xla.hlo(*got[form])
-            xla.settle()
-        found = xla.operations(text)
-        sizes[form] = {"operations": found.total(), "compile s": round(ran.compile_s, 2), "loops": found["while"],
-                       "lines": len(text.splitlines()), "compiles": ran.compiles}  # fmt: skip
-    return got, sizes
+            layer.load_state_dict({name: each[i] for name, each in zip(self.names, self.stacked, strict=True)})
 
 
 def named(backward: bool) -> str:
@@ -122,65 +93,50 @@ def named(backward: bool) -> str:
 
 
 def sweep(h: Harness, width: int, backward: bool, depths: Sequence[int]) -> dict[str, dict[str, dict[str, float]]]:
-    """Every depth in three forms, compiled; results against float64. By form and depth."""
-    found = {form: {} for form in FORMS}
+    """A first step of each depth in three forms: its graph and compiling it, by what and form."""
+    found = {what: {form: {} for form in FORMS} for what in ("operations", "loops", "compiles", "compile s")}
     for depth in depths:
-        model, x = Model(depth, width, Stacked), h.randn(ROWS, width)
-        with h.progress(f"{named(backward)}, {depth} layers"):
-            got, sizes = cold(model, x.to(xla.device()), backward)
+        model, x, got = Model(depth, width, Stacked), h.randn(ROWS, width), ()
+        for form in FORMS:
+            with xla.watch() as ran:
+                results = model.results(*model.forms()[form], x.to(xla.device()), backward, stacked=form == STACKED)
+                recorded = xla.operations(xla.hlo(*results))
+                xla.settle()
+            got += results
+            each = recorded.total(), recorded["while"], ran.compiles, round(ran.compile_s, 2)
+            for what, number in zip(found, each, strict=True):
+                found[what][form][str(depth)] = number
         h.check(
-            lambda _, got=got: tuple(tensor for outs in got.values() for tensor in outs),
-            lambda x, model=model: model.reference(x, backward) * len(FORMS), x,
+            lambda _, got=got: got, lambda x, model=model: model.reference(x, backward) * len(FORMS), x,
             what=f"{named(backward)}, {depth} layers", terms=3 * width * depth, roundings=depth, poison=False,
         )  # fmt: skip
-        for form in FORMS:
-            found[form][str(depth)] = sizes[form]
-    for what in ("operations", "lines", "loops", "compiles", "compile s"):
-        rows = {form: {depth: each[what] for depth, each in found[form].items()} for form in FORMS}
-        show = h.table if what in ("operations", "compile s") else h.fact
-        show(f"{named(backward)}: {what} by layers", rows)
+    for what, rows in found.items():
+        (h.fact if what in ("loops", "compiles") else h.table)(f"{named(backward)}: {what} by layers", rows)
     return found
-
-
-def against_unrolled(table, form: str, seconds: dict[str, float]) -> dict[str, float | str]:
-    """What a scanned form saves in compiling and costs a step, and when unrolling pays."""
-    rows = {row.variant: row for row in table.rows}
-    saved, extra = seconds[UNROLLED] - seconds[form], rows[form].ms - rows[UNROLLED].ms
-    when = "it saves nothing here" if saved <= 0 else "at no step"
-    if saved > 0 and rows[form].p20 <= rows[UNROLLED].p80 and rows[UNROLLED].p20 <= rows[form].p80:
-        when = "within the spread of a step's times"
-    elif saved > 0 and extra > 0:
-        when = f"after {1000 * saved / extra:.0f} steps"
-    return {"s less to compile": round(saved, 2), "ms more a step": round(extra, 2), "unrolling pays": when}
 
 
 def demo(h: Harness) -> None:
     width, depths = h.pick(quick=74, full=134), h.pick(quick=(2, 4, 8, 16, 32), full=(2, 4, 8, 16, 32, 64))
-    trained, tables = h.pick(quick=(2, 32), full=depths), {}
+    trained, tables, depth = h.pick(quick=(2, 32), full=depths), {}, depths[-1]
     found = {b: {} if h.profile else sweep(h, width, b, trained if b else depths) for b in (False, True)}
     for backward in (False, True):
-        depth, x = trained[-1], h.randn(ROWS, width)
-        model, what = Model(depth, width, Stacked), f"{named(backward)} of {depth} layers"
+        model, x, what = Model(depth, width, Stacked), h.randn(ROWS, width), f"{named(backward)} of {depth} layers"
         flops = (3 if backward else 1) * 2 * depth * ROWS * 6 * width * width
-        tables[backward] = table = h.compare(
+        tables[backward] = h.compare(
             model.steps(x, backward), lambda x, m=model, b=backward: m.reference(x, b)[0], x, baseline=EAGER,
             max_error_ratio=2.0, title=what, case=f"{depth} x {ROWS}x{width} float32",
             work=Work(flops=flops, dtype=torch.float32),
             timing=Timing(first_calls={} if backward else dict.fromkeys(FORMS)),  # compiled before
         )  # fmt: skip
-        seconds = {form: each[str(depth)]["compile s"] for form, each in found[backward].items()}
-        if table.timed and all(seconds.values()):  # 0: compiled earlier in this process, nothing to pay back
-            h.table(f"{what}, scanned", {form: against_unrolled(table, form, seconds) for form in (SCANNED, STACKED)})
 
     def answer() -> str:
-        least, most = (str(depth) for depth in (trained[0], trained[-1]))
-        grown = [each[most]["operations"] / each[least]["operations"] for each in found[True].values()]
-        seconds = " and ".join(f"{found[True][form][most]['compile s']} s" for form in (UNROLLED, STACKED))
+        grown = {form: each[str(depth)] / each["2"] for form, each in found[True]["operations"].items()}
+        seconds = " and ".join(f"{found[True]['compile s'][form][str(depth)]} s" for form in (UNROLLED, STACKED))
         step = 1 / tables[True].over(UNROLLED, STACKED)
         return (
-            f"A step of {most} layers has {grown[0]:.1f}x the operations of {least} unrolled, {grown[1]:.1f}x by "
-            f"scan_layers, {grown[2]:.1f}x stacked once. Unrolled and stacked compile in {seconds}; a stacked step "
-            f"takes {step:.2f}x the time."
+            f"A step of {depth} layers has {grown[UNROLLED]:.1f}x the operations of 2 unrolled, "
+            f"{grown[SCANNED]:.1f}x by scan_layers, {grown[STACKED]:.1f}x stacked once. Unrolled and stacked compile "
+            f"in {seconds}; a stacked step takes {step:.2f}x the time."
         )
 
     h.answer(answer)

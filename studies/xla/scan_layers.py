@@ -12,8 +12,8 @@ from torch import nn
 from torch_xla.experimental.scan_layers import scan_layers
 
 from examples.common import xla
-from examples.xla.scan_layers import ROWS, Stacked
-from examples.xla.scan_layers_model import PURE, Layer, Model, unrolled
+from examples.xla.scan_layers import Stacked
+from examples.xla.scan_layers_model import Layer, unrolled
 
 
 def study(h: Harness) -> None:
@@ -21,18 +21,6 @@ def study(h: Harness) -> None:
         return
     refusals(h, width=14)
     kept_traces(h, width=18)
-    pure_gradients(h, h.pick(quick=74, full=134), h.pick(quick=32, full=64))
-    xla.settle()
-
-
-def pure_gradients(h: Harness, width: int, depth: int) -> None:
-    """The gradients of scan_layers with is_layer_pure=True; the lesson's table looks at its loss."""
-    model, x = Model(depth, width, Stacked), h.randn(ROWS, width)
-    moved, own = x.to(xla.device()), list(model.layers.parameters())
-    h.check(
-        xla.waited(lambda _: model.results(model.pure, own, moved, True)), lambda x: model.reference(x, True), x,
-        what=f"forward and backward, {depth} layers, {PURE}", terms=3 * width * depth, roundings=depth, poison=False,
-    )  # fmt: skip
 
 
 class Bounded(nn.Module):
@@ -117,11 +105,6 @@ def refusals(h: Harness, width: int) -> None:
             "scan_layers": outcome(scan_layers, layers, x),
             "Stacked": outcome(lambda layers, x: Stacked(layers)(x), layers, x),
         }
-    layers = unequal(width)["equal layers"]()
-    told["a generator"] = {
-        "scan_layers": outcome(lambda layers, x: scan_layers((layer for layer in layers), x), layers, x),
-        "Stacked": outcome(lambda layers, x: Stacked(layer for layer in layers)(x), layers, x),
-    }
     h.table("layers handed to", told)
     silent = [name for name, row in told.items() if row["scan_layers"].startswith("WRONG")]
     h.say(f"wrong without an error by scan_layers: {', '.join(silent) or 'none'}")
@@ -150,4 +133,3 @@ def kept_traces(h: Harness, width: int) -> None:
         grads = [p.grad is not None for module in (layers if one is layers else [one]) for p in module.parameters()]
         told[f"{name}: no_grad, then backward"] = f"{sum(grads)} of {len(grads)} gradients"
     h.fact("a trace that is kept", told)
-    xla.settle()

@@ -1,40 +1,29 @@
 """Scan over layers: how graphs grow, right results, what Stacked refuses, and what torch_xla's scan_layers does not."""
 
 import copy
-from types import SimpleNamespace
-
-from harness.catalog import Needs
-from harness.session import Harness
-from harness.settings import settings_kept
 
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from rich.console import Console
 from torch import nn
 
 from examples.common import xla
 from examples.xla import scan_layers as example
-from examples.xla.scan_layers import SCANNED, STACKED, UNROLLED, Stacked, against_unrolled
+from examples.xla.scan_layers import SCANNED, STACKED, UNROLLED, Stacked
 from examples.xla.scan_layers_checks import require_equal
 from examples.xla.scan_layers_model import Layer, unrolled
 from studies.xla import scan_layers as study
 from studies.xla.scan_layers import unequal
-
-
-def quiet(**options) -> Harness:
-    return Harness("test", Needs.parse("torch_xla>=2.9"), console=Console(quiet=True), timing=False, **options)
+from tests.quiet import ran
 
 
 @pytest.fixture(scope="module")
 def facts():
-    h, studied = quiet(), quiet(lesson=[])
-    with settings_kept("scan_layers", seed=0):
-        example.demo(h)
-        study.study(studied)
-    assert (len(h.record.checks), len(studied.record.checks)) == (5 + 2, 1)  # depths, and depths with backward
-    assert all(check["passed"] for check in h.record.checks + studied.record.checks)
+    h = ran(example.demo, needs="torch_xla>=2.9")
+    studied = ran(study.study, needs="torch_xla>=2.9", lesson=[])
+    assert len(h.record.checks) == 5 + 2  # depths, and depths with backward
+    assert all(check["passed"] for check in h.record.checks)
     assert [len(table["rows"]) for table in h.record.tables] == [5, 5]
     assert all(row["ms"] is None for table in h.record.tables for row in table["rows"])
     return h.record.facts | studied.record.facts
@@ -57,15 +46,13 @@ def test_how_graphs_grow(facts, what):
     for form, expected in {UNROLLED: 0, SCANNED: loops, STACKED: loops}.items():
         assert list(facts[f"{what}: loops by layers"][form].values()) == [expected] * len(depths)
         assert list(facts[f"{what}: compiles by layers"][form].values()) == [1] * len(depths)
-        lines = list(facts[f"{what}: lines by layers"][form].values())
-        assert (lines[0] == lines[-1]) == (form == STACKED)
 
 
 def test_what_scan_layers_does_with_unequal_layers(facts):
     told = {name: row["scan_layers"] for name, row in facts["layers handed to"].items()}
     assert told["equal layers"] == told["another dtype"] == "right"
     assert {name for name, outcome in told.items() if outcome.startswith("WRONG, no error")} == {
-        "another setting", "another activation", "a hook on the second", "input changed in place", "a generator",
+        "another setting", "another activation", "a hook on the second", "input changed in place",
     }  # fmt: skip
     assert "Shape mismatch for" in told["another shape"]
     assert "Layer 1 has mismatched keys" in told["other parameters"]
@@ -167,10 +154,8 @@ def test_trained_and_written_back():
     assert not torch.allclose(before, after)
     stacked.write_back(layers)
     torch.testing.assert_close(unrolled(layers, x), after, rtol=1e-4, atol=1e-5)
-    with pytest.raises(ValueError, match=r"write_back: 2 layers with .*; need 3 with"):
+    with pytest.raises(ValueError, match=r"write_back: 2 layers; need 3"):
         stacked.write_back(layers[:2])
-    with pytest.raises(ValueError, match="write_back: 3 layers"):
-        stacked.write_back([Layer(7) for _ in range(3)])
 
 
 def test_frozen_layers_stay_frozen_and_modes_are_followed():
@@ -184,33 +169,3 @@ def test_frozen_layers_stay_frozen_and_modes_are_followed():
     with pytest.raises(ValueError, match="active dropout"):
         stacked.train()(x.to(xla.device()))
     torch.testing.assert_close(stacked.eval()(x.to(xla.device())).cpu(), out)
-
-
-def test_profile_compares_only(monkeypatch):
-    h, compared = quiet(profile=True), []
-
-    def compare(variants, *_, **options):
-        compared.append(list(variants))
-        return SimpleNamespace(timed=False)
-
-    monkeypatch.setattr(h, "compare", compare)
-    with settings_kept("scan_layers", seed=0):
-        example.demo(h)
-        study.study(h)
-    assert len(compared) == 2
-    assert not h.record.facts
-    assert not h.record.checks
-
-
-@pytest.mark.parametrize(
-    ("seconds", "ms", "when"),
-    [(1.0, 3.0, "after 500 steps"), (5.0, 3.0, "it saves nothing here"), (1.0, 1.01, "within the spread"),
-     (1.0, 0.5, "at no step")],
-)  # fmt: skip
-def test_when_unrolling_pays(seconds, ms, when):
-    rows = [
-        SimpleNamespace(variant=form, ms=t, p20=t * 0.95, p80=t * 1.05) for form, t in ((UNROLLED, 1), (STACKED, ms))
-    ]
-    told = against_unrolled(SimpleNamespace(rows=rows), STACKED, {UNROLLED: 2.0, STACKED: seconds})
-    assert told["unrolling pays"].startswith(when)
-    assert told["s less to compile"] == 2.0 - seconds
