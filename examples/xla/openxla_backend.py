@@ -4,9 +4,8 @@ Lazy mode records the Python of a model again at every call and looks the record
 guards, and then hands XLA the program's hash and its inputs: the same compiler behind another front end.
 
 In training AOTAutograd cuts a step in two programs, forward and backward. What stands outside of the compiled function
-(the loss, the first gradient, the optimizer) stays lazy: programs of their own around them. In the first step these are
-cut elsewhere than later: tracing backward runs all that is recorded, later only what backward needs is run. Compile the
-loss too, then the optimizer, or the whole step as one function.
+(the loss, the first gradient, the optimizer) stays lazy: programs of their own around them, cut elsewhere in the first
+step than later. Compile the loss too, then the optimizer, or the whole step as one function.
 
 Question   What does openxla save over lazy mode, what does it cost first, and how many programs is a training step?
 Needs      torch_xla>=2.9
@@ -37,7 +36,7 @@ EAGER, INDUCTOR, OPENXLA = "torch eager", "torch.compile inductor", "torch.compi
 LIKE_EAGER = 2.0  # times eager's own error from float64
 
 
-def through_openxla(fn: Callable, **options) -> Callable:
+def through_openxla(fn: Callable) -> Callable:
     """fn by torch.compile(backend="openxla"): one graph for fixed sizes, of tensors on the XLA device.
 
     Raises TypeError for what cannot be called, ValueError for a model whose weights are not on the XLA device and, at
@@ -45,12 +44,13 @@ def through_openxla(fn: Callable, **options) -> Callable:
     """
     if not callable(fn):
         raise TypeError(f"through_openxla: got {type(fn).__name__}; need a module or a function of XLA tensors")
-    if isinstance(fn, nn.Module):
-        tensors = (*fn.named_parameters(), *fn.named_buffers())
-        if left := [name for name, x in tensors if x.device.type != "xla"]:
-            more = f" and {len(left) - 1} more tensors of the model are" if left[1:] else " is"
-            raise ValueError(f"through_openxla: {left[0]}{more} not on the XLA device; use model.to(xla.device())")
-    compiled = torch.compile(fn, backend="openxla", **{"fullgraph": True, "dynamic": False, **options})
+    tensors = (*fn.named_parameters(), *fn.named_buffers()) if isinstance(fn, nn.Module) else ()
+    if left := [name for name, x in tensors if x.device.type != "xla"]:
+        raise ValueError(
+            f"through_openxla: {left[0]} and {len(left) - 1} more tensors are not on the XLA device; use "
+            "model.to(xla.device())"
+        )
+    compiled = torch.compile(fn, backend="openxla", fullgraph=True, dynamic=False)
 
     def call(*args):
         for i, x in enumerate(args):
@@ -67,21 +67,8 @@ def on_xla(fn: Callable, *inputs: torch.Tensor) -> Callable:
     return xla.waited(lambda *_: fn(*moved))
 
 
-def wake(device: torch.device) -> None:
-    """What only the first compilation of a process costs, and the one program that all backward passes begin with."""
-    with logs():
-        warm_up(device)
-        ones = torch.ones(8, device=xla.device(), requires_grad=True)
-        torch.compile(lambda x: x.sin().sum(), backend="openxla")(ones).backward()
-        xla.settle()
-        torch.compiler.reset()
-
-
 def case_of(tokens: torch.Tensor) -> str:
     return f"{'x'.join(map(str, tokens.shape))} tokens"
-
-
-# --- inference
 
 
 def given(h: Harness) -> tuple[Transformer, torch.Tensor]:
@@ -104,20 +91,17 @@ def inference(h: Harness):
     for name, fn in {} if h.profile else variants.items():
         with h.progress(f"first call of {name}"), fresh_cache(), xla.watch() as ran:
             fn(tokens)
+        with xla.watch() as later:
+            fn(tokens)
         seconds[name] = ran.seconds
         if name in ways:
-            with xla.watch() as later:
-                fn(tokens)
-            programs[name] = {"compiled": ran.compiles, "compile s": round(ran.compile_s, 2),
-                              "run per call": later.executions, "recorded again": later.reused}  # fmt: skip
+            programs[name] = {"compiled": ran.compiles, "run per call": later.executions,
+                              "recorded again": later.reused}  # fmt: skip
     h.table("programs of a forward pass", programs)
     return h.compare(
         variants, model.float64, tokens, baseline=EAGER, work=Work(), title="forward", case=case_of(tokens),
         max_error_ratio=LIKE_EAGER, timing=Timing(first_calls=seconds or None), dtype=torch.float32,
     )  # fmt: skip
-
-
-# --- training
 
 
 def steps_of(name: str, x: torch.Tensor, y: torch.Tensor) -> tuple[list[dict[str, xla.Ran]], Trainer, Trainer]:
@@ -126,14 +110,14 @@ def steps_of(name: str, x: torch.Tensor, y: torch.Tensor) -> tuple[list[dict[str
     model = nn.Sequential(nn.Linear(x.shape[1], 18), nn.ReLU(), nn.Linear(18, 11))
     exact, trainer = Trainer(copy.deepcopy(model).double(), None), Trainer(model.to(xla.device()), WAYS[name])
     there = x.to(xla.device()), y.to(xla.device())
-    xla.settle()
     with logs():  # Dynamo warns that it leaves out torch's profiler marks
         return [count_phases(trainer, *there) for _ in range(STEPS)], trainer, exact
 
 
 def demo(h: Harness) -> None:
-    torch.compiler.reset()
-    wake(h.device)
+    with logs():
+        warm_up(h.device)
+        xla.warm_up()
     table, per_step = inference(h), {}
     for i, name in enumerate([] if h.profile else WAYS):
         x, y = h.randn(13, 17 + 2 * i), h.randint(11, 13)  # a width each: no way finds the programs of another
@@ -146,15 +130,13 @@ def demo(h: Harness) -> None:
             "run in the last": sum(ran.executions for ran in counts[-1].values()),
         }
     h.table(f"programs of {STEPS} training steps", per_step)
-    torch.compiler.reset()
-    xla.settle()
 
     def answer() -> str:
         first = table[OPENXLA].first_call_s - table[LAZY].first_call_s
-        ways = {
-            name: name.partition(": ")[2].replace(", ", " + ") or "nothing" for name in per_step if "cut" not in name
-        }
-        runs = "; ".join(f"{what} {per_step[name]['run in the last']}" for name, what in ways.items())
+        runs = "; ".join(
+            f"{name.partition(': ')[2].replace(', ', ' + ') or 'nothing'} {row['run in the last']}"
+            for name, row in per_step.items() if "cut" not in name
+        )  # fmt: skip
         return (
             f"A call runs at {table.over(LAZY, OPENXLA):.2f}x lazy mode's speed, the first takes {abs(first):.1f} s "
             f"{'more' if first > 0 else 'less'}. Programs of a training step, by what is compiled: {runs}."

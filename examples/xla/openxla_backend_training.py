@@ -14,8 +14,8 @@ LR, STEPS = 0.05, 5
 LAZY = "torch_xla lazy"
 
 
-def compiled(fn: Callable, **options) -> Callable:
-    return torch.compile(fn, backend="openxla", **{"fullgraph": True, "dynamic": False, **options})
+def compiled(fn: Callable, fullgraph: bool = True) -> Callable:
+    return torch.compile(fn, backend="openxla", fullgraph=fullgraph, dynamic=False)
 
 
 class Trainer:
@@ -23,8 +23,7 @@ class Trainer:
 
     `how` says what goes through openxla: "model"; "model, cut": the same, and at backward nothing is pending, for there
     is a sync before it, and the first gradient, 1.0, is there already; "model, loss"; "model, loss, update", the first
-    gradient there already; "whole step". "inductor" is model and loss through that; None is eager, or lazy mode.
-    Raises ValueError for any other.
+    gradient there already; "whole step". None is eager, or lazy mode.
     """
 
     def __init__(self, model: nn.Module, how: str | None) -> None:
@@ -42,10 +41,6 @@ class Trainer:
                 self.update = compiled(self.optimizer.step, fullgraph=False)
         elif how == "whole step":
             self.whole = compiled(self.whole_step)
-        elif how == "inductor":
-            self.loss_of = torch.compile(self.uncompiled_loss, fullgraph=True, dynamic=False)
-        elif how is not None:
-            raise ValueError(f"Trainer: {how!r} is none of the ways that its docstring names")
 
     def uncompiled_loss(self, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
         return F.cross_entropy(self.model(x), y)

@@ -1,4 +1,4 @@
-"""openxla_backend, measured: the host's time of a call, when the first call is earned back, tensors on the CPU."""
+"""openxla_backend, measured: the host's time of a call, and tensors on the CPU."""
 
 from __future__ import annotations
 
@@ -14,20 +14,17 @@ import torch
 import torch_xla
 
 from examples.common import xla
-from examples.xla.openxla_backend import INDUCTOR, LAZY, OPENXLA, given, through_openxla, wake
+from examples.xla.openxla_backend import LAZY, OPENXLA, given, through_openxla
 
 
 def study(h: Harness) -> None:
     if h.profile:
         return
     torch.compiler.reset()
-    wake(h.device)
+    xla.warm_up()
     if h.lesson and h.lesson[0].timed:
         host(h)
-        earned_back(h)
     cpu_tensors(h)
-    torch.compiler.reset()
-    xla.settle()
 
 
 def host_ms(fn: Callable, *args, calls: int = 21) -> float:
@@ -61,25 +58,6 @@ def host(h: Harness) -> None:
         f"the host, until the call returns: openxla {ms[OPENXLA]:.2f} ms; lazy mode {ms[LAZY]:.2f} ms to record, "
         f"{synced:.2f} ms until a sync has started it. "
         f"The whole call: {rows[OPENXLA].ms:.2f} and {rows[LAZY].ms:.2f} ms"
-    )
-
-
-def earned_back(h: Harness) -> None:
-    """From which call on openxla is ahead of lazy mode, and who is fastest."""
-    table = h.lesson[0]
-    rows = {row.variant: row for row in table.rows}
-    seconds = {name: row.first_call_s for name, row in rows.items()}
-    extra, saved = seconds[OPENXLA] - seconds[LAZY], rows[LAZY].ms - rows[OPENXLA].ms
-    pays = f"ahead of it after {extra * 1000 / saved:,.0f} calls" if saved > 0 else "and no later call is faster"
-    if extra > 0:
-        h.say(f"openxla's first call took {extra:.2f} s more than lazy mode's: {pays}")
-    else:
-        h.say(f"openxla's first call took {-extra:.2f} s less than lazy mode's, each later one {saved:.2f} ms less")
-    best = min(rows, key=lambda name: rows[name].ms)
-    h.say(
-        f"fastest call: {best}, {rows[best].speedup:.2f}x eager; openxla {rows[OPENXLA].speedup:.2f}x, "
-        f"Inductor {rows[INDUCTOR].speedup:.2f}x; first calls: Inductor {seconds[INDUCTOR]:.1f} s, openxla "
-        f"{seconds[OPENXLA]:.1f} s"
     )
 
 
@@ -128,22 +106,6 @@ def cpu_tensors(h: Harness) -> None:
                 terms=43, poison=False)  # fmt: skip
     torch.compiler.reset()
     h.table("tensors on the CPU, given to openxla", told)
-    try:
-        through_openxla(layer)(x, there)
-    except ValueError as error:
-        h.fact("through_openxla, x on the CPU", str(error))
-    on_cpu, right = told["all on the CPU"], told["all on the XLA device"]
-    if not on_cpu["programs per call"]:
-        h.say(
-            f"all on the CPU: {on_cpu['warnings']} warnings at the first call, "
-            f"{on_cpu['at the second call']} at the second, and {on_cpu['programs per call']} XLA "
-            "programs: torch runs the operations one by one"
-        )
-    if (scalar := told["a scalar tensor on the CPU"])["programs per call"] > right["programs per call"]:
-        h.say(
-            f"a scalar tensor on the CPU: {scalar['programs per call']} programs per call instead of "
-            f"{right['programs per call']}, and {scalar['transfers per call']} transfer for a value that is new"
-        )
 
 
 def told_to_move(caught: list[warnings.WarningMessage]) -> int:

@@ -11,7 +11,7 @@ from torch import nn
 
 from examples.common import xla
 from examples.common.transformer import Config, Transformer
-from examples.xla.openxla_backend import EAGER, INDUCTOR, LIKE_EAGER, OPENXLA, case_of, on_xla, steps_of, wake
+from examples.xla.openxla_backend import EAGER, LIKE_EAGER, OPENXLA, case_of, on_xla, steps_of
 from examples.xla.openxla_backend_training import LAZY, STEPS, Trainer
 
 MODEL, CUT = "openxla: model", "openxla: model, cut before backward"
@@ -19,13 +19,11 @@ MODEL, CUT = "openxla: model", "openxla: model, cut before backward"
 
 def study(h: Harness) -> None:
     torch.compiler.reset()
-    wake(h.device)
+    xla.warm_up()
     if not h.profile:
         by_phase(h)
         snapshots(h)
     training(h)
-    torch.compiler.reset()
-    xla.settle()
 
 
 def by_phase(h: Harness) -> None:
@@ -42,16 +40,6 @@ def by_phase(h: Harness) -> None:
                 for what, field in (("compiled", "compiles"), ("run", "executions"))
             },
         )
-    second = phases[MODEL][1]
-    if again := [phase for phase, ran in second.items() if ran.compiles]:
-        cut = sum(ran.compiles for ran in phases[CUT][1].values())
-        h.say(
-            f"model alone: step 2 compiles again, in {' and '.join(again)}: tracing backward in step 1 ran all that "
-            "was recorded, with the loss and the first gradient, 1.0, as results; later, only what backward takes "
-            f"is run before it, and the loss is left to the sync. With neither pending there, step 2 compiles {cut}"
-        )
-    if not second["update"].executions and second["sync"].executions:
-        h.say("the optimizer is no part of what openxla got: its step only records, and runs as a program at the sync")
 
 
 def snapshots(h: Harness) -> None:
@@ -89,12 +77,6 @@ def snapshots(h: Harness) -> None:
         del snapshot, trainer, weight
     torch.compiler.reset()
     h.fact("a snapshot on the device, after copy_() put it back and a step", told)
-    if lost := [name for name, found in told.items() if found != "as it was"]:
-        kept = [name for name in told if name not in lost]
-        h.say(
-            f"lost: {'; '.join(lost)}. Run by itself, copy_() copies nothing: weight and snapshot are one buffer, and "
-            f"the update may reuse the weight's. Kept: {'; '.join(kept)}"
-        )
 
 
 def training(h: Harness) -> None:
@@ -110,15 +92,11 @@ def training(h: Harness) -> None:
     exact.cos, exact.sin = exact.angles(config.max_tokens, h.device)
     reference = Trainer(exact, None)
     here = {EAGER: Trainer(copy.deepcopy(model), None)}
-    if h.full:  # its forward and backward take a C++ compiler longer than all that XLA compiles here
-        here[INDUCTOR] = Trainer(copy.deepcopy(model), "inductor")
-    else:
-        h.say("training: Inductor's row is part of --full")
     ways = {LAZY: None, f"{OPENXLA}, model and loss": "model, loss", f"{OPENXLA}, whole step": "whole step"}
     there = {name: Trainer(copy.deepcopy(model).to(xla.device()), how) for name, how in ways.items()}
     variants = {**here, **{name: on_xla(trainer, tokens, targets) for name, trainer in there.items()}}
     torch.compiler.reset()
-    table = h.compare(
+    h.compare(
         variants, lambda x, y: reference.uncompiled_loss(x, y).detach(), tokens, targets, baseline=EAGER, work=Work(),
         title="training step", case=case_of(tokens), max_error_ratio=LIKE_EAGER, timing=Timing(cold=True),
         dtype=torch.float32,
@@ -133,12 +111,3 @@ def training(h: Harness) -> None:
 
         h.check(moved, lambda *_: want, tokens, targets, what=f"{STEPS} steps, {name}", terms=100_000,
                 dtype=torch.float32, poison=False)  # fmt: skip
-    torch.compiler.reset()
-    if h.timing:
-        rows = {row.variant: row for row in table.rows}
-        for name in variants:
-            if name != EAGER:
-                # Eager as slow as it was in the rounds of this way, so that it agrees with the table's ratio.
-                saved = rows[name].ms * (rows[name].speedup - 1)
-                pays = f"pays after {rows[name].first_call_s * 1000 / saved:,.0f} steps" if saved > 0 else "never pays"
-                h.say(f"{name}: {rows[name].ms:.2f} ms a step, {rows[name].speedup:.2f}x eager: {pays}")
