@@ -21,7 +21,6 @@ def study(h: Harness) -> None:
     ended_by_a_value(h)
     if not h.profile:
         census(h)
-    xla.settle()
 
 
 # --- boundaries that the lesson leaves out

@@ -21,7 +21,6 @@ def study(h: Harness) -> None:
         return
     guards(h)
     left_behind(h)
-    xla.settle()
 
 
 def guards(h: Harness) -> None:
@@ -53,11 +52,6 @@ def guarded(compiled: Callable, x: torch.Tensor, w: torch.Tensor, steps: int) ->
         here = [line for _, file, line in xla.frames(text[0]) if file == lesson.__file__]
         return f"raises at `{linecache.getline(lesson.__file__, here[0]).strip()}`" if here else f"raises in step {i}"
     return "passes"
-
-
-def child_looks() -> None:
-    """What PT_XLA_DEBUG_LEVEL=2 is to find: one look at a value."""
-    PAIRS["if: torch.where"][0](torch.ones(3, 5).to(xla.device()))
 
 
 def left_behind(h: Harness) -> None:

@@ -1,9 +1,6 @@
 """Graph boundaries: what each costs in programs and copies, which guard finds it, and that the fixes give the same."""
 
 import re
-from pathlib import Path
-
-from harness.process import Child
 
 import pytest
 import torch
@@ -109,16 +106,6 @@ def test_what_torch_xla_says_of_cpu_tensors(facts):
     assert accepted == {"x + other", "x[index]", "other + x (in place)"}
     assert told["x @ other"] == "RuntimeError: Expected XLA tensor. Got: torch.FloatTensor"
     assert all("XLA tensor" in text for what, text in told.items() if what not in accepted)
-
-
-def test_debug_level_names_the_line():
-    """What the docstring says of PT_XLA_DEBUG_LEVEL."""
-    with Child(guards.child_looks, env={"PT_XLA_DEBUG_LEVEL": "2"}) as child:
-        text = child.output()
-    lines = Path(example.__file__).read_text().splitlines()
-    function, file, line = xla.frames(text)[0]
-    assert (function, Path(file).name) == ("branch", "graph_boundaries.py")
-    assert "> LIMIT" in lines[line - 1]
 
 
 def test_amax_without_dim_is_not_used_for_a_reason():

@@ -9,7 +9,6 @@ from examples.common import xla
 from examples.xla import static_shapes
 from examples.xla.static_shapes import LARGEST, POLICIES, POWERS, break_even, pad_batch
 from studies.xla import static_shapes as study
-from studies.xla import static_shapes_bounds as bounds
 from studies.xla.static_shapes import normalize
 from tests.quiet import ran
 
@@ -17,8 +16,8 @@ from tests.quiet import ran
 @pytest.fixture(scope="module")
 def facts():
     h = ran(static_shapes.demo, needs="torch_xla>=2.9")
-    studied = ran(study.study, bounds.study, needs="torch_xla>=2.9", lesson=[])
-    assert (len(h.record.checks), len(studied.record.checks)) == (3, 3 + 1 + 2 + 1)
+    studied = ran(study.study, needs="torch_xla>=2.9", lesson=[])
+    assert (len(h.record.checks), len(studied.record.checks)) == (3, 3 + 1 + 2)
     assert all(check["passed"] for check in h.record.checks + studied.record.checks)
     return h.record.facts | studied.record.facts
 
@@ -53,24 +52,6 @@ def test_torch_compile_has_one_graph_with_a_symbol_and_xla_compiles_each_size(fa
         "default": {"Dynamo's graphs": 8, "XLA's compiles": 8},
         "dynamic=True": {"Dynamo's graphs": 1, "XLA's compiles": 8},
     }
-
-
-def test_sizes_with_a_bound_and_without(facts):
-    served = facts["an MLP on at most 64 rows"]
-    assert served["shape"] == "[<=64, 56]"
-    assert served["compiles, first size"] == served["executions a call"] == 6
-    assert served["compiles, other sizes"] == 0
-    assert "f32[64,224]" in served["products in the optimized HLO"]
-    rows = facts["at most 64 rows, by operation"]
-    told = {name: row["rows whose number has a bound"] for name, row in rows.items()}
-    right = [name for name, outcome in told.items() if outcome.startswith("right for 3, 33, 64 rows")]
-    assert right == [
-        "linear", "mean over the batch", "batch norm (training)", "softmax over the batch", "rms_norm",
-    ]  # fmt: skip
-    assert "symbolic sizes" in told["layer_norm"]
-    assert "Both operands of torch.add cannot have dynamic dimensions" in told["x + gelu(x)"]
-    assert told["x @ x.T"].startswith("RuntimeError")
-    assert told["x.view(-1, 2, width / 2)"].startswith("RuntimeError")
 
 
 @given(
