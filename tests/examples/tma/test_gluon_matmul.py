@@ -171,7 +171,7 @@ def test_no_order_of_events_breaks_the_protocol(trace, stages):
     steps_of_the_wrapper = [(False, 0), (True, 0), (True, BEHIND)]
     modes = {1: [(False, 0), (False, BEHIND)], STAGES: steps_of_the_wrapper}
     for in_flight, behind in modes.get(stages, [*steps_of_the_wrapper, (False, BEHIND), (True, 1)]):
-        for tiles, steps in itertools.product((1, 3, 4), (1, 2, 3, 4, 5)):
+        for tiles, steps in itertools.product((1, 3), (1, 2, 3, 5)):
             held = behind if steps >= stages > behind else 0  # the wrapper's rule
             assert not faults(trace(tiles, steps, stages, in_flight, held), stages), (tiles, steps, in_flight, behind)
 
