@@ -4,11 +4,13 @@ from harness.check import CheckError, judge
 
 import pytest
 import torch
+from hypothesis import given
+from hypothesis import strategies as st
 
 from examples.common.attention import attention_budget
 from examples.triton.flash_attention import DTYPES, HEADS, TILES, flash_attention, reference
 from studies.triton.flash_attention import left_operands, programs_per_sm
-from tests.examples.triton.helpers import INF, NAN, code, meta, refused
+from tests.examples.triton.helpers import INF, NAN, code, harness, meta, refused
 
 every_dim = pytest.mark.parametrize("D", TILES)
 
@@ -40,6 +42,17 @@ def test_heads_meet_their_own_keys(h):
     for B, H, S in ((0, 2, 5), (2, 0, 5), (2, 2, 0)):
         q, k = (torch.empty(B, heads, rows, 64, dtype=h.half, device=h.device) for heads, rows in ((H, S), (2, 5)))
         assert flash_attention(q, k, k).shape == q.shape
+
+
+@given(
+    B=st.integers(1, 3), H_kv=st.integers(1, 3), group=st.integers(1, 3), S=st.integers(1, 200),
+    S_kv=st.integers(1, 200), D=st.sampled_from(list(TILES)), causal=st.booleans(),
+    scale=st.sampled_from([None, 0.02, 1]),
+)  # fmt: skip
+def test_any_shape(B, H_kv, group, S, S_kv, D, causal, scale):
+    h = harness()
+    inputs = qkv(h, B, H_kv * group, S, D, H_kv=H_kv, S_kv=S if causal else S_kv)
+    check(h, *inputs, causal, scale, what=f"{B}x{H_kv}*{group}x{S}x{S_kv}x{D} {causal} {scale}")
 
 
 def test_layouts(h):
