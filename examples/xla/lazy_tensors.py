@@ -10,8 +10,7 @@ a read runs what its value needs and keeps nothing else: without a sync it is a 
 Question   When does PyTorch/XLA compile, when does it run, and what does recording cost?
 Needs      torch_xla>=2.9
 Wins when  a step is long against what recording it costs on the host, and each step records the same graph.
-Study      studies/xla/lazy_tensors.py (the graph as text, what counts as the same graph, numbers that compile),
-           studies/xla/lazy_tensors_copies.py
+Study      studies/xla/lazy_tensors.py (the graph as text, what is the same graph, numbers that compile, eager mode)
 Source     chapter section "XLA and torch_xla"; torch_xla's own counters and texts.
 """
 

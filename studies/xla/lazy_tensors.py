@@ -1,68 +1,41 @@
-"""lazy_tensors, measured: the graph as text, what counts as the same graph, and numbers that become part of it."""
+"""lazy_tensors, measured: the graph as text, what counts as the same graph, numbers that compile, eager mode."""
 
 from __future__ import annotations
 
-import tempfile
 from collections.abc import Callable, Iterable
-from pathlib import Path
 
-from harness import Harness
-from harness.process import Child, report
+from harness import Harness, Work
 
 import torch
 import torch.nn.functional as F
 import torch_xla
+from torch_xla.experimental.eager import eager_mode_context
 
 from examples.common import xla
-from examples.xla.lazy_tensors import INNER, ROWS, WIDTH, layer
+from examples.xla.lazy_tensors import INNER, LAYERS, LAZY, OPS, ROWS, WIDTH, chain, exact, layer
+
+ONE_BY_ONE = "torch_xla eager mode"
 
 
 def study(h: Harness) -> None:
-    if h.profile:
-        return
-    forms_of(h)
-    same_graph(h)
-    baked_in(h)
-    xla.settle()
+    if not h.profile:
+        forms_of(h)
+        same_graph(h)
+        baked_in(h)
+    one_by_one(h)
 
 
 # --- the graph as text
 
 
 def forms_of(h: Harness) -> None:
-    """The same graph as recorded, as it is handed to XLA, and as XLA runs it."""
+    """The same graph as recorded, and as it is handed to XLA and to other compilers."""
     inputs = h.randn(ROWS, INNER), h.randn(INNER, WIDTH, scale=INNER**-0.5), h.randn(WIDTH)
     y = layer(*(t.to(xla.device()) for t in inputs))
     forms = {"IR": xla.ir(y), "HLO": xla.hlo(y), "StableHLO": xla.stablehlo(y)}
     del y
     operations = {name: xla.operations(text) for name, text in forms.items()}
-    operations["optimized HLO"] = optimized(h)
     h.fact("operations", {form: dict(found.most_common()) for form, found in operations.items()})
-    left = {
-        name: n for name, n in operations["optimized HLO"].items() if name not in ("parameter", "constant", "tuple")
-    }
-    h.say(
-        f"{sum(n for name, n in operations['IR'].items() if name.startswith('aten'))} torch operations are "
-        f"{sum(operations['HLO'].values())} of HLO; what XLA leaves of them to run: "
-        + ", ".join(f"{n} {name}" for name, n in left.items())
-    )
-
-
-def optimized(h: Harness):
-    """The operations that are run: of the entry computation, in what XLA dumps when it has optimized the program."""
-    with tempfile.TemporaryDirectory() as folder, h.progress("compiling in a process of its own, for the dump"):
-        flags = f"--xla_dump_to={folder} --xla_dump_hlo_as_text"
-        with Child(child_layer, ROWS, INNER, WIDTH, env={"XLA_FLAGS": flags}) as child:
-            child.result()
-        texts = [path.read_text() for path in Path(folder).glob("*after_optimizations.txt")]
-    return xla.operations(next(text for text in texts if " dot(" in text).rpartition("ENTRY")[2])
-
-
-def child_layer(rows: int, inner: int, width: int) -> None:
-    x, w, b = (torch.ones(size).to(xla.device()) for size in ((rows, inner), (inner, width), (width,)))
-    y = layer(x, w, b)
-    xla.settle()
-    report(mean=y.mean().item())
 
 
 # --- what is the same graph
@@ -158,3 +131,24 @@ def baked_in(h: Harness) -> None:
         if ran.from_device:
             found[what]["read by the host"] = ran.from_device
     h.table(f"programs for {len(whole)} values", found)
+
+
+# --- without laziness
+
+
+def one_by_one(h: Harness) -> None:
+    """torch_xla's eager mode: each operation of the lesson's chain a program of its own."""
+    rows, width = 7, 61
+    given = h.randn(rows, width), *(h.randn(width, width, scale=width**-0.5) for _ in range(LAYERS))
+    there = [t.to(xla.device()) for t in given]
+
+    def eagerly(*_) -> torch.Tensor:
+        with eager_mode_context(True):
+            y = chain(*there)
+            xla.wait()
+        return y
+
+    h.compare(
+        {LAZY: xla.waited(lambda *_: chain(*there)), ONE_BY_ONE: eagerly}, exact(chain), *given, baseline=LAZY,
+        terms=LAYERS * width, work=Work(), title=f"{LAYERS * OPS} operations", case=f"{rows}x{width}",
+    )  # fmt: skip
