@@ -34,6 +34,7 @@ from examples.common.tiles import tile_coords
 from examples.triton.tensor_cores_precisions import INT8_STEP, PRECISIONS, TENSOR_CORES, budget, convert
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.int8)
+NONE = "CUDA cores"
 MAX_K_INT8 = 2**17 - 1  # 2**17 products of -128 * -128 are 2**31, one more than an int32 holds
 
 
@@ -99,50 +100,50 @@ def rms_error(got: torch.Tensor, want: torch.Tensor) -> float:
     return ((got - want).square().mean() / want.square().mean()).sqrt().item()
 
 
-def demo(h: Harness) -> None:
-    # The interpreter multiplies every float32 in float32 and has no bfloat16.
-    names, rows, tables = ["ieee", "float16", "int8"] if h.interpreted else list(PRECISIONS), {}, {}
-    n = h.pick(interpreted=160, quick=2048, full=4096)
-    n = h.fit(n, bytes_each=60 * n)
-    for name, precision in PRECISIONS.items():
-        x = h.meta(4096, 4096, dtype=precision.dtype)
-        find = {sm: precision.code or (TENSOR_CORES[sm],) for sm in (90, 100)}
-        kernels = h.codegen(dot, x, x.t() if precision.k_major else x, precision.input_precision, find=find)
-        used = {f"sm_{k.sm}": next((u for u in TENSOR_CORES.values() if u in k.found), "CUDA cores") for k in kernels}
-        if name in names:
-            tables[name] = measure(h, name, n)
-            a, b = matrices(h, name, n, n, n)
-            used["rms error"] = float(f"{rms_error(product(a, b, name), reference(a, b)):.1e}")
-        rows[name] = used
-    h.table(f"what multiplies, and the error of float32 matrices of {n}x{n} in each precision", rows)
-
-    def answer() -> str:
-        costs = [f"{name} {table['triton'].ms:.3g} ({rows[name]['rms error']:.0e})" for name, table in tables.items()]
-        without = " and ".join(name for name, row in rows.items() if "CUDA cores" in row.values())
-        without = f"All but {without}" if without else "All"
-        return f"At {n}, in ms (rms error): {', '.join(costs)}. {without} use the tensor cores."
-
-    h.answer(answer)
-
-
 def matrices(h: Harness, name: str, M: int, N: int, K: int) -> tuple[torch.Tensor, torch.Tensor]:
     """Random float32 a and b, b laid out as a precision likes it."""
     return h.randn(M, K), h.randn(N, K).t() if PRECISIONS[name].k_major else h.randn(K, N)
 
 
-def measure(h: Harness, name: str, n: int) -> Table:
-    """One precision, right at the edges of its tile, beside the library's own."""
-    fn, library = partial(dot, input_precision=PRECISIONS[name].input_precision), "torch" if h.interpreted else "cuBLAS"
-    for M, N, K in [(129, 257, 129), (5, 7, 0)]:  # one tile plus one of K and of each side; nothing to sum
-        what = f"dot {name} {M}x{N}x{K}"
-        h.check(fn, reference, *convert(name, *matrices(h, name, M, N, K)), what=what, **budget(name, K))
-    a, b = convert(name, *matrices(h, name, n, n, n))
+def demo(h: Harness) -> None:
+    # The interpreter multiplies every float32 in float32 and has no bfloat16.
+    names = ["ieee", "float16", "int8"] if h.interpreted else list(PRECISIONS)
+    for name in names:
+        fn = partial(dot, input_precision=PRECISIONS[name].input_precision)
+        for M, N, K in [(129, 257, 129), (5, 7, 0)]:  # one tile plus one of K and of each side; nothing to sum
+            a, b = convert(name, *matrices(h, name, M, N, K))
+            h.check(fn, reference, a, b, what=f"dot {name} {M}x{N}x{K}", **budget(name, K))
+
+    n, rows, tables = h.pick(interpreted=160, quick=2048, full=4096), {}, {}
+    n = h.fit(n, bytes_each=60 * n)
+    for name, precision in PRECISIONS.items():
+        x = h.meta(4096, 4096, dtype=precision.dtype)
+        find = {sm: precision.code or (TENSOR_CORES[sm],) for sm in (90, 100)}
+        kernels = h.codegen(dot, x, x.t() if precision.k_major else x, precision.input_precision, find=find)
+        rows[name] = {f"sm_{k.sm}": next((u for u in TENSOR_CORES.values() if u in k.found), NONE) for k in kernels}
+        if name in names:
+            a, b = matrices(h, name, n, n, n)
+            rows[name]["rms error"] = float(f"{rms_error(product(a, b, name), reference(a, b)):.1e}")
+            tables[name] = compare(h, name, *convert(name, a, b))
+    h.table(f"what multiplies, and the error of float32 matrices of {n}x{n} in each precision", rows)
+    h.answer(lambda: answer(tables, rows, n))
+
+
+def compare(h: Harness, name: str, a: torch.Tensor, b: torch.Tensor) -> Table:
+    library, n = "torch" if h.interpreted else "cuBLAS", len(a)
+    variants = {library: torch._int_mm if name == "int8" else torch.matmul}
+    variants["triton"] = partial(dot, input_precision=PRECISIONS[name].input_precision)
     # No bytes for int8: there is no ceiling for its products, and one of memory alone would say nothing.
     work = Work(bytes=0 if name == "int8" else 3 * a.nbytes, flops=2 * n**3, dtype=a.dtype)
     torch.set_float32_matmul_precision("high" if name == "tf32" else "highest")  # the library is to use tf32 too
-    variants = {library: torch._int_mm if name == "int8" else torch.matmul, "triton": fn}
     case = f"{n}x{n}x{n} {name}"
     return h.compare(variants, reference, a, b, baseline=library, work=work, case=case, **budget(name, n))
+
+
+def answer(tables: dict[str, Table], rows: dict[str, dict], n: int) -> str:
+    costs = [f"{name} {table['triton'].ms:.3g} ({rows[name]['rms error']:.0e})" for name, table in tables.items()]
+    without = " and ".join(name for name, row in rows.items() if NONE in row.values())
+    return f"At {n}, in ms (rms error): {', '.join(costs)}. All{without and f' but {without}'} use the tensor cores."
 
 
 if __name__ == "__main__":
