@@ -5,14 +5,11 @@ a step hands all of it to XLA as one program, compiled once for each shape of a 
 context manager.
 
 What a loop does around the sync decides how many programs there are. A last batch that is smaller is another program.
-So is a first step in which AdamW makes its state: zeros are constants of that program, and data of the later ones. The
-study reads losses in the loop: a value computed after the sync is a program more in each step, and one read before it
-runs the forward pass twice.
+So is a first step in which AdamW makes its state: zeros are constants of that program, and data of the later ones.
 
 Question   How many programs does a training loop compile and run, and what in the loop decides that?
 Needs      torch_xla>=2.9
-Wins when  steps repeat with few shapes and nothing is read between them. On a CPU a small model's eager step can be the
-           faster one: see the table.
+Wins when  steps repeat with few shapes and nothing is read between them. On a CPU eager can be faster: see the table.
 Variants   training_loop_model.py (the model and its data, for processes without torch_xla too)
 Study      studies/xla/training_loop.py (reading, no sync, gradients in parts), studies/xla/training_loop_checkpoint.py
 Source     chapter section "XLA"; "Troubleshooting" in the documentation of PyTorch/XLA.
@@ -21,6 +18,7 @@ Source     chapter section "XLA"; "Troubleshooting" in the documentation of PyTo
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from functools import partial
 
 from harness import Harness, Timing, Work, run
 
@@ -42,18 +40,14 @@ class Trainer:
     """tokens -> their losses before the update of that step. `sync` ends a step; on XLA it is torch_xla.sync.
 
     `ready` makes AdamW's state before the first step, which is then a step like all others to XLA. `losses` stands in
-    for the model: a compiled version of it. Raises ValueError for a model without parameters, and for tokens on
-    another device than the model's.
+    for the model: a compiled version of it. Raises ValueError for tokens on another device than the model's.
     """
 
     def __init__(
         self, model: nn.Module, sync: Callable = lambda: None, losses: Callable | None = None, ready: bool = True
     ) -> None:
         parameters = list(model.parameters())
-        if not parameters:
-            raise ValueError("Trainer: the model has no parameters; pass one that has some")
-        self.model, self.sync, self.losses = model, sync, losses or model
-        self.device = parameters[0].device
+        self.model, self.sync, self.losses, self.device = model, sync, losses or model, parameters[0].device
         self.optimizer = torch.optim.AdamW(parameters, lr=SLOW)
         if ready:
             for p in parameters:
@@ -63,9 +57,7 @@ class Trainer:
 
     def __call__(self, tokens: torch.Tensor) -> torch.Tensor:
         if tokens.device != self.device:
-            raise ValueError(
-                f"Trainer: tokens are on {tokens.device}, the model on {self.device}; pass tokens.to(trainer.device)"
-            )
+            raise ValueError(f"Trainer: tokens are on {tokens.device}; pass tokens.to({str(self.device)!r})")
         losses = self.losses(tokens)
         losses.mean().backward()
         self.optimizer.step()
@@ -75,10 +67,19 @@ class Trainer:
         return losses.detach()
 
 
-def train(trainer: Trainer, data: Iterator[torch.Tensor]) -> list[torch.Tensor]:
-    """The loop: nothing is read before it is over."""
-    losses = [trainer(tokens.to(trainer.device)) for tokens in data]
-    return [each.cpu() for each in losses]
+def train(trainer: Trainer, data: Iterator[torch.Tensor]) -> tuple[list[torch.Tensor], list[xla.Ran]]:
+    """The loop: nothing is read before it is over. The losses of each step, and what XLA did in each."""
+    losses, seen = [], []
+    for tokens in data:
+        tokens = tokens.to(trainer.device)
+        with xla.watch() as ran:
+            losses.append(trainer(tokens))
+        seen.append(ran)
+    return [each.cpu() for each in losses], seen
+
+
+def eager(config: Config, dtype: torch.dtype = torch.float32) -> Trainer:
+    return Trainer(LanguageModel(config).to(dtype))
 
 
 def lazy(config: Config, **options) -> Trainer:
@@ -90,61 +91,31 @@ def openxla(config: Config) -> Trainer:
     return Trainer(model, torch_xla.sync, torch.compile(model, backend="openxla", dynamic=False))
 
 
-def eager(config: Config) -> Trainer:
-    return Trainer(LanguageModel(config))
-
-
-def float64(config: Config) -> Trainer:
-    return Trainer(LanguageModel(config).double())
-
-
-# --- how many programs
-
-
-def watched(trainer: Trainer, data: Iterator[torch.Tensor]) -> tuple[list[torch.Tensor], list[xla.Ran]]:
-    """The losses of each step, on the CPU at the end, and what XLA did in each."""
-    losses, seen = [], []
-    for tokens in data:
-        tokens = tokens.to(trainer.device)
-        with xla.watch() as ran:
-            losses.append(trainer(tokens))
-        seen.append(ran)
-    return [each.cpu() for each in losses], seen
-
-
-def loops(config: Config, data: torch.Tensor, rows: int) -> dict[str, tuple[Trainer, Iterator[torch.Tensor]]]:
-    """Loops over an epoch whose last batch is smaller."""
-    return {
-        EAGER: (eager(config), batches(data, rows)),
-        LAZY: (lazy(config), batches(data, rows)),
-        f"{LAZY}, drop_last": (lazy(config), batches(data, rows, drop_last=True)),
-        LATE: (lazy(config, ready=False), batches(data, rows, drop_last=True)),
-        OPENXLA: (openxla(config), batches(data, rows, drop_last=True)),
-    }
-
-
 def count(h: Harness, config: Config, data: torch.Tensor, rows: int) -> tuple[dict, dict]:
-    """The seconds of each loop's first step, and what it compiled and ran; its losses are held to float64."""
+    """An epoch whose last batch is smaller: each loop's first step in seconds, and its programs; its losses checked."""
+    whole, full = (partial(batches, data, rows, drop_last=drop) for drop in (False, True))
+    loops = {
+        EAGER: (eager(config), whole()), LAZY: (lazy(config), whole()),
+        f"{LAZY}, drop_last": (lazy(config), full()), LATE: (lazy(config, ready=False), full()),
+        OPENXLA: (openxla(config), full()),
+    }  # fmt: skip
     first, programs = {}, {}
-    # 16 eps sqrt(terms) of the losses' size, with the head's sums of `width` products four times as far off, because
-    # the updates before them are off too.
-    budget = {"dtype": torch.float32, "terms": 16 * config.width, "poison": False}
-    for name, (trainer, given) in loops(config, data, rows).items():
-        found, seen = watched(trainer, given)
-        first[name] = seen[0].seconds
+    for name, (trainer, given) in loops.items():
+        found, seen = train(trainer, given)
+        # The head's sums of `width` products are four times as far off, because the updates before them are off too.
         h.check(lambda *_, got=found[:FIRST]: torch.stack(got),
-                lambda *_: torch.stack(train(float64(config), batches(data[: FIRST * rows], rows))), data,
-                what=f"{name}: losses of the first {FIRST} steps", **budget)  # fmt: skip
-        compiled, seconds = [ran.compiles for ran in seen], round(sum(ran.compile_s for ran in seen), 2)
-        programs[name] = {"compiled": str(compiled), "in all": sum(compiled), "run by the last": seen[-1].executions,
-                          "compile s": seconds}  # fmt: skip
+                lambda data: torch.stack(train(eager(config, torch.float64), batches(data, rows))[0]),
+                data[: FIRST * rows], what=f"{name}: losses of the first {FIRST} steps", dtype=torch.float32,
+                terms=16 * config.width, poison=False)  # fmt: skip
+        compiled, first[name] = [ran.compiles for ran in seen], seen[0].seconds
+        programs[name] = {"compiled": str(compiled), "in all": sum(compiled), "run by the last": seen[-1].executions}
+    h.table(f"an epoch of {FIRST} batches and a smaller one", programs)
     return first, programs
 
 
 def sizes(h: Harness) -> tuple[Config, int, torch.Tensor]:
     """The model's, the rows of a batch, and an epoch of FIRST batches and a smaller one."""
-    config = h.pick(CONFIG, LARGE)
-    rows, tokens = h.pick((30, 18), (60, 20))
+    config, rows, tokens = h.pick((CONFIG, 30, 18), (LARGE, 60, 20))
     generator = torch.Generator().manual_seed(h.seed)
     return config, rows, sequences(FIRST * rows + rows // 2 + 1, tokens, config.vocab, generator)
 
@@ -153,20 +124,15 @@ def demo(h: Harness) -> None:
     xla.device()  # before the first backward pass on the CPU; the study shows what happens otherwise
     config, rows, data = sizes(h)
     first, programs = ({}, {}) if h.profile else count(h, config, data, rows)
-    h.table(f"an epoch of {FIRST} batches and a smaller one", programs)
-    tokens, trainers = data[:rows], {EAGER: eager(config), OPENXLA: openxla(config), LAZY: lazy(config)}
-    here = tokens.to(xla.device())
-    variants = {EAGER: trainers[EAGER]} | {
-        name: xla.waited(lambda _, name=name: trainers[name](here)) for name in (OPENXLA, LAZY)
-    }
+    tokens, here = data[:rows], data[:rows].to(xla.device())
+    there = {OPENXLA: openxla(config), LAZY: lazy(config)}
+    waited = {name: xla.waited(lambda _, step=step: step(here)) for name, step in there.items()}
     body = config.layers * config.block_parameters + config.vocab * config.width
     table = h.compare(
-        variants, float64(config), tokens, baseline=EAGER, max_error_ratio=4.0, dtype=torch.float32,
-        work=Work(flops=6 * body * tokens.numel(), dtype=torch.float32), title="a training step",
-        case=f"{rows}x{tokens.shape[1]} tokens",
-        timing=Timing(first_calls={name: s for name, s in first.items() if name in variants} or None),
+        {EAGER: eager(config), **waited}, eager(config, torch.float64), tokens, baseline=EAGER, max_error_ratio=4.0,
+        dtype=torch.float32, work=Work(flops=6 * body * tokens.numel(), dtype=torch.float32), title="a training step",
+        case=f"{rows}x{tokens.shape[1]} tokens", timing=Timing(first_calls=first or None),
     )  # fmt: skip
-    xla.settle()
 
     def answer() -> str:
         runs = {name: programs[name]["run by the last"] for name in (LAZY, OPENXLA)}

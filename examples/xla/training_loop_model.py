@@ -19,9 +19,7 @@ LARGE = replace(CONFIG, width=96, layers=2, heads=4, kv_heads=2, hidden=260, voc
 
 
 def sequences(rows: int, tokens: int, vocab: int, generator: torch.Generator) -> torch.Tensor:
-    """[rows, tokens]: two random tokens, and then each follows from the two before it. ValueError for fewer than 3."""
-    if tokens < 3:
-        raise ValueError(f"sequences: {tokens} tokens a row; the third is the first to learn, so pass at least 3")
+    """[rows, tokens]: two random tokens, and then each follows from the two before it."""
     columns = list(torch.randint(vocab, (2, rows), generator=generator))
     while len(columns) < tokens:
         columns.append((columns[-1] + 2 * columns[-2] + 3) % vocab)
@@ -29,35 +27,22 @@ def sequences(rows: int, tokens: int, vocab: int, generator: torch.Generator) ->
 
 
 def batches(data: torch.Tensor, rows: int, drop_last: bool = False) -> Iterator[torch.Tensor]:
-    """An epoch: its last batch holds what is left over, unless it is dropped. ValueError unless 1 <= rows <= all."""
-    if not 1 <= rows <= len(data):
-        raise ValueError(f"batches: {rows} rows of {len(data)}; pass 1 to {len(data)}")
+    """An epoch: its last batch holds what is left over, unless it is dropped."""
     return (part for part in data.split(rows) if len(part) == rows or not drop_last)
 
 
 class LanguageModel(nn.Module):
-    """tokens [batch, n] int64 -> the loss [batch, n - 2] of each token from the third on; weights are random.
-
-    Raises TypeError for tokens that are not int64, ValueError unless they are [batch, 3..max_tokens + 1].
-    """
+    """tokens [batch, n] int64, n at least 3 -> the loss [batch, n - 2] of each token from the third on."""
 
     def __init__(self, config: Config) -> None:
         super().__init__()
         self.body = Transformer.random(config, torch.device("cpu"), torch.float32).train().requires_grad_(True)
 
     def forward(self, tokens: torch.Tensor) -> torch.Tensor:
-        logits, wanted = self.logits(tokens), tokens[:, 2:]
-        return F.cross_entropy(logits.flatten(0, 1), wanted.flatten(), reduction="none").view(wanted.shape)
-
-    def logits(self, tokens: torch.Tensor) -> torch.Tensor:
-        """[batch, n - 2, vocab]: of each token from the third on, by those before it."""
-        body, most = self.body, self.body.config.max_tokens + 1
-        if tokens.dtype != torch.int64:
-            raise TypeError(f"LanguageModel: tokens are {tokens.dtype}; pass tokens.long()")
-        if tokens.ndim != 2 or not 3 <= tokens.shape[1] <= most:
-            raise ValueError(f"LanguageModel: tokens are {tuple(tokens.shape)}; pass [batch, 3..{most}]")
+        body, wanted = self.body, tokens[:, 2:]
         x = body.embedding(tokens[:, :-1])
         cos, sin = (table[: x.shape[1]] for table in (body.cos, body.sin))
         for block in body.blocks:
             x = block(x, cos, sin)
-        return F.linear(body.norm(x[:, 1:]), body.embedding.weight)
+        logits = F.linear(body.norm(x[:, 1:]), body.embedding.weight)
+        return F.cross_entropy(logits.flatten(0, 1), wanted.flatten(), reduction="none").view(wanted.shape)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import statistics
 from collections.abc import Callable
 
 from harness import Harness
@@ -30,7 +29,6 @@ def study(h: Harness) -> None:
     placement(h, config, data[:rows].to(xla.device()))
     accumulation(h, config, data, rows)
     random_numbers(h)
-    xla.settle()
 
 
 # --- when to sync, and when to look
@@ -71,24 +69,12 @@ def placement(h: Harness, config: Config, tokens: torch.Tensor) -> None:
         cold, ran = (looped(*way, tokens) for _ in range(2))
         rows[what] = {
             "compiled": cold.compiles, "run": ran.executions, "fetched": ran.from_device, "bytes": ran.from_bytes,
-            "values asked for": sum(ran.fallbacks.values()),
         }  # fmt: skip
     h.table(f"{LOOP} steps, reading", rows)
-    runs = {what: row["run"] for what, row in rows.items()}
-    if h.timing:
-        names, taken = list(ways), {what: [] for what in ways}
-        for turn in range(5):
-            for what in names[turn % len(names) :] + names[: turn % len(names)]:
-                taken[what].append(1000 * looped(*ways[what], tokens).seconds / LOOP)
-        medians = {what: statistics.median(times) for what, times in taken.items()}
-        h.fact("ms a step, reading", {what: round(ms, 2) for what, ms in medians.items()})
-        none = medians.pop("nothing")
-        more = ", ".join(f"{ms - none:+.2f} ms ({what})" for what, ms in medians.items())
-        h.say(f"a step that reads nothing takes {none:.2f} ms; reading adds {more}")
-    unsynced(h, config, tokens, runs)
+    unsynced(h, config, tokens)
 
 
-def unsynced(h: Harness, config: Config, tokens: torch.Tensor, runs: dict[str, int]) -> None:
+def unsynced(h: Harness, config: Config, tokens: torch.Tensor) -> None:
     """What steps record when nothing ends them, and what a look at their loss would run."""
     never, nodes = lazy(config), []
     never.sync = lambda: None
@@ -102,17 +88,7 @@ def unsynced(h: Harness, config: Config, tokens: torch.Tensor, runs: dict[str, i
                 whole = xla.operations(xla.hlo(*results))["dot"]
         xla.forget_pending()
     h.fact("without a sync", {"nodes recorded after steps 1, 2, 3": str(nodes), "run": ran.executions})
-    h.say(
-        f"without a sync {ran.executions} programs run and the graph grows, to {nodes[-1] / nodes[0]:.1f}x in three "
-        "steps"
-    )
     h.fact("matrix products", {"of a step": whole, "of its forward pass": forward})
-    h.say(
-        f"a mean read after the sync: {runs[AFTER]} runs in {LOOP} steps, "
-        f"{runs[AFTER] - LOOP} of them only to sum. Before it: {runs[EARLY]}, "
-        f"{runs[EARLY] - LOOP} of them a forward pass that the step's program does again, "
-        f"{whole + forward} products a step for {whole}"
-    )
 
 
 # --- gradients of a batch, in parts
@@ -178,12 +154,6 @@ def accumulation(h: Harness, config: Config, data: torch.Tensor, rows: int) -> N
             "loops": sum(r["while"] for r in recorded), "compile s": round(ran.compile_s, 2),
         }  # fmt: skip
     h.table(f"gradients of {rows} rows in {PARTS} parts", told)
-    whole, each, loop = told.values()
-    h.say(
-        f"unrolled, {PARTS} parts are one program of {whole['products in the largest']} matrix products. With a sync "
-        f"after each, {each['run']} runs: the zeros to add to, then a program of {each['products in the largest']} for "
-        f"each part. With a loop, {loop['products in the largest']} products and {loop['run']} runs: inputs come first"
-    )
 
 
 # --- random numbers
@@ -191,26 +161,11 @@ def accumulation(h: Harness, config: Config, data: torch.Tensor, rows: int) -> N
 
 def random_numbers(h: Harness) -> None:
     """XLA draws its own, from a state of its own."""
-    device, before = torch_xla.device(), xla_model.get_rng_state()
-    drawn = []
+    before, drawn = xla_model.get_rng_state(), {}
     with torch.random.fork_rng(devices=[]):
-        for seed in (lambda: torch_xla.manual_seed(3), lambda: torch_xla.manual_seed(3), lambda: torch.manual_seed(3)):
-            seed()
-            drawn.append(torch.rand(5, device=device).cpu())
-        torch.manual_seed(3)
-        on_cpu = torch.rand(5)
-    state, resumed = xla_model.get_rng_state(), []
-    for _ in range(2):
-        xla_model.set_rng_state(state)
-        resumed.append(torch.rand(5, device=device).cpu())
+        for what in ("once", "twice", ""):
+            (torch_xla.manual_seed if what else torch.manual_seed)(3)
+            drawn[what] = torch.rand(5, device=xla.device()).cpu()
     xla_model.set_rng_state(before)
-    a, again, by_torch = drawn
-    h.fact(
-        "random numbers",
-        {
-            "torch_xla.manual_seed twice": "the same" if torch.equal(a, again) else "others",
-            "the state of a checkpoint twice": "the same" if torch.equal(*resumed) else "others",
-            "torch.manual_seed": "the same" if torch.equal(a, by_torch) else "others: it does not reach XLA",
-            "on the CPU": "the same" if torch.equal(a, on_cpu) else "others",
-        },
-    )
+    same = {what: "the same" if torch.equal(drawn["once"], drawn[what]) else "others" for what in ("twice", "")}
+    h.fact("random numbers", {"torch_xla.manual_seed twice": same["twice"], "torch.manual_seed": same[""]})

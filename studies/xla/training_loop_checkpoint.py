@@ -41,7 +41,6 @@ def study(h: Harness) -> None:
     more = sequences(4096, data.shape[1], config.vocab, generator)
     trainer = learning(h, config, more, rows, h.pick(160, 240))
     checkpoint(h, config, trainer, data, rows)
-    xla.settle()
 
 
 def set_lr(trainer: Trainer, lr: float) -> None:
@@ -67,7 +66,7 @@ def learning(h: Harness, config: Config, data: torch.Tensor, rows: int, steps: i
             with torch_xla.step():  # syncs when it is left, as the trainer would
                 losses.append(trainer(data[picked].to(trainer.device)))
     trainer.sync = torch_xla.sync
-    with h.progress("a learning rate near 0"), xla.watch() as small:
+    with xla.watch() as small:
         set_lr(trainer, 1e-7)
         losses.append(trainer(data[picked].to(trainer.device)))
     set_lr(trainer, SLOW)
@@ -78,34 +77,20 @@ def learning(h: Harness, config: Config, data: torch.Tensor, rows: int, steps: i
             "compiled at a rate of 1e-7": small.compiles,
         },
     )  # fmt: skip
-    h.say(
-        f"{steps} rates compile {ran.compiles} programs{'' if ran.compiles else ': numbers are sent'}; but 1 is a "
-        f"constant: where 1 - rate * weight_decay rounds to it, another program runs ({small.compiles} compiled here), "
-        "so let no schedule end at 0"
-    )
-
+    h.say("1 is a constant: where 1 - rate * weight_decay rounds to it, another program runs: let no schedule end at 0")
     losses = torch.stack([each.cpu() for each in losses]).mean(dim=(1, 2))
-    unseen = sequences(8 * rows, data.shape[1], config.vocab, generator)
-    on_cpu = LanguageModel(config)
-    on_cpu.load_state_dict({name: t.cpu() for name, t in trainer.model.state_dict().items()})
-    with torch.no_grad():
-        right = (on_cpu.logits(unseen).argmax(-1) == unseen[:, 2:]).float().mean().item()
     tenth = max(1, steps // 10)
     start, end = losses[:tenth].mean().item(), losses[-tenth:].mean().item()
     h.fact(
         "learning",
         {
             "loss, first tenth": round(start, 3), "loss, last tenth": round(end, 3),
-            "by guessing": round(math.log(config.vocab), 3), "right on unseen sequences": round(right, 3),
+            "by guessing": round(math.log(config.vocab), 3),
         },
     )  # fmt: skip
     if not end < start / 2:
         raise CheckError(f"the loss went from {start:.3f} to {end:.3f}: this has not learned")
     return trainer
-
-
-def state_of(trainer: Trainer) -> dict:
-    return {"model": trainer.model.state_dict(), "optimizer": trainer.optimizer.state_dict()}
 
 
 def resume(trainer: Trainer, state: dict) -> Trainer:
@@ -120,35 +105,31 @@ def save(trainer: Trainer, path: Path) -> None:
     """Its state, and XLA's random numbers, which torch's do not include; every tensor is on the CPU in the file."""
     from torch_xla.core import xla_model
 
-    xla_model.save({**state_of(trainer), "xla_rng": xla_model.get_rng_state()}, str(path))
+    state = {"model": trainer.model.state_dict(), "optimizer": trainer.optimizer.state_dict()}
+    xla_model.save({**state, "xla_rng": xla_model.get_rng_state()}, str(path))
 
 
 def load(path: Path) -> dict:
-    """What save() wrote, on any machine. Raises ValueError for a file without a model or an optimizer."""
+    """What save() wrote, on any machine."""
     # map_location: tensors saved from XLA's device by torch.save come to the CPU too.
-    state = torch.load(path, map_location="cpu", weights_only=True)
-    if missing := {"model", "optimizer"} - set(state if isinstance(state, dict) else ()):
-        raise ValueError(f"load: {path} holds no {' and no '.join(sorted(missing))}; pass a file of save()")
-    return state
+    return torch.load(path, map_location="cpu", weights_only=True)
 
 
 def child_resume(folder: str, config: list[int]) -> None:
-    """Load, answer and train on, without torch_xla; then what importing it so late does to its backward."""
+    """Load and train on, without torch_xla; then what importing it so late does to its backward."""
     given = torch.load(Path(folder, "given.pt"), weights_only=True)
     state = load(Path(folder, "checkpoint.pt"))
     model = LanguageModel(Config(*config))
     model.load_state_dict(state["model"])
     optimizer = torch.optim.AdamW(model.parameters())
     optimizer.load_state_dict(state["optimizer"])  # the learning rate comes with it
-    with torch.no_grad():
-        logits = model.logits(given[0])
     losses = []
     for tokens in given:
         losses.append(model(tokens))
         losses[-1].mean().backward()
         optimizer.step()
         optimizer.zero_grad()
-    torch.save({"logits": logits, "losses": torch.stack(losses).detach()}, Path(folder, "resumed.pt"))
+    torch.save(torch.stack(losses).detach(), Path(folder, "resumed.pt"))
     told = {"torch_xla imported": "torch_xla" in sys.modules}
     for what, options in {"torch.load of XLA tensors": {}, "with map_location": {"map_location": "cpu"}}.items():
         told[what] = error_of(lambda options=options: torch.load(Path(folder, "raw.pt"), **options))
@@ -172,7 +153,7 @@ def error_of(fn: Callable) -> str:
 def checkpoint(h: Harness, config: Config, trainer: Trainer, data: torch.Tensor, rows: int) -> None:
     """Save, and go on in three ways."""
     from examples.common import xla
-    from examples.xla.training_loop import FIRST, float64, lazy
+    from examples.xla.training_loop import FIRST, eager, lazy
 
     given = list(batches(data, rows, drop_last=True))[:FIRST]
     with tempfile.TemporaryDirectory() as folder:
@@ -191,15 +172,10 @@ def checkpoint(h: Harness, config: Config, trainer: Trainer, data: torch.Tensor,
     went_on = torch.stack([trainer(tokens.to(trainer.device)).cpu() for tokens in given])
 
     def exact(*given):
-        reference = resume(float64(config), state)
+        reference = resume(eager(config, torch.float64), state)
         return torch.stack([reference(tokens) for tokens in given])
 
-    def exact_logits(tokens):
-        reference = resume(float64(config), state)
-        return reference.model.logits(tokens).detach()
-
     budget = {"terms": 16 * config.width, "dtype": torch.float32, "poison": False}
-    h.check(lambda *_: resumed["logits"], exact_logits, given[0], what="logits without torch_xla", **budget)
-    ways = {"not interrupted": went_on, "loaded here": again, "loaded without torch_xla": resumed["losses"]}
+    ways = {"not interrupted": went_on, "loaded here": again, "loaded without torch_xla": resumed}
     for what, losses in ways.items():
         h.check(lambda *_, got=losses: got, exact, *given, what=f"losses, {what}", **budget)
