@@ -1,7 +1,7 @@
 """PyTorch/XLA, watched: what was compiled, run, synchronized and moved; the recorded graph as text; waiting for it.
 
-Importing it imports torch_xla, which exists in an environment of its own only: `make xla` sets it up. Everything here
-that is torch_xla's own business (an underscore in its name) is used in this file only, in the form of torch_xla 2.9.
+Importing it imports torch_xla, which has an environment of its own: `make xla` sets it up. All that is torch_xla's own
+business (an underscore in its name) is used in this file only, in the form of torch_xla 2.9.
 """
 
 from __future__ import annotations
@@ -26,6 +26,7 @@ if not any(importlib.util.find_spec(name) for name in ("libtpu", "libneuronxla")
 
 import torch
 import torch_xla
+from torch_xla.core import xla_model
 from torch_xla.debug import metrics
 
 # Inductor's first import says that CUDA_HOME leads to no CUDA, which is no news in this environment.
@@ -46,13 +47,12 @@ BYTES = {"to_bytes": "OutboundData", "from_bytes": "InboundData"}
 
 @dataclass
 class Ran:
-    """What XLA did within watch(). Seconds are wall clock; a program is a compiled graph.
+    """What XLA did within watch(); a program is a compiled graph, seconds are wall clock.
 
-    `executions` are runs of programs; those not asked for by a sync were forced by something that needed a value, or
-    are torch.compile's. `reused` are lazy graphs that were recorded again and found compiled. `to_device` and
-    `from_device` count tensors that were copied, scalars too; `to_bytes` and `from_bytes` are their bytes. `fallbacks`
-    are operations that ran outside XLA, on the host, by name: `aten::_local_scalar_dense` is what .item() and a Python
-    `if` on a tensor do.
+    `executions` are runs of programs; those that no sync asked for were forced by something that needed a value, or are
+    torch.compile's. `reused` are lazy graphs that were recorded again and found compiled. `to_device` and `from_device`
+    count tensors that were copied, scalars too. `fallbacks` are operations that ran outside XLA, on the host, by name:
+    `aten::_local_scalar_dense` is what .item() and a Python `if` on a tensor do.
     """
 
     compiles: int = 0
@@ -73,13 +73,9 @@ def device() -> torch.device:
 
     PJRT is asked once: for a TPU that is not here, the second question would abort the process.
     """
-    _require_device()
-    return torch_xla.device()
-
-
-def _require_device() -> None:
     if problem := _no_device():
         raise problem.with_traceback(None)
+    return torch_xla.device()
 
 
 @functools.cache
@@ -94,19 +90,16 @@ def _no_device() -> Exception | None:
 def settle() -> None:
     """Run all that is pending and wait until it is done.
 
-    A result too large for memory does not always show here: an error that a program meets while it runs in the
-    background is told to whoever reads its result.
+    A program that fails in the background does not raise here: whoever reads its result is told.
     """
-    _require_device()
+    device()
     torch_xla.sync(wait=True)
     wait()
 
 
 def wait() -> None:
     """Wait for what is running; nothing that is only recorded is started."""
-    from torch_xla.core import xla_model
-
-    _require_device()
+    device()
     xla_model.wait_device_ops()
 
 
@@ -134,7 +127,7 @@ def warm_up() -> None:
 def forget_pending() -> None:
     """Drop what is recorded, and the error of what could not be run: the next sync would meet both again.
 
-    Tensors that were pending and are still held are hollow after it: to read one ends the process.
+    To read a tensor that was pending ends the process.
     """
     _XLAC._clear_pending_irs(str(device()))
     with suppress(RuntimeError):  # raised once more, by whoever waits next
@@ -159,9 +152,9 @@ def start_clean() -> None:
 def watch(settled: bool = True) -> Iterator[Ran]:
     """Count what XLA does within: watch() as ran, and after it ran.compiles, ran.executions and so on.
 
-    What was pending before is run first, and what is pending at the end is left so: call settle() within to have it
-    counted. A graph compiled earlier in this process is not compiled again, whoever compiled it. `settled=False` leaves
-    what is pending so before, too: for a part of a step, which would otherwise be cut in two there.
+    What was pending before is run first (not with `settled=False`: for a part of a step, which would be cut in two
+    there); what is pending at the end is left so: call settle() within to have it counted. A graph compiled earlier in
+    this process is not compiled again, whoever compiled it.
 
     Backward passes within run in the thread that asks for them. In autograd's own thread, tensors of theirs may live
     on until the next sync, which then has more results and is another program: compilations would be a matter of luck.
@@ -197,7 +190,7 @@ def _read() -> Counter:
     return found
 
 
-# --- the recorded graph, as text; nothing is run. ValueError for a tensor that is not on the XLA device
+# --- the recorded graph, as text; nothing is run
 
 
 def _require_xla(name: str, tensors: tuple[torch.Tensor, ...]) -> None:
@@ -213,10 +206,7 @@ def ir(*tensors: torch.Tensor) -> str:
 
 
 def hlo(*tensors: torch.Tensor) -> str:
-    """The HLO module that computes these XLA tensors, as it is handed to XLA: before any optimization.
-
-    Empty where nothing is pending: what was run is data.
-    """
+    """The HLO module that computes them, before any optimization; empty where nothing is pending."""
     _require_xla("hlo", tensors)
     return _XLAC._get_xla_tensors_hlo(list(tensors))
 
@@ -224,8 +214,6 @@ def hlo(*tensors: torch.Tensor) -> str:
 def stablehlo(*tensors: torch.Tensor) -> str:
     """The same as StableHLO, the form in which other compilers take it."""
     _require_xla("stablehlo", tensors)
-    from torch_xla.core import xla_model
-
     return xla_model.get_stablehlo(list(tensors))
 
 
@@ -242,11 +230,7 @@ def operations(text: str) -> Counter:
 
 @contextmanager
 def printed() -> Iterator[list[str]]:
-    """What is written to standard error within, by whatever language: its text is in the list afterwards.
-
-    torch_xla's C++ prints there what made it run a program where that is forbidden. Only for a few lines of code: what
-    another thread or a crash says within is kept back as well.
-    """
+    """What is written to standard error within, by torch_xla's C++ too: its text is in the list afterwards."""
     told: list[str] = []
     sys.stderr.flush()
     before = os.dup(2)
@@ -266,17 +250,3 @@ def frames(text: str) -> list[tuple[str, str, int]]:
     """(function, file, line) of the Python that made torch_xla compile or run, the innermost first."""
     found = re.findall(r"Analysis: +(\S+) \((.+):(\d+)\)$", text, re.MULTILINE)
     return [(function, file, int(line)) for function, file, line in found]
-
-
-# --- sizes that are not fixed, and programs kept on disk
-
-
-def mark_dynamic(tensor: torch.Tensor, dim: int) -> None:
-    """Give up the size of this dimension, as torch_xla's exporter does: graphs behind `tensor` have a "?" there."""
-    _XLAC._xla_mark_dynamic(tensor, dim)
-
-
-def persistent() -> Counter:
-    """What happened to programs in the cache of torch_xla.runtime.initialize_cache: PersistentCacheMiss and others."""
-    names = [name for name in metrics.counter_names() if name.startswith("PersistentCache")]
-    return Counter({name: metrics.counter_value(name) for name in names})

@@ -8,7 +8,7 @@ Question   Which compiler for this model, given how often it will be called with
 Needs      torch_xla>=2.9
 Wins when  a compiler's first call is earned back. For one call, nothing does.
 Variants   compare_jax.py (the model in JAX)
-Study      studies/xla/compare.py (gradients, the host's share, the cores that each keeps busy, the two front ends)
+Study      studies/xla/compare.py (gradients, when a first call is earned back, the two front ends)
 Source     chapter section "XLA": compare.
 """
 
@@ -16,7 +16,6 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable
-from dataclasses import dataclass
 
 from harness import Harness, Timing, Work, run
 
@@ -26,7 +25,7 @@ import torch_xla
 from compile_inspect import fresh_cache, logs, warm_up
 from examples.common import xla
 from examples.common.transformer import Config, Transformer, pieces
-from examples.xla.compare_jax import JAX_PACKAGE, have_jax, jax_way, warm_up_jax
+from examples.xla.compare_jax import have_jax, jax_way, warm_up_jax
 
 EAGER, INDUCTOR, OPENXLA = "torch eager", "torch.compile inductor", "torch.compile openxla"
 LAZY, COMPILE, JAX = "torch_xla lazy", "torch_xla.compile", "JAX"
@@ -34,61 +33,37 @@ LIKE_EAGER = 2.0  # times eager's own error from float64
 CALLS = (1, 100, 10_000, 1_000_000)
 
 
-@dataclass
-class Way:
-    """One way: `call` returns when the host is free again, `finish` waits for its result and brings it to torch."""
-
-    call: Callable
-    finish: Callable = lambda result: result
-
-    def __call__(self, *_) -> torch.Tensor | tuple[torch.Tensor, ...]:
-        return self.finish(self.call())
-
-
-def synced(result):
-    """Lazy mode has then been asked to run what it recorded: the host's part is done."""
-    torch_xla.sync()
-    return result
-
-
-def finished(result):
-    xla.wait()  # started already, and nothing is left to synchronize
-    return result
-
-
 def another_program(model: Transformer) -> Transformer:
-    """The same model on the XLA device, with a row more in its tables of angles, which nothing reads.
+    """The same with a row more in its tables of angles, which nothing reads.
 
-    torch_xla.compile records the graph that lazy mode does, and would find it compiled. Of another input size, it is
-    another program, of the same work.
+    torch_xla.compile records the graph that lazy mode does, and would find it compiled: this is another.
     """
     longer = copy.deepcopy(model)
     longer.cos, longer.sin = (torch.cat((table, table[-1:])) for table in (model.cos, model.sin))
     return longer.to(xla.device())
 
 
-def forwards(model: Transformer, tokens: torch.Tensor) -> dict[str, Way]:
+def forwards(model: Transformer, tokens: torch.Tensor) -> dict[str, Callable]:
     """The forward pass, each way with its own copy of the weights and of the tokens where it needs them."""
     there, moved = copy.deepcopy(model).to(xla.device()), tokens.to(xla.device())
-    inductor = torch.compile(model, fullgraph=True, dynamic=False)
     openxla = torch.compile(there, backend="openxla", fullgraph=True, dynamic=False)
     bounded = torch_xla.compile(another_program(model), full_graph=True)
     ways = {
-        EAGER: Way(lambda: model(tokens)),
-        INDUCTOR: Way(lambda: inductor(tokens)),
-        OPENXLA: Way(lambda: openxla(moved), finished),
-        LAZY: Way(lambda: synced(there(moved)), finished),
-        COMPILE: Way(lambda: bounded(moved), finished),
+        EAGER: model,
+        INDUCTOR: torch.compile(model, fullgraph=True, dynamic=False),
+        OPENXLA: xla.waited(lambda _: openxla(moved)),
+        LAZY: xla.waited(lambda _: there(moved)),
+        COMPILE: xla.waited(lambda _: bounded(moved)),
     }
-    return ways | ({JAX: Way(*jax_way(model, tokens))} if have_jax() else {})
+    return ways | ({JAX: jax_way(model, tokens)} if have_jax() else {})
 
 
-def start(ways: dict[str, Way]) -> tuple[dict[str, float], dict[str, int]]:
+def start(ways: dict[str, Callable], tokens: torch.Tensor) -> tuple[dict[str, float], dict[str, int]]:
     """Each way compiled cold: seconds of its first call, and the programs that torch_xla compiled for it."""
     seconds, programs = {}, {}
     for name, way in ways.items():
         with fresh_cache(), xla.watch() as ran:
-            way()
+            way(tokens)
         seconds[name] = ran.seconds
         if name in (OPENXLA, LAZY, COMPILE):
             programs[name] = ran.compiles
@@ -118,7 +93,7 @@ def measure(h: Harness, model: Transformer, tokens: torch.Tensor):
     each = pieces(model.config, *tokens.shape, 4)
     with torch.no_grad(), h.progress(f"first calls, {case}"):
         ways = forwards(model, tokens)
-        seconds, programs = ({}, {}) if h.profile else start(ways)
+        seconds, programs = ({}, {}) if h.profile else start(ways, tokens)
         h.fact(f"programs of XLA that torch_xla compiled, {case}", programs)
         return h.compare(
             ways, model.float64, tokens, baseline=EAGER, title="forward", case=case, max_error_ratio=LIKE_EAGER,
@@ -138,10 +113,6 @@ def demo(h: Harness) -> None:
     for table in filter(None, tables):
         rows = {name: {f"{n:,}": round(totals(table, n)[name], 1) for n in CALLS} for name in totals(table, 1)}
         h.table(f"seconds in all for so many calls, {table.case}", rows)
-    if not have_jax():
-        h.say(f"JAX is not installed, so its rows are missing: pip install {JAX_PACKAGE}")
-    torch.compiler.reset()
-    xla.settle()
 
     def answer() -> str:
         parts = []

@@ -10,8 +10,6 @@ import torch
 
 from examples.common.transformer import Config, Transformer
 
-JAX_PACKAGE = "jax==0.7.1"
-
 
 def have_jax() -> bool:
     return importlib.util.find_spec("jax") is not None
@@ -31,12 +29,12 @@ def ids_for_jax(tokens: torch.Tensor):
     return jax.device_put(tokens.to(torch.int32).numpy(), jax.devices("cpu")[0])
 
 
-def jax_way(model: Transformer, tokens: torch.Tensor) -> tuple[Callable, Callable]:
-    """Start the forward pass, and wait for its result as a torch tensor."""
+def jax_way(model: Transformer, tokens: torch.Tensor) -> Callable:
+    """The forward pass on these tokens, whatever it is called with, and its result as a torch tensor."""
     import jax
 
     weights, ids, compiled = weights_for_jax(model), ids_for_jax(tokens), jax.jit(jax_forward(model.config))
-    return lambda: compiled(weights, ids), to_torch
+    return lambda _: to_torch(compiled(weights, ids))
 
 
 def warm_up_jax() -> None:

@@ -1,12 +1,9 @@
-"""compare, measured: gradients too, how long each way keeps the host, how many cores, and what JAX hands to XLA."""
+"""compare, measured: gradients too, when a first call is earned back, and what JAX hands to XLA."""
 
 from __future__ import annotations
 
 import copy
 import math
-import os
-import statistics
-import time
 from collections.abc import Callable
 
 from harness import Harness, Timing, Work
@@ -24,13 +21,9 @@ from examples.xla.compare import (
     LAZY,
     LIKE_EAGER,
     OPENXLA,
-    Way,
     another_program,
-    finished,
-    forwards,
     sizes,
     start,
-    synced,
 )  # fmt: skip
 from examples.xla.compare_jax import have_jax, ids_for_jax, jax_forward, to_torch, weights_for_jax
 
@@ -40,50 +33,14 @@ def study(h: Harness) -> None:
         return
     config, shapes = sizes(h)
     torch.compiler.reset()
-    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
-    h.fact("threads", {"torch, Inductor": torch.get_num_threads(), "XLA and JAX, one for each core": cores})
     model = Transformer.random(config, h.device, torch.float32, h.seed)
     tokens = h.randint(config.vocab, *shapes[0])
     if h.lesson and h.lesson[0].timed:
-        with torch.no_grad():
-            shares(h, forwards(model, tokens))
         first_calls(h)
     if have_jax():
         with torch.no_grad():
             front_ends(h, model, tokens)
     with_gradients(h, model, h.randint(config.vocab, *shapes[1]))
-    torch.compiler.reset()
-    xla.settle()
-
-
-def host_ms(way: Way, calls: int = 15) -> float:
-    """Median time in ms until the host is free again; the rest is waited for outside of the clock."""
-    times = []
-    for _ in range(calls):
-        started = time.perf_counter()
-        result = way.call()
-        times.append(1000 * (time.perf_counter() - started))
-        way.finish(result)
-    return statistics.median(times)
-
-
-def cores_busy(way: Way, seconds: float = 0.1) -> float:
-    """CPU time over wall time while it is called again and again: how many cores it keeps busy."""
-    way()
-    started, cpu = time.perf_counter(), time.process_time()
-    while time.perf_counter() - started < seconds:
-        way()
-    return (time.process_time() - cpu) / (time.perf_counter() - started)
-
-
-def shares(h: Harness, ways: dict[str, Way]) -> None:
-    """What the host does, and how many cores each takes, at the first size."""
-    rows = {row.variant: row for row in h.lesson[0].rows}
-    busy = {name: cores_busy(way) for name, way in ways.items()}
-    h.say("cores busy: " + ", ".join(f"{name} {share:.1f}" for name, share in busy.items()))
-    free = {name: host_ms(way) for name, way in ways.items() if name not in (EAGER, INDUCTOR)}
-    shown = ", ".join(f"{name} {ms:.2f} of {rows[name].ms:.2f}" for name, ms in free.items())
-    h.say(f"ms until the host is free, of ms in all: {shown}; eager and Inductor return with the result")
 
 
 def break_even(first_s: float, ms: float, than_first_s: float, than_ms: float) -> int | None:
@@ -110,12 +67,7 @@ def first_calls(h: Harness) -> None:
                 )
 
 
-def settled(result):
-    xla.settle()
-    return result
-
-
-def gradients(model: Transformer, tokens: torch.Tensor) -> dict[str, Way]:
+def gradients(model: Transformer, tokens: torch.Tensor) -> dict[str, Callable]:
     """The gradient of the mean square of the logits by each weight."""
 
     def of(model: Transformer, forward: Callable, tokens: torch.Tensor) -> tuple[torch.Tensor, ...]:
@@ -128,11 +80,11 @@ def gradients(model: Transformer, tokens: torch.Tensor) -> dict[str, Way]:
     openxla = torch.compile(there, backend="openxla", fullgraph=True, dynamic=False)
     bounded = torch_xla.compile(lambda tokens: of(longer, longer, tokens), full_graph=True)
     ways = {
-        EAGER: Way(lambda: of(model, model, tokens)),
-        INDUCTOR: Way(lambda: of(model, inductor, tokens)),
-        OPENXLA: Way(lambda: of(there, openxla, moved), settled),
-        LAZY: Way(lambda: synced(of(there, there, moved)), finished),
-        COMPILE: Way(lambda: bounded(moved), finished),
+        EAGER: lambda tokens: of(model, model, tokens),
+        INDUCTOR: lambda tokens: of(model, inductor, tokens),
+        OPENXLA: xla.waited(lambda _: of(there, openxla, moved)),
+        LAZY: xla.waited(lambda _: of(there, there, moved)),
+        COMPILE: xla.waited(lambda _: bounded(moved)),
     }
     if have_jax():
         import jax
@@ -142,11 +94,11 @@ def gradients(model: Transformer, tokens: torch.Tensor) -> dict[str, Way]:
         compiled = jax.jit(jax.grad(lambda weights, tables, ids: (forward(weights | tables, ids) ** 2).mean()))
         ids = ids_for_jax(tokens)
 
-        def call() -> tuple:
+        def call(_) -> tuple:
             found = compiled(weights, tables, ids)
-            return tuple(found[name] for name in names)
+            return to_torch(tuple(found[name] for name in names))
 
-        ways[JAX] = Way(call, to_torch)
+        ways[JAX] = call
     return ways
 
 
@@ -157,7 +109,7 @@ def with_gradients(h: Harness, model: Transformer, tokens: torch.Tensor) -> None
     exact.cos, exact.sin = exact.angles(model.config.max_tokens, h.device)
     torch.compiler.reset()
     ways = gradients(model, tokens)
-    seconds, programs = start(ways)
+    seconds, programs = start(ways, tokens)
     h.fact("programs of XLA that torch_xla compiled, gradients", programs)
     h.compare(
         ways, lambda tokens: torch.autograd.grad(exact(tokens).square().mean(), list(exact.parameters())), tokens,
