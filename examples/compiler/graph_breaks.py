@@ -158,9 +158,9 @@ def answer(rows: dict[str, dict], tables: list) -> str:
     for table in tables:  # without print: to format a tensor takes time, compiled or not
         times = {cause: table.over(f"torch.compile, {cause}", ONE_GRAPH) for cause in PAIRS if cause != "print"}
         dearest = max(times, key=times.get)
-        costs.append(f"{min(times.values()):.2f}-{times[dearest]:.2f}x ({dearest}) at {table.case}")
-    lost = f"{', '.join(more)} also leave the rest to eager" if more else "all lose only fusion"
-    return f"find_breaks names each line. Of one graph's time, a call with a break takes {', '.join(costs)}; {lost}."
+        costs.append(f"{min(times.values()):.1f} to {times[dearest]:.1f} at {table.case} (most: {dearest})")
+    lost = f"After {', '.join(more)} the rest runs in eager" if more else "Fusion is all that is lost"
+    return f"A call with a break takes one graph's time x {', x '.join(costs)}. {lost}. find_breaks names each line."
 
 
 def demo(h: Harness) -> None:

@@ -200,9 +200,9 @@ def demo(h: Harness) -> None:
         one = sum(row["mended"].endswith(": 1") for row in rows.values())
         limit = torch._dynamo.config.recompile_limit
         return (
-            f"{len(lost)} of {len(rows)} causes go back to eager after {limit} entries; mended, {one} keep one. "
-            f"Past the limit a call has {table.over(EAGER, PAST):.2f}x eager's speed; with a tensor "
-            f"{table.over(EAGER, TENSOR):.2f}x, specialized on each float {table.over(EAGER, PER_FLOAT):.2f}x."
+            f"{len(lost)} of {len(rows)} causes fill the cache ({limit} entries) and then run in eager; written as in "
+            f"the last column, {one} keep one entry. Beside eager: a tensor {table.over(EAGER, TENSOR):.2f}x, an entry "
+            f"per float {table.over(EAGER, PER_FLOAT):.2f}x, past the limit {table.over(EAGER, PAST):.2f}x."
         )
 
     h.answer(answer)

@@ -21,7 +21,7 @@ from examples.common.operands import check_choice
 from examples.common.tma import launch_with_scratch, rows_for_tma, tma_descriptor
 from examples.tma.descriptors_rules import MAX_BLOCK, require_box, require_descriptor
 
-WARPS = 4
+WINDOW_WARPS = 4
 FORMS = ("host", "device")
 
 
@@ -76,12 +76,12 @@ def launch_window(form: str, x, y, starts: tuple, padding: str, into: bool = Fal
     blocks = (starts, tiles, tuple(map(tl.constexpr, y.block_shape)), len(y.block_shape), into)
     grid = (math.prod(tiles),)
     if form == "host":
-        window_host_kernel[grid](x, y, *blocks, num_warps=WARPS)
+        window_host_kernel[grid](x, y, *blocks, num_warps=WINDOW_WARPS)
         return
     layouts = [tuple(values) for t in (x, y) for values in (t.shape, t.strides[:-1])]
     launch_with_scratch(
         y.base.device,
-        lambda: window_device_kernel[grid](x.base, y.base, *layouts, *blocks, padding, num_warps=WARPS),
+        lambda: window_device_kernel[grid](x.base, y.base, *layouts, *blocks, padding, num_warps=WINDOW_WARPS),
     )
 
 

@@ -118,11 +118,10 @@ def answer(table, across: int) -> str:
     two, total = table.baseline, table.over(table.baseline, "linear")
     own, ours = table.over(two, table.rows[1].variant) - 1, table.over("linear", "linear, no epilogue") - 1
     verdict = "faster" if total > 1.02 else "slower" if total < 0.98 else "no faster"
-    exposed = f"; exposed, {table.over(two, 'persistent'):.2f}x" if "persistent" in table else ""
+    exposed = f" ({table.over(two, 'persistent'):.2f}x where nothing hides it)" if "persistent" in table else ""
     return (
-        f"Bias and SiLU take {own:.0%} of the GEMM's time as a kernel of their own, {ours:.0%} in its store: in all "
-        f"{total:.2f}x, {verdict}{exposed}. What a whole row must share, such as its scale, does not fit: {across} "
-        "tiles have parts of it."
+        f"Bias and SiLU cost {own:.0%} of the GEMM's time as a kernel of their own, {ours:.0%} in its store: in all "
+        f"{total:.2f}x, {verdict}{exposed}. A scale for a whole row does not fit: the row lies in {across} tiles."
     )
 
 
