@@ -231,7 +231,9 @@ class _Export:
 def _check_of(module: Module) -> tuple[list[ast.stmt], set[str]]:
     """The first statement of demo(h) that checks something, after the assignments that it needs, and what it uses."""
     body = module.defined["demo"].body
-    first = next(i for i, node in enumerate(body) if re.search(r"\bcheck\w*\(", ast.unparse(node)))
+    first = next((i for i, node in enumerate(body) if re.search(r"\bcheck\w*\(", ast.unparse(node))), None)
+    if first is None:
+        raise NothingToExport(f"{module.path.stem}: demo(h) has no h.check(...) that could leave with the kernels")
     wanted, kept = _used(body[first]), [body[first]]
     for node in reversed(body[:first]):
         if set(_names_of(node)) & wanted:

@@ -13,7 +13,7 @@ from tests.examples.wrappers import WRAPPERS, Wrapper
 REFUSALS = (TypeError, ValueError, RuntimeError)
 ELSEWHERE = {  # Gluon kernels are not interpreted, checks are no wrappers, and a recipe's layer calls several of them
     "gluon_matmul", "gluon_matmul_one_buffer", "gluon_matmul_ring", "blackwell_matmul", "blackwell_mx_matmul",
-    "check_operands", "check_layer", "multiply",
+    "check_operands", "check_layer", "check_copy", "multiply",
 }  # fmt: skip
 
 
