@@ -18,7 +18,9 @@ from harness.catalog import ROOT, Technique
 
 HEAD = '''"""{title}
 
-Exported from {file}, commit {commit}. Needs torch and triton.
+Exported from {file} of torch-compiler-companion, commit {commit}.
+{copyright}, MIT licence: keep this line in copies. Files that comments name are there.
+Needs torch and triton; written for {versions}.
 `python {name}.py` checks it: on a GPU, or without one in Triton's interpreter.
 """
 '''
@@ -251,7 +253,7 @@ def export(technique: Technique, commit: str | None) -> str:
         raise NothingToExport(f"{technique.name} has no kernel of its own: read {technique.file}")
     for path in files:
         for name, node in whole.module(path).defined.items():
-            if name != "demo" and not _for_the_demo(node):
+            if name not in ("demo", "answer") and not _for_the_demo(node):
                 whole.take(path, name)
     statements, used = _check_of(lesson)
     for name in sorted(used):
@@ -266,12 +268,19 @@ def export(technique: Technique, commit: str | None) -> str:
     late = [line for line in plain if "triton" in line]
     early = [line for line in plain if line not in late]
     name, commit = technique.name, (commit or "unknown")[:12]
-    head = HEAD.format(title=technique.lesson, file=technique.file, commit=commit, name=name)
+    lines = (ROOT / "LICENSE").read_text(encoding="utf-8").splitlines()
+    copyright = next(line for line in lines if line.startswith("Copyright"))
+    written_for = re.findall(r'"((?:torch|triton)[<>=.,\d]+)', (ROOT / "pyproject.toml").read_text(encoding="utf-8"))
+    head = HEAD.format(
+        title=technique.lesson, file=technique.file, commit=commit, name=name, copyright=copyright,
+        versions=" and ".join(written_for),
+    )  # fmt: skip
     top = "\n".join(["from __future__ import annotations", "", *early])
     indented = "\n".join(_indent(lesson, node) for node in statements)
     check = f'{CHECK}{indented}\n\n\nif __name__ == "__main__":\n    check_on_this_machine(_Check())\n'
     late_imports = "\n".join(f"{line}  # noqa: E402" for line in late)
-    return f"{head}\n{top}\n\n{INTERPRET}\n{late_imports}\n\n\n" + _spaced(parts) + "\n" + check
+    text = f"{head}\n{top}\n\n{INTERPRET}\n{late_imports}\n\n\n" + _spaced(parts) + "\n" + check
+    return re.sub(r"\bh: Harness\b", "h", text)  # a check's inputs are made by a function that is handed one
 
 
 def _spaced(parts: list[str]) -> str:

@@ -247,7 +247,7 @@ def test_tensor_core_formats(h, speed):
     for name, label in names.items():
         precision = formats.PRECISIONS[name].input_precision
         dot = functools.partial(formats.dot, input_precision=precision)
-        a, b = formats.operands(h, name, n, n, n)
+        a, b = formats.convert(name, *formats.matrices(h, name, n, n, n))
         speed.add(label, dot, a, b, want=product(a, b), **formats.budget(name, n))
         if name == "float16":
             speed.add("cuBLAS float16", torch.matmul, a, b, want=product(a, b), terms=n)

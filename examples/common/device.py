@@ -117,7 +117,10 @@ def require_triton_device(name: str, *tensors: torch.Tensor) -> None:
                 "use float16 or float32 here, or a GPU"
             )
     elif device.type != "cuda":
-        raise RuntimeError(f"{name}: tensors are on {device}; move them to a CUDA device, or set TRITON_INTERPRET=1")
+        raise RuntimeError(
+            f"{name}: tensors are on {device}; move them to a CUDA device, or set "
+            "TRITON_INTERPRET=1 before triton is imported"
+        )
     elif device.index != torch.cuda.current_device():
         raise RuntimeError(
             f"{name}: tensors are on {device}, but Triton launches on the current device, "

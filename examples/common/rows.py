@@ -87,7 +87,8 @@ def check_norm(name: str, dtypes: tuple, matrices: dict, columns: dict, rows: di
     """
     rows = rows or {}
     if missing := [label for label, vector in columns.items() if vector is None]:
-        raise TypeError(f"{name}: {missing[0]} is None; pass torch.ones(n_cols) as weight, torch.zeros(n_cols) as bias")
+        ones = "torch.ones_like(x[0]) as weight, torch.zeros_like(weight) as bias"
+        raise TypeError(f"{name}: {missing[0]} is None; pass {ones}")
     require_triton_device(name, *matrices.values(), *columns.values(), *rows.values())
     x, weight = matrices["x"], next(iter(columns.values()))
     n_rows, n_cols = check_rows(name, x, dtypes)
@@ -120,7 +121,7 @@ def check_norm(name: str, dtypes: tuple, matrices: dict, columns: dict, rows: di
 def check_eps(name: str, eps: float) -> None:
     """Raises TypeError for an eps that is no number, ValueError for one that is negative or not finite in float32."""
     if isinstance(eps, bool) or not isinstance(eps, (int, float)):
-        raise TypeError(f"{name}: eps is {eps!r}; pass a Python number such as 1e-5")
+        raise TypeError(f"{name}: eps is a {type(eps).__name__}; pass a Python number such as 1e-5")
     if not 0 <= eps < 1e30:  # NaN is not
         raise ValueError(f"{name}: eps is {eps}; pass a number from 0 up that float32 can hold, such as 1e-5")
 

@@ -121,7 +121,8 @@ def layer_norm_backward_split_kernel(
     dy_due = _pack(tl.zeros((BLOCK_N,), dy_ptr.dtype.element_ty))
     # A row is written one iteration after its sums were sent, when those of the others have had time to arrive.
     for row in tl.range(group, n_rows + groups, groups, num_stages=STAGES):
-        due = tl.maximum(row - groups, group)  # in the first iteration nothing is due or stored
+        # `due` is the group's previous row, whose sums arrive now; in the first iteration there is none.
+        due = tl.maximum(row - groups, group)
         due_mail = mail_ptr + due * stride_mail + sender
         peeked = _peek(due_mail)
         # Loaded again, not carried over from the last iteration: then Triton would not pipeline the loop.
