@@ -79,10 +79,6 @@ def distinct(fn: Callable[[], torch.Tensor], calls: int) -> int:
     return len(seen)
 
 
-def digits(value: float) -> float:
-    return float(f"{value:.3g}")
-
-
 def measure(h: Harness, dtype: torch.dtype) -> dict[str, dict]:
     """Each operation: errors of eager, compiled and emulated from float64, and the share of bits that differ."""
     config = replace(h.pick(quick=TINY, full=SMALL), layers=h.pick(quick=1, full=2), vocab=512, max_tokens=128)
@@ -100,10 +96,11 @@ def measure(h: Harness, dtype: torch.dtype) -> dict[str, dict]:
         h.check(lambda *_, got=got: got, lambda *_: want, *args, what=what, poison=False, **budget)
     table = {}
     for i, name in enumerate(NAMES):
-        table[name] = {"eager error": digits(off_by(eager[i], want[i]))}
+        row = {"eager error": off_by(eager[i], want[i])}
         for which, got in results.items():
-            table[name][f"{which} error"] = digits(off_by(got[i], want[i]))
-            table[name][f"{which} differs"] = digits(share_differing(got[i], eager[i]))
+            row[f"{which} error"] = off_by(got[i], want[i])
+            row[f"{which} differs"] = share_differing(got[i], eager[i])
+        table[name] = {what: float(f"{value:.3g}") for what, value in row.items()}
     return table
 
 

@@ -12,9 +12,13 @@ import torch
 import torch.nn.functional as F
 
 from compile_inspect import watch
-from examples.compiler.numerics import digits, measure, off_by, share_differing, within
+from examples.compiler.numerics import measure, off_by, share_differing, within
 
 PRECISIONS = {"highest": 0.0, "high": 2**-11, "medium": 2**-8}  # and the rounding of an operand at each
+
+
+def digits(value: float) -> float:
+    return float(f"{value:.3g}")
 
 
 def study(h: Harness) -> None:
