@@ -28,6 +28,12 @@ RENAMED: dict[str, dict[str, dict[str, str]]] = {
             for mode in ("default", "reduce-overhead", "max-autotune-no-cudagraphs", "max-autotune")
         }
     },
+    "graph_breaks": {
+        "variants": {
+            "torch.compile, try/except": "torch.compile, .item() inside try",
+            "torch.compile, generator": "torch.compile, generator argument",
+        }
+    },
     "custom_ops": {
         "variants": {
             f"torch.compile {name}": f"torch {name}"

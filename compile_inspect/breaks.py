@@ -68,7 +68,7 @@ def _parse(record: str) -> tuple[tuple[str, int], Break]:
 def find_breaks(fn: Callable, *inputs) -> Breaks:
     """Compile fn from nothing for a backend that generates no code, call it once, and report what Dynamo made of it.
 
-    torch._dynamo.explain lists no break that it cannot resume from; torch's log (TORCH_LOGS=graph_breaks), which is
+    torch._dynamo.explain counts no break that it cannot resume from; torch's log (TORCH_LOGS=graph_breaks), which is
     read here, does. Raises TypeError for what cannot be called, and ValueError for a function that is compiled already
     and for a generator function, which torch.compile never compiles; what fn raises is passed on.
     """

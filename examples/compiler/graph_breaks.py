@@ -1,17 +1,21 @@
 """Graph breaks: find the line of your own code that splits the graph, and write it so that it does not.
 
 Where Dynamo meets Python that it cannot trace, it ends the graph, lets Python run that line and starts another graph
-after it. Kernels on both sides are no longer fused, guards and launches are paid again, and where a tensor's value is
-read the host waits for the GPU. That is the mild case: inside a try block or a loop over a generator Dynamo cannot
-resume, and leaves the rest of the function, or all of it, to eager.
+after it. Operations on both sides are no longer fused, each graph has its own guards and launches, and where a tensor's
+value is read the host waits for the GPU. A break inside a try block, or at a loop over a generator that the caller
+passed, is worse: Dynamo cannot resume after it, and leaves the rest of the function to eager; a break inside a loop
+leaves all of it.
 
-One layer is written with five common causes, and again without; calls of code that Dynamo does not know are the subject
-of custom_ops. find_breaks names the line and what it leaves to eager (torch._dynamo.explain lists none that cannot be
-resumed from); fullgraph=True holds the mended version to one graph.
+One layer is written with five common causes, and again without; calls that Dynamo cannot trace are the subject of
+custom_ops. find_breaks reads torch's log (TORCH_LOGS=graph_breaks, for any program) and names the line and what is left
+to eager; torch._dynamo.explain does not count the breaks that Dynamo cannot resume from. fullgraph=True raises at a
+break, but not at .item(): there it captures the scalar in the graph, as torch._dynamo.config.capture_scalar_outputs
+does.
 
 Question   Which line of the model breaks the graph, what does that cost, and how is it written without?
 Needs      torch
-Wins when  (mending pays when) many short kernels surround the break. Between long kernels only the lost fusion is left.
+Wins when  (mending pays) always, here: between short kernels a break costs launches, guards and the wait for the value;
+           between long ones it costs fusion, the more of it the more of the function is left to eager.
 Study      studies/compiler/graph_breaks.py (further fixes, fullgraph, explain, what does not break, kernels written)
 Source     chapter section "Graph Breaks and Debugging".
 """
@@ -30,6 +34,7 @@ import torch
 import torch.nn.functional as F
 
 from compile_inspect import SPLIT, Breaks, find_breaks, logs, own_code, warm_up
+from examples.common.shown import require
 
 # --- one layer, broken and mended: tanh(silu(x) * scale / temperature) * scale + x
 
@@ -42,6 +47,7 @@ def prints(x, scale, temperature):
 
 def prints_when_eager(x, scale, temperature):
     y = F.silu(x) * scale
+    # Compiled, it prints nothing; to keep it, add print to torch._dynamo.config.reorderable_logging_functions.
     if not torch.compiler.is_compiling():
         print("temperature", temperature)
     return torch.tanh(y / temperature) * scale + x
@@ -66,7 +72,8 @@ def branches(x, scale, temperature):
 
 def selects(x, scale, temperature):
     y = F.silu(x) * scale
-    y = torch.where(temperature > 0, y / temperature, y)
+    # The divisor is selected, not the quotient: y / 0, though not selected, would make gradients NaN.
+    y = y / torch.where(temperature > 0, temperature, 1.0)
     return torch.tanh(y) * scale + x
 
 
@@ -81,7 +88,7 @@ def catches(x, scale, temperature):
 
 def guards_the_zero(x, scale, temperature):
     y = F.silu(x) * scale
-    gain = torch.where(temperature == 0, 1.0, 1 / temperature)
+    gain = 1 / torch.where(temperature == 0, 1.0, temperature)
     return torch.tanh(y * gain) * scale + x
 
 
@@ -97,7 +104,7 @@ def reference(x, scale, temperature):
 
 
 class Layer(NamedTuple):
-    """A way to write the layer: a function, and what its caller hands in besides."""
+    """A way to write the layer: a function, and further arguments, made anew for each call, as a generator must be."""
 
     fn: Callable
     extra: Callable = lambda temperature: ()
@@ -107,12 +114,11 @@ class Layer(NamedTuple):
             return find_breaks(self.fn, x, scale, temperature, *self.extra(temperature))
 
     def compiled(self, **options) -> Callable:
-        """f(x, scale, temperature), compiled at its first call; what it prints is not shown."""
+        """f(x, scale, temperature), compiled at its first call."""
         fn = torch.compile(own_code(self.fn), dynamic=False, **options)
 
         def call(x, scale, temperature):
-            with redirect_stdout(io.StringIO()):
-                return fn(x, scale, temperature, *self.extra(temperature))
+            return fn(x, scale, temperature, *self.extra(temperature))
 
         return call
 
@@ -121,14 +127,17 @@ PAIRS = {  # broken, mended
     "print": (Layer(prints), Layer(prints_when_eager)),
     ".item()": (Layer(reads_an_item), Layer(stays_a_tensor)),
     "if on a tensor": (Layer(branches), Layer(selects)),
-    "try/except": (Layer(catches), Layer(guards_the_zero)),
-    "generator": (Layer(iterates, lambda t: ((each for each in (t,)),)), Layer(iterates, lambda t: ([t],))),
+    ".item() inside try": (Layer(catches), Layer(guards_the_zero)),
+    "generator argument": (Layer(iterates, lambda t: ((each for each in (t,)),)), Layer(iterates, lambda t: ([t],))),
 }
+# Without print: most of its row would be the formatting of the tensor, which costs the same without a break.
+TIMED = {f"torch.compile, {cause}": broken for cause, (broken, _) in PAIRS.items() if cause != "print"}
 EAGER, ONE_GRAPH = "torch eager", "torch.compile, one graph"
 
 
 def budget(dtype: torch.dtype) -> dict:
-    return {"terms": 0, "roundings": 8, "acc": dtype}
+    # Seven operations round at most: silu, * scale, 1 / temperature, * gain, tanh, * scale and + x.
+    return {"terms": 0, "roundings": 7, "acc": dtype}
 
 
 def operands(h: Harness, rows: int, width: int) -> tuple[torch.Tensor, ...]:
@@ -143,7 +152,7 @@ def compare(h: Harness, inputs: tuple):
     warm_up(inputs[0].device)
     torch.compiler.reset()
     variants = {EAGER: stays_a_tensor, ONE_GRAPH: Layer(stays_a_tensor).compiled()}
-    variants |= {f"torch.compile, {cause}": before.compiled() for cause, (before, _) in PAIRS.items()}
+    variants |= {name: broken.compiled() for name, broken in TIMED.items()}
     with warnings.catch_warnings(), logs():
         warnings.simplefilter("ignore")
         return h.compare(
@@ -155,29 +164,32 @@ def compare(h: Harness, inputs: tuple):
 def answer(rows: dict[str, dict], tables: list) -> str:
     more = [cause for cause, row in rows.items() if row["left to eager"] != SPLIT]
     costs = []
-    for table in tables:  # without print: to format a tensor takes time, compiled or not
-        times = {cause: table.over(f"torch.compile, {cause}", ONE_GRAPH) for cause in PAIRS if cause != "print"}
+    for table in tables:
+        times = {name.partition(", ")[2]: table.over(name, ONE_GRAPH) for name in TIMED}
         dearest = max(times, key=times.get)
         costs.append(f"{min(times.values()):.1f} to {times[dearest]:.1f} at {table.case} (most: {dearest})")
-    lost = f"After {', '.join(more)} the rest runs in eager" if more else "Fusion is all that is lost"
-    return f"A call with a break takes one graph's time x {', x '.join(costs)}. {lost}. find_breaks names each line."
+    left = f" {' and '.join(more)} leave the rest of the call to eager." if more else ""
+    return f"A break multiplies a call's time by {', '.join(costs)}.{left}"
 
 
 def demo(h: Harness) -> None:
     sizes = h.pick(quick=((32, 1024),), full=((32, 1024), (8192, 8192) if h.machine.mode == "gpu" else (1024, 4096)))
     inputs, rows = operands(h, *sizes[0]), {}
-    for cause, (before, after) in {} if h.profile else PAIRS.items():
-        found, mended = before.breaks(*inputs), after.breaks(*inputs)
+    for cause, (broken, mended) in {} if h.profile else PAIRS.items():
+        found, whole = broken.breaks(*inputs), mended.breaks(*inputs)
         (first,) = found.breaks
-        fixed = after.compiled(backend="aot_eager", fullgraph=True)
-        h.check(fixed, reference, *inputs, what=f"{cause}, mended", poison=False, **budget(inputs[0].dtype))
+        # fullgraph=True would not say so: .item() compiles under it.
+        require(not whole.breaks, f"{cause}, mended, breaks: {', '.join(map(str, whole.breaks))}")
+        fn = mended.compiled(backend="aot_eager", fullgraph=True)  # aot_eager: the graph, without Inductor's code
+        h.check(fn, reference, *inputs, what=f"{cause}, mended", poison=False, **budget(inputs[0].dtype))
         rows[cause] = {
             "graphs": found.graphs,
-            "operations": f"{found.operations} of {mended.operations}",
+            "operations captured": found.operations,
+            "mended": whole.operations,
             "left to eager": first.lost,
             "line": str(first),
         }
-    h.table("what breaks the graph; mended, each is one graph with all operations", rows)
+    h.table("what breaks the graph (the mended layer is one graph; it may need an operation more)", rows)
     tables = [compare(h, operands(h, *size)) for size in sizes]
     h.answer(lambda: answer(rows, tables))
 

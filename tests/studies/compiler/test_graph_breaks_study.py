@@ -26,13 +26,18 @@ def test_study(monkeypatch):
     assert api["@torch.compiler.disable"] == "2 graphs, 1 break"
     for name in ("try/except around a raise", "a generator made inside"):
         assert facts[name] == {"graphs": 1, "breaks": 0, "lost": "nothing"}
+    assert facts["print in a loop"] == {"graphs": 0, "breaks": 1, "lost": ALL}
+    explained = {cause: row["torch._dynamo.explain"] for cause, row in facts["what torch's own tools say"].items()}
+    for cause in PAIRS:  # explain does not count what Dynamo cannot resume from
+        unresumed = cause in (".item() inside try", "generator argument")
+        assert explained[cause].startswith("0 breaks" if unresumed else "1 breaks")
 
 
 def test_fullgraph_names_the_line(h):
     inputs = operands(h, 8, 64)
     for cause, (broken, _) in PAIRS.items():
         message = fullgraph_says(broken, *inputs)
-        if cause in (".item()", "try/except"):
+        if cause in (".item()", ".item() inside try"):
             assert message == "compiles"  # fullgraph=True captures scalars
         else:
             (each,) = broken.breaks(*inputs).breaks
