@@ -28,8 +28,8 @@ def require_tma_layout(name: str, **tensors: torch.Tensor) -> None:
     """
     for label, x in tensors.items():
         if not tma_takes(x):
-            step = 16 // x.element_size()
-            pad = f"pad the last dimension to a multiple of {step}, and " if x.shape[-1] % step else ""
+            multiple = 16 // x.element_size()
+            pad = f"pad the last dimension to a multiple of {multiple}, and " if x.shape[-1] % multiple else ""
             raise ValueError(
                 f"{name}: {label} has shape {tuple(x.shape)}, strides {x.stride()} and starts {x.data_ptr() % 16} "
                 f"bytes past a multiple of 16; TMA needs a contiguous last dimension and 16-byte multiples elsewhere; "
