@@ -46,6 +46,7 @@ RENAMED: dict[str, dict[str, dict[str, str]]] = {
             for name in ("eager", "aot_eager", "inductor", "cudagraphs", "openvino", "tvm", "onnxrt")
         }
     },
+    "flash_attention": {"variants": {"torch flash": "torch flash (FA2)"}},
 }
 
 

@@ -1,21 +1,24 @@
-"""Flash attention: the scores never leave the chip, so attention is compute-bound and not memory-bound.
+"""Flash attention: the scores never leave the chip, so long attention is compute-bound and not memory-bound.
 
-softmax(scale * Q K^T) V is one kernel. Written out, the scores of a head are S * S values that travel to memory and
-back: for S = 16384 in bfloat16 0.5 GB a pass and head, against 16 MB of Q, K, V and O. Here a program owns BLOCK_M rows
-of Q and walks over K and V in blocks of BLOCK_N rows, with an online softmax. Of each row it keeps
+One head of S = 16384, D = 128 in bfloat16 is 4 S^2 D = 137 GFLOP of MMAs: 0.18 ms of an H200. Written out, its S^2
+scores are 0.5 GB, which is written, read by the softmax, written as weights and read again: 0.5 ms of memory. Q, K, V
+and O are 17 MB: 4 us. So one kernel does it all. A program owns BLOCK_M rows of Q and walks over K and V in blocks of
+BLOCK_N rows, with an online softmax. Of each row it keeps
 
     m = max of the scores s_j seen,   l = sum of exp(s_j - m),   acc = sum of exp(s_j - m) * v_j.
 
 A block may raise the maximum to m'. Multiplied by alpha = exp(m - m'), l and acc are what they would have been under
 m', and the block is added. At the end acc / l is the exact answer, in any order of blocks.
 
-The warps of a program meet at a barrier in every block, so its exponentials run while its tensor cores idle. A tile of
-128 rows therefore has 4 warps and not 8: two programs share an SM, and one multiplies while the other exponentiates.
-Causal tiles have unequal work: the longest start first, in groups of heads whose K and V fit L2.
+At D = 128 a score costs 512 FLOPs of MMAs, 1/8 clock of a Hopper SM, and an exponential, 1/16 clock. Within a program
+these do not overlap: the softmax waits for Q K^T, and P V for the softmax. So two programs share an SM: one can
+multiply while the other exponentiates. That takes 4 warps: with 8, each thread needs 138 registers, and a second
+program finds too few.
 
 Question   How fast is attention without stored scores in Triton, by length and mask, beside the fastest library?
 Needs      triton, sm_90
-Wins when  no library has a kernel for the variant wanted; cuDNN overlaps exponentials and MMAs within one program.
+Wins when  cuDNN has no kernel for the variant. FlexAttention states most variants in two lines: use it first. Not for
+           decoding: one query is one program a head, which streams all of K and V alone (split K and V instead).
 Study      studies/triton/flash_attention.py
 Source     goes beyond the chapter; FlashAttention (Dao et al. 2022), 3 (Shah et al. 2024); Milakov, Gimelshein 2018.
 """
@@ -31,7 +34,7 @@ import torch
 import triton
 import triton.language as tl
 from torch.nn.attention import SDPBackend
-from torch.nn.attention.flex_attention import create_block_mask, flex_attention
+from torch.nn.attention.flex_attention import FlexKernelOptions, create_block_mask, flex_attention
 
 from examples.common.attention import attention_budget, attention_flops, check_attention, sdpa
 from examples.common.attention import attention_reference as reference
@@ -41,12 +44,18 @@ from examples.common.tma import require_tma_layout, tma_descriptor
 DTYPES = (torch.float16, torch.bfloat16)
 # Head dim -> BLOCK_M, BLOCK_N, warps, stages, and whether V is loaded before K: chosen by timing on an H200.
 TILES = {64: (128, 64, 4, 3, True), 128: (128, 64, 4, 2, False)}
-HEADS = 8  # causal: heads whose tiles run side by side; K and V of 8 heads of 4096 x 128 are 16 MiB of L2
+# Causal: heads whose tiles run side by side. K and V of 8 heads are 4 KiB a key at D = 128: 16 MiB at S = 4096, which
+# fits L2 (50 MB), 64 MiB at S = 16384, which does not.
+GROUP_H = 8
 
 
 @triton.jit
 def _online_softmax(scores, row_max, row_sum, scale):
-    """Fold a block of raw scores into the running maximum and sum: weights, new maximum, new sum, alpha. scale > 0."""
+    """Fold a block of raw scores into the running maximum and sum: weights, new maximum, new sum, alpha.
+
+    The hardware has 2^x and not e^x: `scale` includes log2(e), so that exp2 needs no multiplication of its own. Since
+    scale > 0 keeps the order, the maximum is scaled after the reduction, once a row; a score takes one FMA and exp2.
+    """
     new_max = tl.maximum(row_max, tl.max(scores, axis=1) * scale)
     weights = tl.exp2(scores * scale - new_max[:, None])
     alpha = tl.exp2(row_max - new_max)
@@ -55,37 +64,40 @@ def _online_softmax(scores, row_max, row_sum, scale):
 
 @triton.jit
 def flash_attention_kernel(
-    q_desc, k_desc, v_desc, o_desc, scale, H, GROUP_SIZE, S, S_KV,
+    q_desc, k_desc, v_desc, o_desc, scale, H, Q_PER_KV, S, S_KV,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, D: tl.constexpr, CAUSAL: tl.constexpr, RAGGED: tl.constexpr,
-    HEADS: tl.constexpr, STAGES: tl.constexpr, V_FIRST: tl.constexpr,
+    GROUP_H: tl.constexpr, STAGES: tl.constexpr, V_FIRST: tl.constexpr,
 ):  # fmt: skip
-    # Groups of HEADS heads; in a group all heads' longest tile first, then all heads' second longest, and so on.
+    # Causal tiles have unequal work, and the longest start first. GROUP_H heads at a time: all heads' longest tile,
+    # then all heads' second longest, and so on.
     pid = tl.program_id(0)
     tiles = tl.cdiv(S, BLOCK_M)
-    first = pid // (HEADS * tiles) * HEADS
-    heads = min(tl.num_programs(0) // tiles - first, HEADS)
-    head = first + pid % (HEADS * tiles) % heads
-    tile = pid % (HEADS * tiles) // heads
+    first = pid // (GROUP_H * tiles) * GROUP_H
+    in_group = min(tl.num_programs(0) // tiles - first, GROUP_H)
+    bh = first + pid % (GROUP_H * tiles) % in_group
+    tile = pid % (GROUP_H * tiles) // in_group
     if CAUSAL:
         tile = tiles - 1 - tile
-    b, h = head // H, head % H
-    h_kv = h // GROUP_SIZE
+    b, h = bh // H, bh % H
+    h_kv = h // Q_PER_KV
     start_m = tile * BLOCK_M
 
     q = q_desc.load([b, h, start_m, 0]).reshape(BLOCK_M, D)
     if D == 64:
-        # Changes nothing but -0.0, which no score shows. The tensor cores read what was only loaded from shared memory;
-        # what was computed with stays in registers. At D = 128 it would spill.
+        # wgmma takes its left operand from shared memory or from registers. Triton leaves a loaded q in shared memory,
+        # and every block would read it again; after an addition it is in registers. (-0.0 becomes 0.0, which no score
+        # shows.) At D = 128 it would take 64 of a thread's 255, and a causal kernel would spill 444 bytes, not 72.
         q = q + 0.0
-    # Not -inf: a row that has seen only scores of -inf would compute -inf - -inf = NaN.
+    # Not -inf: no mask hides a row's first block, but with infinite inputs all its scores may be -inf, and -inf - -inf
+    # is NaN.
     row_max = tl.full((BLOCK_M,), -3.4e38, tl.float32)
     row_sum = tl.zeros((BLOCK_M,), tl.float32)
     acc = tl.zeros((BLOCK_M, D), tl.float32)
 
     # Blocks in which every score counts: left of the diagonal, and not beyond the last key.
     tl.static_assert(BLOCK_M % BLOCK_N == 0 or not CAUSAL, "causal: the last whole block would cross the diagonal")
-    whole = start_m if CAUSAL else S_KV // BLOCK_N * BLOCK_N
-    for n in tl.range(0, whole, BLOCK_N, num_stages=STAGES):
+    first_masked = start_m if CAUSAL else S_KV // BLOCK_N * BLOCK_N
+    for n in tl.range(0, first_masked, BLOCK_N, num_stages=STAGES):
         if V_FIRST:  # right before k, one barrier serves both
             v = v_desc.load([b, h_kv, n, 0]).reshape(BLOCK_N, D)
         k = k_desc.load([b, h_kv, n, 0]).reshape(BLOCK_N, D)
@@ -97,7 +109,8 @@ def flash_attention_kernel(
     # key has weight 0 too, but any v: NaN or infinity in it reaches the rows of its block that do not see it.
     if CAUSAL or RAGGED:
         rows = start_m + tl.arange(0, BLOCK_M)
-        for n in tl.range(whole, min(S_KV, start_m + BLOCK_M) if CAUSAL else S_KV, BLOCK_N, num_stages=1):
+        end = min(S_KV, start_m + BLOCK_M) if CAUSAL else S_KV
+        for n in tl.range(first_masked, end, BLOCK_N, num_stages=1):  # one block or two: nothing to pipeline
             k = k_desc.load([b, h_kv, n, 0]).reshape(BLOCK_N, D)
             cols = n + tl.arange(0, BLOCK_N)
             seen = (cols[None, :] <= rows[:, None]) if CAUSAL else (cols < S_KV)[None, :]
@@ -128,7 +141,7 @@ def flash_attention(
         raise TypeError(f"{name}: dtypes {q.dtype}, {k.dtype}, {v.dtype}; all must be the same one of {DTYPES}")
     scale = check_attention(name, q, k, v, TILES, causal, scale)
     if k.shape != v.shape:
-        raise ValueError(f"{name}: shapes {tuple(k.shape)} and {tuple(v.shape)}; k and v must be alike")
+        raise ValueError(f"{name}: shapes {tuple(k.shape)} and {tuple(v.shape)}; k and v must have the same shape")
     require_tma_layout(name, q=q, k=k, v=v)
     (B, H, S, D), (_, H_kv, S_kv, _) = q.shape, k.shape
     o = torch.empty(q.shape, dtype=q.dtype, device=q.device)
@@ -139,19 +152,27 @@ def flash_attention(
             tma_descriptor(v, [1, 1, block_n, D]), tma_descriptor(o, [1, 1, block_m, D]),
             scale * math.log2(math.e), H, H // H_kv, S, S_kv,
             BLOCK_M=block_m, BLOCK_N=block_n, D=D, CAUSAL=causal, RAGGED=S_kv % block_n > 0,
-            HEADS=HEADS if causal else 1, STAGES=stages, V_FIRST=v_first, num_warps=num_warps,
+            GROUP_H=GROUP_H if causal else 1, STAGES=stages, V_FIRST=v_first, num_warps=num_warps,
         )  # fmt: skip
     return o
 
 
 def compare(h: Harness, B: int, H: int, S: int, D: int, causal: bool) -> Table:
-    """This kernel beside cuDNN, torch's own flash attention and FlexAttention: B x H heads of S queries and keys."""
+    """This kernel beside cuDNN, torch's flash attention and FlexAttention (its default and tuned): B x H heads."""
     q, k, v = (h.randn(B, H, S, D, dtype=h.half) for _ in range(3))
-    libraries = {"torch flash": sdpa(SDPBackend.FLASH_ATTENTION, causal)}
+    libraries = {"torch flash (FA2)": sdpa(SDPBackend.FLASH_ATTENTION, causal)}
     if h.device.type != "cpu":
         mask = create_block_mask(lambda b, h, i, j: i >= j, None, None, S, S, device=h.device) if causal else None
+        flex = functools.partial(flex_attention, block_mask=mask)
+        tuned = torch._inductor.list_mode_options("max-autotune-no-cudagraphs") | {"autotune_num_choices_displayed": 0}
         libraries = {"cuDNN": sdpa(SDPBackend.CUDNN_ATTENTION, causal)} | libraries
-        libraries["FlexAttention"] = h.compiled(functools.partial(flex_attention, block_mask=mask))
+        libraries["FlexAttention"] = h.compiled(flex)
+        # What holds with this mask and without one: each row sees a key of the first block that it meets, and no block
+        # between others is skipped. FlexAttention drops USE_TMA where a tensor does not allow it.
+        options = ("USE_TMA", "ROWS_GUARANTEED_SAFE", "BLOCKS_ARE_CONTIGUOUS")
+        options = {name: True for name in options if name in FlexKernelOptions.__annotations__}
+        flex = functools.partial(flex, kernel_options=options)
+        libraries["FlexAttention, max-autotune"] = h.compiled(flex, options=tuned)
     return h.compare(
         libraries | {"triton": functools.partial(flash_attention, causal=causal)},
         functools.partial(reference, causal=causal), q, k, v, baseline=next(iter(libraries)),
@@ -162,11 +183,16 @@ def compare(h: Harness, B: int, H: int, S: int, D: int, causal: bool) -> Table:
 
 def beside_fastest(table: Table) -> str:
     library = min((row for row in table.rows if not row.ours), key=lambda row: row.ms).variant
-    return f"{table.over(library):.2f}x {library} at {table.case}"
+    return f"{table.best.tflops:.0f} ({table.over(library):.2f}x {library.split(',')[0]})"
+
+
+def answer(pairs: list[list[Table]]) -> str:
+    cases = "; ".join(f"{each.case} {beside_fastest(each)}, causal {beside_fastest(causal)}" for each, causal in pairs)
+    return f"TFLOP/s, beside the fastest library: {cases}."
 
 
 def demo(h: Harness) -> None:
-    # One query and key, primes, one tile plus one; fewer keys than queries; heads that share keys; every head dim.
+    # One query and key; parts of a tile and of a block; one tile plus one; heads that share keys; every head dim.
     for D in TILES:
         for S, S_kv, causal in [(1, 1, False), (130, 67, False), (129, 129, True)]:
             q = h.randn(1, 2, S, D, dtype=h.half)
@@ -177,9 +203,10 @@ def demo(h: Harness) -> None:
     find = {90: (*tma, "wgmma"), 100: (*tma, "tcgen05.mma"), 120: (*tma, "mma.sync")}
     h.codegen(flash_attention, x, x, x, find=find)
 
-    cases = h.pick(interpreted=[(1, 2, 200)], quick=[(1, 16, 4096)], full=[(4, 32, 4096), (1, 32, 16384)])
-    tables = [compare(h, B, H, S, 128, causal) for B, H, S in cases for causal in (False, True)]
-    h.answer(lambda: f"Beside the fastest library: {', '.join(map(beside_fastest, tables))}.")
+    full = [(4, 32, 4096, 64), (4, 32, 4096, 128), (1, 32, 16384, 128)]
+    cases = h.pick(interpreted=[(1, 2, 200, 128)], quick=[(1, 16, 4096, 128)], full=full)
+    tables = [[compare(h, *case, causal) for causal in (False, True)] for case in cases]
+    h.answer(lambda: answer(tables))
 
 
 if __name__ == "__main__":

@@ -416,8 +416,8 @@ FAULTS = [
     ),
     Fault(
         "triton/flash_attention",
-        "h_kv = h // GROUP_SIZE",
-        "h_kv = h % GROUP_SIZE",
+        "h_kv = h // Q_PER_KV",
+        "h_kv = h % Q_PER_KV",
         "query heads read another group's keys",
         within="flash_attention_kernel",
     ),

@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from examples.common.attention import attention_budget
-from examples.triton.flash_attention import DTYPES, HEADS, TILES, flash_attention, reference
+from examples.triton.flash_attention import DTYPES, GROUP_H, TILES, flash_attention, reference
 from studies.triton.flash_attention import left_operands, programs_per_sm
 from tests.examples.triton.helpers import INF, NAN, code, harness, meta, refused
 
@@ -36,7 +36,7 @@ def test_shapes(h, D):
 
 def test_heads_meet_their_own_keys(h):
     """Fewer heads than a group, exactly one, a last group that is not full; two tiles of queries each; nothing."""
-    assert HEADS == 8
+    assert GROUP_H == 8
     for B, H, H_kv, causal in ((1, 3, 1, True), (2, 8, 2, False), (1, 8, 4, True), (17, 1, 1, True)):
         check(h, *qkv(h, B, H, 130, 64, H_kv=H_kv), causal, what=f"{B}x{H}, {H_kv}")
     for B, H, S in ((0, 2, 5), (2, 0, 5), (2, 2, 0)):
@@ -131,7 +131,7 @@ def test_bad_input(h):
     flat = h.randn(2 * 4 * 10 * 70, dtype=torch.float16)
     for error, message, *args in (
         (TypeError, "causal is 1", q, q, q, 1),
-        (ValueError, "k and v must be alike", q, q, q[:, :, :5]),
+        (ValueError, "k and v must have the same shape", q, q, q[:, :, :5]),
         (ValueError, "a number of heads dividing H", q, q[:, :3], q[:, :3]),
         (ValueError, r"head dim 32 is not one of", *(q[..., :32],) * 3),
         (ValueError, "without a key", q, q[:, :, :0], q[:, :, :0]),
