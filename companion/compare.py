@@ -47,6 +47,7 @@ RENAMED: dict[str, dict[str, dict[str, str]]] = {
         }
     },
     "flash_attention": {"variants": {"torch flash": "torch flash (FA2)"}},
+    "blockwise_matmul": {"variants": {"triton": "warp specialized", "tiles": "pointers"}},
 }
 
 

@@ -282,7 +282,7 @@ def test_fp8_blockwise(h, speed):
         speed.add("_scaled_mm", scaled_mm_blockwise, *inputs, want=want, **budget)
     for variant in blockwise.runnable(h.device):
         fn = functools.partial(blockwise.blockwise_matmul, variant=variant, check_scales=False)
-        name = {"tiles": "plain", "warp specialized": "warp specialized"}[variant]
+        name = {"pointers": "plain", "warp specialized": "warp specialized"}[variant]
         speed.add(name, fn, *inputs, want=want, **budget)
     speed.race()
 

@@ -49,8 +49,8 @@ def torch_dequantized(a, b, scale_a, scale_b) -> torch.Tensor:
     return ((a.float() * scale_a) @ (b.float() * scale_b)).bfloat16()
 
 
-def rows_contiguous(scale: torch.Tensor) -> torch.Tensor:
-    """The same scales [M, K / 128] with M contiguous and columns a multiple of 4 apart, as TMA reads them."""
+def m_major(scale: torch.Tensor) -> torch.Tensor:
+    """The same scales [M, K / 128] with M contiguous and columns a multiple of 4 apart, as TMA loads them."""
     M, groups = scale.shape
     return torch.empty_strided(
         (M, groups), (1, triton.cdiv(max(M, 1), 4) * 4), dtype=scale.dtype, device=scale.device
@@ -69,7 +69,7 @@ def blockwise_operands(h, M: int, N: int, K: int, dtypes=(E4M3, E4M3)) -> tuple[
     w.mul_(_spread(h.randn(triton.cdiv(N, GROUP), K // GROUP, scale=0.5).exp_())[:N])
     a, scale_a = quantize_reference(x, (1, GROUP), dtypes[0])
     w, scale_b = quantize_reference(w, (GROUP, GROUP), dtypes[1])
-    return a, w.t(), rows_contiguous(scale_a), scale_b.t()
+    return a, w.t(), m_major(scale_a), scale_b.t()
 
 
 def torch_blockwise(a, b, scale_a, scale_b) -> torch.Tensor:

@@ -1,21 +1,23 @@
 """Blockwise matmul: FP8 with scales of 1x128 and 128x128, partial sums promoted to float32 between the MMAs.
 
-A scale that varies along K cannot leave the sum. Each group of 128 along K is summed by itself, scaled, and added to a
-float32 accumulator: it is promoted. That also mends what Hopper's FP8 tensor cores lose, whose running sums keep about
-14 bits: only 128 products are ever summed so.
+A scale that varies along K cannot be taken out of the sum. Each group of 128 along K is summed by itself, scaled, and
+added to a float32 accumulator: it is promoted. That also helps precision: Hopper's FP8 tensor cores accumulate in about
+14 bits, and now only 128 products at a time.
 
-The price: a group of a tile of 128 x 128 is 4.2 MFLOP, 0.3 us of an SM's tensor cores (H200), and one multiply-add for
-each of 16384 elements, 0.07 us in the same warps, while the tensor cores idle. So one warpgroup should promote while
-another multiplies:
+The price: a group of a 128 x 128 tile is 4.2 MFLOP, 512 clocks of an SM's tensor cores (Hopper). Promoting it is 16384
+FMAs, 128 clocks: a quarter more, if the tensor cores idle meanwhile. So one warpgroup should promote while another
+multiplies:
 
-  tiles             plain Triton, a tile so small that two programs share an SM (this file);
-  warp specialized  in Gluon, for Hopper: warpgroups that share operands and take turns.
+  pointers          plain Triton (this file): tiles of 64 x 128, two programs share an SM; half of the ceiling (H200);
+  warp specialized  in Gluon, for Hopper: TMA, one program per SM, tiles of 128 or 192 x 128, warpgroups out of step.
 
-blockwise_matmul takes warp specialized on sm_90 where TMA can load the operands (pass rows_contiguous(scale_a)).
+blockwise_matmul takes warp specialized on sm_90 where TMA can load the operands (pass m_major(scale_a)), else pointers.
 
 Question   What do fine scales along K cost in an FP8 GEMM, and what does promotion buy at long K?
 Needs      triton, sm_89
-Wins when  ranges differ along K, or K is long and its sums must be good. Else fp8_matmul.py, which never stops to add.
+Wins when  ranges differ along K. Else fp8_matmul.py, which never stops to add. If only its sums are too coarse (K is
+           long and products do not cancel): torch._scaled_mm(use_fast_accum=False) promotes without scales along K, as
+           tl.dot(..., max_num_imprecise_acc=128) does in Triton (FP8 on sm_90).
 Variants   blockwise_matmul_warp_specialized.py
 Study      studies/fp8/blockwise_matmul.py
 Source     goes beyond the chapter: the recipe of DeepSeek-V3's report; layouts as torch.nn.functional.scaled_mm's
@@ -42,25 +44,26 @@ from examples.common.quantize import GROUP
 from examples.common.tiles import tile_coords
 from examples.fp8.blockwise_matmul_warp_specialized import launch_warp_specialized, require_hopper_layout, scales_fit
 
-# Two programs of 4 warps fit an SM of Hopper or Blackwell. With the little shared memory of GPUs that multiply from
-# registers (mma.sync, which keeps a step of K less in it) one program does, and has 8 warps.
+# A program takes 96 KiB of shared memory, so two of 4 warps share an SM of Hopper or datacenter Blackwell. An SM of
+# 100 KiB (Ada, consumer Blackwell: mma.sync, 72 KiB) holds one, so that one has 8 warps.
 TILE = {"BLOCK_M": 64, "num_stages": 4, "GROUP_M": 16}
 LITTLE_SHARED = 128 * 1024
 
 
 @triton.jit
-def blockwise_matmul_tiles_kernel(
+def blockwise_matmul_pointers_kernel(
     a_ptr, b_ptr, c_ptr, scale_a_ptr, scale_b_ptr, M, N, K,
     stride_am, stride_bn, stride_cm, stride_sam, stride_sak, stride_sbk, stride_sbn,
     BLOCK_M: tl.constexpr, GROUP: tl.constexpr, GROUP_M: tl.constexpr,
 ):  # fmt: skip
+    # GROUP is BLOCK_N and BLOCK_K too: in each step one scale of b serves the tile, and K needs no mask.
     row, col = tile_coords(tl.program_id(0), M, N, BLOCK_M, GROUP, GROUP_M)
     rows, cols, inner = row + tl.arange(0, BLOCK_M), col + tl.arange(0, GROUP), tl.arange(0, GROUP)
     # Rows and columns past the edge wrap around; the masked store discards them.
-    valid_rows, valid_cols = (rows % M).to(tl.int64), (cols % N).to(tl.int64)
-    a_ptrs = a_ptr + valid_rows[:, None] * stride_am + inner[None, :]
-    b_ptrs = b_ptr + inner[:, None] + valid_cols[None, :] * stride_bn
-    scale_a_ptrs = scale_a_ptr + valid_rows * stride_sam
+    wrapped_rows, wrapped_cols = (rows % M).to(tl.int64), (cols % N).to(tl.int64)
+    a_ptrs = a_ptr + wrapped_rows[:, None] * stride_am + inner[None, :]
+    b_ptrs = b_ptr + inner[:, None] + wrapped_cols[None, :] * stride_bn
+    scale_a_ptrs = scale_a_ptr + wrapped_rows * stride_sam
     scale_b_ptr += col // GROUP * stride_sbn
     acc = tl.zeros((BLOCK_M, GROUP), dtype=tl.float32)
     for _ in range(0, K, GROUP):
@@ -75,28 +78,29 @@ def blockwise_matmul_tiles_kernel(
     tl.store(c_ptrs, acc.to(c_ptr.dtype.element_ty), mask=(rows < M)[:, None] & (cols < N)[None, :])
 
 
-def _launch_tiles(a, b, c, scale_a, scale_b) -> None:
+def _launch_pointers(a, b, c, scale_a, scale_b) -> None:
     (M, K), N = a.shape, b.shape[1]
     num_warps = 8 if device_limits(a.device).shared_bytes < LITTLE_SHARED else 4
-    blockwise_matmul_tiles_kernel[(triton.cdiv(M, TILE["BLOCK_M"]) * triton.cdiv(N, GROUP),)](
+    blockwise_matmul_pointers_kernel[(triton.cdiv(M, TILE["BLOCK_M"]) * triton.cdiv(N, GROUP),)](
         a, b, c, scale_a, scale_b, M, N, K,
         a.stride(0), b.stride(1), c.stride(0), *scale_a.stride(), *scale_b.stride(),
         GROUP=GROUP, **TILE, num_warps=num_warps,
     )  # fmt: skip
 
 
-LAUNCH = {"tiles": _launch_tiles, "warp specialized": launch_warp_specialized}
+LAUNCH = {"pointers": _launch_pointers, "warp specialized": launch_warp_specialized}
 VARIANTS = tuple(LAUNCH)
+ROUNDED = "rounding to e4m3"
 
 
 def runnable(device: torch.device) -> tuple[str, ...]:
     """The variants that a GPU, or the interpreter, runs."""
-    return VARIANTS if gluon_architecture(device) == 90 else ("tiles",)
+    return VARIANTS if gluon_architecture(device) == 90 else ("pointers",)
 
 
 def choose(a: torch.Tensor, b: torch.Tensor, scale_a: torch.Tensor, out_dtype: torch.dtype) -> str:
-    """The last variant that runs here, where TMA can load a, b and scale_a and store the result; else tiles."""
-    return runnable(a.device)[-1] if fp8_tma_takes(a, b, out_dtype) and scales_fit(scale_a) else "tiles"
+    """The last variant that runs here, where TMA can load a, b and scale_a and store the result; else pointers."""
+    return runnable(a.device)[-1] if fp8_tma_takes(a, b, out_dtype) and scales_fit(scale_a) else "pointers"
 
 
 def blockwise_matmul(
@@ -106,10 +110,11 @@ def blockwise_matmul(
     """(a * scale_a) @ (b * scale_b) -> [M, N], contiguous, by the variant of choose(), or by one of VARIANTS.
 
     a [M, K] has contiguous rows, b [K, N] contiguous columns (weight.t()); each is float8_e4m3fn or float8_e5m2. K is a
-    multiple of 128. scale_a [M, K / 128] and scale_b [K / 128, ceil(N / 128)] are float32; what their product loses
-    below 2**-126 is lost. out_dtype is bfloat16, float16 or float32. tiles takes any M and N (0 too), any strides of
-    scales; warp specialized N in 16 bytes of the result, scale_a as rows_contiguous makes it. check_scales reads the
-    scales, which waits for the GPU; pass False where they are known to be good.
+    multiple of 128, or 0. scale_a [M, K / 128] and scale_b [K / 128, ceil(N / 128)] are float32, and so is their
+    product, which underflows below 2**-126. out_dtype is bfloat16, float16 or float32. "pointers" takes any M and N (0
+    too) and scales of any strides; "warp specialized" needs rows of the result that are multiples of 16 bytes (N % 8
+    == 0 in bfloat16), scale_a as m_major returns it, and a and b that TMA can load. check_scales reads the scales,
+    which waits for the GPU; pass False where they are known to be good.
 
     Raises TypeError for another dtype; ValueError for rank, shapes, devices or layouts, an unknown variant, a scale
     that is not positive and finite; RuntimeError for a GPU that cannot run it, or an input that requires grad.
@@ -141,12 +146,24 @@ def budget(h: Harness, K: int) -> dict:
     return {"terms": K} if h.interpreted else {"terms": GROUP, "acc": 2.0**-13, "roundings": GROUP // 32}
 
 
-def rms_errors(a, b, one_sum: Callable) -> tuple[float, float]:
-    """Of one sum in the tensor cores and of promoted ones, relative to the result in float64; all scales are 1."""
-    groups, want = a.shape[1] // GROUP, a.double() @ b.double()
-    scale_a, scale_b = (torch.ones(groups, n, device=a.device).t() for n in (a.shape[0], b.shape[1] // GROUP))
-    got = one_sum(a, b), blockwise_matmul(a, b, scale_a, scale_b.t(), torch.float32)
-    return tuple(((each.double() - want).norm() / want.norm()).item() for each in got)
+def rms_errors(h: Harness, n: int, K: int, mean: float) -> dict[str, float]:
+    """rms error over the rms of the result, all scales 1: of each kind of sum against float64, and of rounding a and b.
+
+    With a mean of 0 products cancel; else the sum grows with K, and what is added to it loses its low bits.
+    """
+    one, out = torch.ones((), device=h.device), {"out_dtype": torch.float32}
+    x, w = h.randn(n, K) + mean, h.randn(n, K) + mean
+    a, b = x.to(E4M3), w.to(E4M3).t()
+    scale_a, scale_b = (torch.ones(K // GROUP, m, device=h.device).t() for m in (n, n // GROUP))
+    got = {
+        "one sum": h.peer("fp8/fp8_matmul").fp8_matmul(a, b, one, one, **out),
+        "promoted": blockwise_matmul(a, b, scale_a, scale_b.t(), **out),
+    }
+    if h.device.type == "cuda":
+        got["_scaled_mm, not fast"] = torch._scaled_mm(a, b, one, one, **out, use_fast_accum=False)
+    want, exact = a.double() @ b.double(), x.double() @ w.double().t()
+    errors = {name: ((each.double() - want).norm() / want.norm()).item() for name, each in got.items()}
+    return errors | {ROUNDED: ((want - exact).norm() / exact.norm()).item()}
 
 
 def compare(h: Harness, inputs: tuple, variants: dict[str, Callable], **options):
@@ -158,13 +175,14 @@ def compare(h: Harness, inputs: tuple, variants: dict[str, Callable], **options)
     )  # fmt: skip
 
 
-def answer(tables: list, plain: list, K: int, one_sum: float, promoted: float) -> str:
-    cost, library = geomean(plain, "triton", "fp8_matmul"), tables[0].baseline
-    scales = f"{cost - 1:.0%} more time than fp8_matmul" if cost > 1.01 else "no more time than fp8_matmul"
+def answer(tables: list, plain: list, best: str, K: int, errors: dict) -> str:
+    library, zero, one = tables[0].baseline, *errors.values()
+    times = [f"{1 / table.over('fp8_matmul', best):.2f}x at {table.case.split('x')[0]}" for table in plain]
     return (
-        f"Scales along K take {scales}: {geomean(tables, library, 'triton'):.2f}x {library}, "
-        f"{geomean(tables, 'tiles', 'triton'):.2f}x tiles. At K = {K} the rms error is {promoted:.0e} promoted, "
-        f"{one_sum:.0e} in one sum{': promotion pays' if one_sum > 2 * promoted else ''}."
+        f"Scales along K: the time is {', '.join(times)} of fp8_matmul's; {best} is "
+        f"{geomean(tables, library, best):.2f}x {library}. rms error at K = {K}: one sum {zero['one sum']:.0e} at mean "
+        f"0 ({ROUNDED} {zero[ROUNDED]:.0e}), {one['one sum']:.0e} at mean 1 ({one[ROUNDED]:.0e}), "
+        f"promoted {one['promoted']:.0e}."
     )
 
 
@@ -182,20 +200,21 @@ def demo(h: Harness) -> None:
     mma = {89: ("mma.sync",), 90: ("wgmma", "setmaxnreg"), 100: ("tcgen05.mma",), 120: ("mma.sync",)}
     h.codegen(blockwise_matmul, x, x.t(), scale_a, scale_b, find={sm: ("mma f8", *each) for sm, each in mma.items()})
 
-    peer, one = h.peer("fp8/fp8_matmul"), torch.ones((), device=h.device)
+    peer, one, best = h.peer("fp8/fp8_matmul"), torch.ones((), device=h.device), runnable(h.device)[-1]
     single = {"fp8_matmul": lambda a, b, *_: peer.fp8_matmul(a, b, one, one, check_scales=False)}
-    ours = {"triton": functools.partial(blockwise_matmul, check_scales=False)}
-    tiles, tables, plain = functools.partial(blockwise_matmul, variant="tiles", check_scales=False), [], []
+    ours = {name: functools.partial(blockwise_matmul, variant=name, check_scales=False) for name in runnable(h.device)}
+    tables, plain = [], []
     for n in h.pick(interpreted=(256,), quick=(4096,), full=(4096, 8192)):
         inputs = operands(h, n, n, n)
-        tables.append(compare(h, inputs, library(*inputs) | ours | {"tiles": tiles}))
+        tables.append(compare(h, inputs, library(*inputs) | ours))
         unscaled = {"references": {"fp8_matmul": lambda a, b, *_: a.double() @ b.double()}, "peers": list(single)}
-        plain.append(compare(h, inputs, single | ours, **unscaled, **peer.budget(h, n)))
+        plain.append(compare(h, inputs, single | {best: ours[best]}, **unscaled, **peer.budget(h, n)))
 
     n, K = h.pick(interpreted=(128, 512), quick=(1024, 16384), full=(1024, 32768))
-    a, b = h.randn(n, K, dtype=E4M3), h.randn(n, K, dtype=E4M3).t()
-    errors = rms_errors(a, b, lambda a, b: peer.fp8_matmul(a, b, one, one, None, torch.float32, check_scales=False))
-    h.answer(lambda: answer(tables, plain, K, *errors))
+    errors = {mean: rms_errors(h, n, K, mean) for mean in (0, 1)}
+    rows = {f"mean {mean}": {name: f"{error:.1e}" for name, error in each.items()} for mean, each in errors.items()}
+    h.table(f"rms error over the rms of the result, K = {K}", rows)
+    h.answer(lambda: answer(tables, plain, best, K, errors))
 
 
 if __name__ == "__main__":

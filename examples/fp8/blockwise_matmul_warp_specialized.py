@@ -1,8 +1,9 @@
 """blockwise_matmul in Gluon for Hopper: two or three warpgroups, one of which promotes while another multiplies.
 
-One warp fills a ring of buffers by TMA, scales of a among them. Each warpgroup owns 64 rows of a tile and takes turns
-by itself: while one promotes a group, another has the tensor cores. Two have registers for two groups in flight each:
-the first is promoted while the second is multiplied. Three have a larger tile, which loads less.
+One warp fills a ring of buffers by TMA: a, b and the scales of a. Each warpgroup owns 64 rows of a tile. Nothing orders
+the warpgroups: while one promotes, another's MMAs run. With two warpgroups each has registers for two groups in flight,
+and promotes the first while the second is multiplied. With three the tile is larger: a sixth less is loaded for each
+element.
 """
 
 from __future__ import annotations
@@ -26,9 +27,9 @@ from examples.common.quantize import GROUP
 from examples.common.tiles import tile_coords
 from examples.common.tma import gluon_descriptor, tma_takes
 
-# GROUP of K has one scale, and so many columns share one: it is also the tile's step of K and its columns.
-# Warpgroups of 64 rows -> whether each has two groups in flight, slots of the ring, GROUP_M, registers of a thread.
-# More slots do not help: programs drift apart, and no longer find in L2 what others loaded.
+# A scale covers GROUP = 128 of K and, for b, 128 columns: so GROUP is BLOCK_K and BLOCK_N too.
+# Warpgroups of 64 rows -> whether each has two groups in flight, slots of the ring (no more fit), GROUP_M, and the
+# registers of a thread.
 CONFIGS = {
     2: {"PAIRS": True, "STAGES": 5, "GROUP_M": 8, "REGISTERS": 240},
     3: {"PAIRS": False, "STAGES": 4, "GROUP_M": 6, "REGISTERS": 160},
@@ -46,7 +47,7 @@ def _produce(
     BLOCK_M: gl.constexpr = 64 * WARPGROUPS
     BYTES: gl.constexpr = (BLOCK_M + GROUP) * GROUP + 4 * BLOCK_M
     slot = 0
-    phase = 1  # of a new barrier, at which nobody has arrived: every slot is empty
+    phase = 1  # a new barrier counts as past the phase of parity 1: every slot is empty
     tiles = gl.cdiv(M, BLOCK_M) * gl.cdiv(N, GROUP)
     for tile in range(gl.program_id(0), tiles, gl.num_programs(0)):
         row, col = tile_coords(tile, M, N, BLOCK_M, GROUP, GROUP_M)
@@ -78,8 +79,8 @@ def _start_group(
 
 @gluon.jit
 def _promote(acc, partial, scale, ORDERED: gl.constexpr):
-    """acc + partial * scale. ORDERED: here, where it overlaps the next MMAs; else the assembler may place it where it
-    likes, which is behind the wait for those."""
+    """acc + partial * scale. ORDERED: as inline assembly with a side effect, so that the compiler keeps it before the
+    wait for the next MMAs, which it overlaps; a plain FMA it moves behind that wait."""
     if ORDERED:
         return gl.inline_asm_elementwise(
             "fma.rn.f32 $0, $1, $2, $3;", "=f,f,f,f", [partial, scale[:, None] + gl.zeros_like(partial), acc],
@@ -203,12 +204,12 @@ def scales_fit(scale_a: torch.Tensor) -> bool:
 
 def require_hopper_layout(name: str, a, b, scale_a, out_dtype) -> None:
     """What this kernel needs beyond the checks that all variants share; raises ValueError or RuntimeError."""
-    require_wgmma(name, a.device, "variant='tiles'")
-    check_fp8_tma(name, a, b, out_dtype, "variant='tiles'")
+    require_wgmma(name, a.device, "variant='pointers'")
+    check_fp8_tma(name, a, b, out_dtype, "variant='pointers'")
     if not scales_fit(scale_a):
         raise ValueError(
             f"{name}: scale_a has strides {scale_a.stride()} and starts {scale_a.data_ptr() % 16} bytes past a "
-            f"multiple of 16; TMA loads it along M: pass rows_contiguous(scale_a), or use variant='tiles'"
+            f"multiple of 16; TMA loads it along M: pass m_major(scale_a), or use variant='pointers'"
         )
 
 

@@ -61,7 +61,7 @@ def _produce(
         BLOCK_N * bias.dtype.primitive_bitwidth // 8 if bias is not None else 0
     )
     slot = 0
-    phase = 1  # of a new barrier, at which nobody has arrived: every slot is empty
+    phase = 1  # a new barrier counts as past the phase of parity 1: every slot is empty
     last_phase = 1
     tiles = gl.cdiv(M, 2 * HALF_M) * gl.cdiv(N, BLOCK_N)
     for tile in range(gl.program_id(0), tiles, gl.num_programs(0)):

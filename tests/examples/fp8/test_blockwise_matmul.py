@@ -3,8 +3,11 @@
 import functools
 import itertools
 import re
+from types import SimpleNamespace
 
+from harness import Table
 from harness.codegen import compile_for, dump
+from harness.session import LONGEST_ANSWER
 
 import pytest
 import torch
@@ -13,7 +16,7 @@ from examples.common import gluon as common
 from examples.common import operands as checks
 from examples.common.device import SHARED_LIMIT, Limits
 from examples.common.fp8 import E4M3, E5M2, OUT_DTYPES, quantize_reference
-from examples.common.fp8_gemm import rows_contiguous
+from examples.common.fp8_gemm import m_major
 from examples.common.quantize import GROUP
 from examples.fp8 import blockwise_matmul as lesson
 from examples.fp8 import blockwise_matmul_warp_specialized as hopper
@@ -32,11 +35,11 @@ def check(h, inputs, variant, out=torch.bfloat16, what=None):
     h.check(fn, reference, *inputs, what=what, dtype=out, **budget(h, K))
 
 
-@pytest.fixture(params=["tiles", 2, 3], ids=lambda param: param if param == "tiles" else f"{param} warpgroups")
+@pytest.fixture(params=["pointers", 2, 3], ids=lambda param: param if param == "pointers" else f"{param} warpgroups")
 def variant(request, h, monkeypatch):
-    """tiles, and warp specialized with two and three warpgroups."""
-    if request.param == "tiles":
-        return "tiles"
+    """pointers, and warp specialized with two and three warpgroups."""
+    if request.param == "pointers":
+        return "pointers"
     if SPECIALIZED not in lesson.runnable(h.device):
         pytest.skip("warp specialized needs sm_90")
     monkeypatch.setattr(hopper, "choose_warpgroups", lambda M, N, K, sms: request.param)
@@ -73,7 +76,7 @@ def test_group_sums_are_added_in_float32(h, variant):
     groups, one = 6, torch.ones((), device=h.device)
     a, b = (torch.ones(n, groups * GROUP, device=h.device) for n in (64, 128))
     a[:, :GROUP], b[:, :GROUP] = 64, 64
-    scales = rows_contiguous(one.expand(64, groups)), one.expand(groups, 1)
+    scales = m_major(one.expand(64, groups)), one.expand(groups, 1)
     got = blockwise_matmul(a.to(E4M3), b.to(E4M3).t(), *scales, torch.float32, variant)
     assert torch.equal(got, torch.full_like(got, 64 * 64 * GROUP + (groups - 1) * GROUP))
 
@@ -91,16 +94,16 @@ def test_every_tile_is_taken_once(h, variant, gpu_of, monkeypatch):
 def test_layouts(h, variant):
     a, b, scale_a, scale_b = operands(h, 140, 300, 512)
     scales = scale_a[:, :2], scale_b[:2, :3]
-    wide = rows_contiguous(torch.cat([scale_a, scale_a]))  # columns further apart than rows are many
+    wide = m_major(torch.cat([scale_a, scale_a]))  # columns further apart than rows are many
     cases = [
         (a[:, :256], b[:256, :296], *scales),  # rows apart: what lies between them must not be summed
-        (a[::3, :256], b[:256, 8:296:2], rows_contiguous(scales[0][::3]), scales[1][:, :2]),  # every third row
+        (a[::3, :256], b[:256, 8:296:2], m_major(scales[0][::3]), scales[1][:, :2]),  # every third row
         (a[:, :256], b[:256, :296], wide[140:, :2], scales[1]),
         (a[:1], b[:, :8], scale_a[:1], scale_b[:, :1]),
         (a, b[:, :296], scale_a, scale_b.repeat_interleave(2, 0).repeat_interleave(3, 1)[::2, ::3]),
         (a, b[:, :128], scale_a, scale_b[:1, :1].expand(4, 1)),  # one scale for all of b, by a stride of 0
     ]
-    if variant == "tiles":
+    if variant == "pointers":
         cases += [
             (a, b, scale_a.contiguous(), scale_b.contiguous()),  # K contiguous; either way round
             (a[:1].expand(7, 512), b[:, 3:40], scale_a[:1].expand(7, 4), scale_b[:, :1]),
@@ -111,7 +114,7 @@ def test_layouts(h, variant):
 
 def test_extremes(h, variant):
     """NaN and infinity reach what torch says they reach: not the rows and columns beside the tail of a tile."""
-    scales = rows_contiguous(h.randn(130, 3).exp_()), h.randn(3, 3).exp_().t()
+    scales = m_major(h.randn(130, 3).exp_()), h.randn(3, 3).exp_().t()
     a, b = h.randn(130, 384), h.randn(264, 384)
     a[3, 5], b[9, 2] = float("nan"), float("nan")  # e4m3fn has no infinity
     check(h, (a.to(E4M3), b.to(E4M3).t(), *scales), variant, what="NaN")
@@ -119,15 +122,15 @@ def test_extremes(h, variant):
     check(h, (a.to(E5M2), b.to(E5M2).t(), *scales), variant, what="NaN and infinities")
     finite_a, finite_b = a.nan_to_num(0, 1, 1), b.nan_to_num(0, 1, 1).to(E4M3).t()
     least = (finite_a * 2.0**-8).to(E4M3)  # mostly subnormal
-    small = rows_contiguous(2.0**-30 * scales[0]), 2.0**-30 * scales[1]
+    small = m_major(2.0**-30 * scales[0]), 2.0**-30 * scales[1]
     check(h, (least, finite_b, *small), variant, torch.float32, what="subnormal")
-    huge = rows_contiguous(120.0 * scales[0]), 120.0 * scales[1]
+    huge = m_major(120.0 * scales[0]), 120.0 * scales[1]
     check(h, (finite_a.to(E4M3), finite_b, *huge), variant, torch.float16, what="beyond float16, in part")
 
     # Zeros have the least scale there is, and the product of two underflows: 0 all the same.
     zeros = torch.zeros(128, 256, device=h.device)
     (q, scale_a), (w, scale_b) = quantize_reference(zeros, (1, GROUP)), quantize_reference(zeros, (GROUP, GROUP))
-    assert not blockwise_matmul(q, w.t(), rows_contiguous(scale_a), scale_b.t(), variant=variant).any()
+    assert not blockwise_matmul(q, w.t(), m_major(scale_a), scale_b.t(), variant=variant).any()
 
 
 @pytest.mark.gpu
@@ -166,10 +169,10 @@ def layer(M=4096, N=4096, K=4096, formats=(E4M3, E4M3)):
 SMALL, LARGE = (4096, 4096, 4096), (8192, 8192, 8192)  # two warpgroups, three
 
 
-def test_code_of_tiles():
-    (kernel,) = compile_for(blockwise_matmul, (*layer(formats=FORMATS[1]), torch.float32, "tiles"), sms=(90,))
+def test_code_of_pointers():
+    (kernel,) = compile_for(blockwise_matmul, (*layer(formats=FORMATS[1]), torch.float32, "pointers"), sms=(90,))
     assert (kernel.error, kernel.spills, kernel.fits) == (None, 0, True)
-    assert all(kernel.found.get(name) for name in CODE["tiles"][90]), kernel.found
+    assert all(kernel.found.get(name) for name in CODE["pointers"][90]), kernel.found
     assert kernel.found["mma f8"] == kernel.found["wgmma"], "a tensor-core instruction that is not FP8's"
     # Two programs on an SM, of shared memory and of registers.
     assert 2 * (kernel.shared + 1024) <= 228 * 1024
@@ -211,14 +214,15 @@ def test_warp_specialized_code(shape, out):
 def test_which_kernel_is_chosen(h, monkeypatch):
     """The fastest that the GPU has and that takes the operands. What the GPU lacks is refused."""
     (a, b, scale_a, _), inputs = layer(130, 264, 256), operands(h, 8, 8, 128)
-    for sm, last in {90: SPECIALIZED, 100: "tiles", None: "tiles"}.items():
+    for sm, last in {90: SPECIALIZED, 100: "pointers", None: "pointers"}.items():
         for module in (lesson, common):
             monkeypatch.setattr(module, "gluon_architecture", lambda device, sm=sm: sm)
         assert choose(a, b, scale_a, torch.bfloat16) == last
         assert choose(a, b[:, :260], scale_a, torch.float32) == last
-        assert choose(a, b[:, :260], scale_a, torch.bfloat16) == "tiles"  # its rows are no multiple of 16 bytes
-        assert choose(a, b, scale_a.contiguous(), torch.bfloat16) == "tiles"  # K contiguous
-    for sm, variant, message in [(80, None, "this GPU is sm_80"), (100, SPECIALIZED, "needs sm_90, .*variant='tiles'")]:
+        assert choose(a, b[:, :260], scale_a, torch.bfloat16) == "pointers"  # its rows are no multiple of 16 bytes
+        assert choose(a, b, scale_a.contiguous(), torch.bfloat16) == "pointers"  # K contiguous
+    elsewhere = "needs sm_90, .*variant='pointers'"
+    for sm, variant, message in [(80, None, "this GPU is sm_80"), (100, SPECIALIZED, elsewhere)]:
         monkeypatch.setattr(checks, "architecture", lambda device, sm=sm: sm)
         with pytest.raises(RuntimeError, match=f"blockwise_matmul: {message}"):
             blockwise_matmul(*inputs, variant=variant)
@@ -244,7 +248,7 @@ def test_bad_input(h, monkeypatch):
     ]
     for_tma = [
         ({"b": b[:, :140]}, "N 140; TMA needs .* N to one of 8"),
-        ({"scale_a": scale_a.contiguous()}, r"scale_a has strides \(2, 1\) .*pass rows_contiguous\(scale_a\)"),
+        ({"scale_a": scale_a.contiguous()}, r"scale_a has strides \(2, 1\) .*pass m_major\(scale_a\)"),
         ({"scale_a": scale_a[:, :1].expand(6, 2)}, r"scale_a has strides \(1, 0\)"),
         ({"a": a[1:], "scale_a": scale_a[1:]}, "scale_a has .* starts 4 bytes past a multiple of 16"),
     ]
@@ -255,3 +259,32 @@ def test_bad_input(h, monkeypatch):
         given = {"a": a, "b": b, "scale_a": scale_a, "scale_b": scale_b} | wrong
         with pytest.raises(ValueError, match=f"blockwise_matmul: .*{message}"):
             blockwise_matmul(**given, variant=SPECIALIZED)
+
+
+def test_answer():
+    """As an H200 has it: the cost by size, what sums lose beside what rounding to e4m3 loses, in one sentence."""
+
+    def table(n, baseline, times):
+        rows = [SimpleNamespace(variant=name, ms=ms, speedup=times[baseline] / ms) for name, ms in times.items()]
+        return Table("blockwise_matmul", f"{n}x{n}x{n}", baseline, rows)
+
+    library = "_scaled_mm blockwise"
+    tables = [table(4096, library, {library: 0.1125, "pointers": 0.1861, SPECIALIZED: 0.1104})]
+    plain = [table(n, "fp8_matmul", {"fp8_matmul": 1.0, SPECIALIZED: ms}) for n, ms in ((4096, 1.17), (8192, 1.06))]
+    rounded = lesson.ROUNDED
+    errors = {
+        0: {"one sum": 4.72e-3, "promoted": 1.26e-4, rounded: 3.7e-2},
+        1: {"one sum": 0.264, "promoted": 9.8e-5, rounded: 1.4e-3},
+    }
+    said = lesson.answer(tables, plain, SPECIALIZED, 32768, errors)
+    assert "1.17x at 4096, 1.06x at 8192 of fp8_matmul's; warp specialized is 1.02x _scaled_mm blockwise" in said
+    assert "one sum 5e-03 at mean 0 (rounding to e4m3 4e-02), 3e-01 at mean 1 (1e-03), promoted 1e-04." in said
+    assert len(said) <= LONGEST_ANSWER
+
+
+def test_errors_of_sums(h):
+    """Promotion never sums worse; rounding the operands costs most where products cancel."""
+    zero, one = (lesson.rms_errors(h, 128, 512, mean) for mean in (0, 1))
+    assert all(each["promoted"] <= 1.1 * each["one sum"] < each[lesson.ROUNDED] for each in (zero, one))
+    assert 0.03 < zero[lesson.ROUNDED] < 0.045
+    assert one[lesson.ROUNDED] < zero[lesson.ROUNDED] / 4
