@@ -183,7 +183,8 @@ def compare(h: Harness, B: int, H: int, S: int, D: int, causal: bool) -> Table:
 
 def beside_fastest(table: Table) -> str:
     library = min((row for row in table.rows if not row.ours), key=lambda row: row.ms).variant
-    return f"{table.best.tflops:.0f} ({table.over(library):.2f}x {library.split(',')[0]})"
+    name = library.split()[0].strip(",").removesuffix("Attention")  # cuDNN, Flex, or torch's own
+    return f"{table.best.tflops:.0f} ({table.over(library):.2f}x {name})"
 
 
 def answer(pairs: list[list[Table]]) -> str:
