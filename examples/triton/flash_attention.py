@@ -34,7 +34,7 @@ import torch
 import triton
 import triton.language as tl
 from torch.nn.attention import SDPBackend
-from torch.nn.attention.flex_attention import FlexKernelOptions, create_block_mask, flex_attention
+from torch.nn.attention.flex_attention import create_block_mask, flex_attention
 
 from examples.common.attention import attention_budget, attention_flops, check_attention, sdpa
 from examples.common.attention import attention_reference as reference
@@ -158,21 +158,13 @@ def flash_attention(
 
 
 def compare(h: Harness, B: int, H: int, S: int, D: int, causal: bool) -> Table:
-    """This kernel beside cuDNN, torch's flash attention and FlexAttention (its default and tuned): B x H heads."""
+    """This kernel beside cuDNN, torch's flash attention and FlexAttention: B x H heads."""
     q, k, v = (h.randn(B, H, S, D, dtype=h.half) for _ in range(3))
     libraries = {"torch flash (FA2)": sdpa(SDPBackend.FLASH_ATTENTION, causal)}
     if h.device.type != "cpu":
         mask = create_block_mask(lambda b, h, i, j: i >= j, None, None, S, S, device=h.device) if causal else None
-        flex = functools.partial(flex_attention, block_mask=mask)
-        tuned = torch._inductor.list_mode_options("max-autotune-no-cudagraphs") | {"autotune_num_choices_displayed": 0}
         libraries = {"cuDNN": sdpa(SDPBackend.CUDNN_ATTENTION, causal)} | libraries
-        libraries["FlexAttention"] = h.compiled(flex)
-        # What holds with this mask and without one: each row sees a key of the first block that it meets, and no block
-        # between others is skipped. FlexAttention drops USE_TMA where a tensor does not allow it.
-        options = ("USE_TMA", "ROWS_GUARANTEED_SAFE", "BLOCKS_ARE_CONTIGUOUS")
-        options = {name: True for name in options if name in FlexKernelOptions.__annotations__}
-        flex = functools.partial(flex, kernel_options=options)
-        libraries["FlexAttention, max-autotune"] = h.compiled(flex, options=tuned)
+        libraries["FlexAttention"] = h.compiled(functools.partial(flex_attention, block_mask=mask))
     return h.compare(
         libraries | {"triton": functools.partial(flash_attention, causal=causal)},
         functools.partial(reference, causal=causal), q, k, v, baseline=next(iter(libraries)),

@@ -1,18 +1,26 @@
-"""Study of flash attention: how many programs share an SM, and where their wgmma find the left operand.
+"""Study of flash attention: what FlexAttention gains by tuning, and where wgmma find their left operand.
 
-In registers or in shared memory: the weights come from registers, and at a head dim of 64 the queries too (the kernel
-adds 0 to them). At 128 the queries would spill.
+FlexAttention's own options and torch.compile's max-autotune take some 10 s of compiling a case: they are timed here, at
+one size, and not in the lesson. The generated code says how many programs share an SM, and whether the left operands
+of their wgmma lie in registers or in shared memory: the weights come from registers, and at a head dim of 64 the
+queries too (the kernel adds 0 to them). At 128 the queries would spill.
 """
 
 from __future__ import annotations
 
+import functools
 import itertools
 import re
 
-from harness import Harness
+from harness import Harness, Work
 from harness.codegen import Kernel, dump
 
-from examples.triton.flash_attention import TILES, flash_attention
+import torch
+from torch.nn.attention import SDPBackend
+from torch.nn.attention.flex_attention import FlexKernelOptions, create_block_mask, flex_attention
+
+from examples.common.attention import attention_budget, attention_flops, sdpa
+from examples.triton.flash_attention import TILES, flash_attention, reference
 
 
 def programs_per_sm(kernel: Kernel) -> int:
@@ -29,7 +37,35 @@ def left_operands(*args) -> dict[str, int]:
     return {"left in registers": first.count("{"), "left in memory": first.count("%")}
 
 
+def tuned_flex(h: Harness, B: int, H: int, S: int, D: int, causal: bool) -> None:
+    """FlexAttention as it comes, with what its options may promise here, and tuned, beside cuDNN and this kernel."""
+    q, k, v = (h.randn(B, H, S, D, dtype=h.half) for _ in range(3))
+    mask = create_block_mask(lambda b, h, i, j: i >= j, None, None, S, S, device=h.device) if causal else None
+    # What holds with this mask and without one: each row sees a key of the first block that it meets, and no block
+    # between others is skipped. FlexAttention drops USE_TMA where a tensor does not allow it.
+    promises = ("USE_TMA", "ROWS_GUARANTEED_SAFE", "BLOCKS_ARE_CONTIGUOUS")
+    promises = {name: True for name in promises if name in FlexKernelOptions.__annotations__}
+    flex = functools.partial(flex_attention, block_mask=mask)
+    promised = functools.partial(flex, kernel_options=promises)
+    silent = {"autotune_num_choices_displayed": 0, "max_autotune_report_choices_stats": False}
+    tuned = torch._inductor.list_mode_options("max-autotune-no-cudagraphs") | silent
+    h.compare(
+        {
+            "cuDNN": sdpa(SDPBackend.CUDNN_ATTENTION, causal), "FlexAttention": h.compiled(flex),
+            "FlexAttention, options": h.compiled(promised),
+            "FlexAttention, tuned": h.compiled(promised, options=tuned),
+            "triton": functools.partial(flash_attention, causal=causal),
+        },
+        functools.partial(reference, causal=causal), q, k, v, baseline="FlexAttention", title="FlexAttention, tuned",
+        case=f"{B}x{H}x{S}x{D}{' causal' * causal}",
+        work=Work(bytes=4 * q.nbytes, flops=attention_flops(q, k, causal), dtype=h.half), **attention_budget(h.half, S),
+    )  # fmt: skip
+
+
 def study(h: Harness) -> None:
+    if h.device.type == "cuda":
+        for causal in (False, True):
+            tuned_flex(h, *h.pick(quick=(1, 16, 4096, 128), full=(4, 32, 4096, 128)), causal)
     code = {}
     for D, causal in itertools.product(TILES, (False, True)):
         x = h.meta(4, 32, 4096, D)
