@@ -219,16 +219,20 @@ def _run_topic(topic: Topic, argv: list[str], demos: dict[str, Callable]) -> int
     if this.mode != "gpu" and options.profile:
         console.print("  no GPU: each variant is warmed, then called once inside torch.profiler.record_function")
     ran, order, stopped = [], _order(topic), False
+
+    def keep() -> None:
+        record.put(ran[-1], order)
+        record.save()
+
     try:
         for technique in chosen:
             record.running = technique.name
             record.save()  # before as well: a run that is killed says in which technique
             try:
-                _run_technique(topic, technique, options, console, how, demos.get(technique.name), ran)
+                _run_technique(topic, technique, options, console, how, demos.get(technique.name), ran, keep)
             finally:
                 record.running = None
-                record.put(ran[-1], order)
-                record.save()
+                keep()
     except KeyboardInterrupt:
         stopped = True
         console.print("\ninterrupted; this is what was done")
@@ -241,8 +245,11 @@ def _run_topic(topic: Topic, argv: list[str], demos: dict[str, Callable]) -> int
     return int(any("failed" in (each.status, each.study and each.study.status) for each in ran))
 
 
-def _run_technique(topic: Topic, technique: Technique, options, console, how: dict, demo, ran: list) -> None:
-    """Run a lesson, and its study if asked; what becomes of them is in the record that is appended to `ran`."""
+def _run_technique(topic: Topic, technique: Technique, options, console, how: dict, demo, ran: list, keep) -> None:
+    """Run a lesson, and its study if asked; what becomes of them is in the record that is appended to `ran`.
+
+    `keep` saves that record before the study too: a study that is killed takes only itself along.
+    """
     from harness.console import technique_heading
     from harness.hardware import machine
     from harness.session import Harness
@@ -261,6 +268,7 @@ def _run_technique(topic: Topic, technique: Technique, options, console, how: di
     if not (options.study and session.record.status == "passed"):
         return
     if technique.studies:
+        keep()
         study = Harness(technique.name, technique.needs, lesson=session.tables, **given)
         session.record.study = study.record
         technique_heading(console, technique, ", study")

@@ -331,7 +331,8 @@ def test_a_run_replaces_what_it_ran_and_keeps_the_rest(main, topic, tmp_path):
 
 
 def test_a_study_follows_its_lesson_and_only_one_that_passed(main, topic, tmp_path):
-    study = "h.fact('over', [t.over('torch') > 0 for t in h.lesson])\nassert h.is_study\nh.answer(1)"
+    study = "h.fact('over', [t.over('torch') > 0 for t in h.lesson])\nassert h.is_study"
+    study += f"\nassert 'doubling' in open({str(tmp_path / 'r.json')!r}).read(), 'it may be killed'\nh.answer(1)"
     script = topic(good=TABLE, wrong=BAD["wrong"], bare=GOOD, studies={"good": study, "wrong": study})
     assert main(script, "--study", "--json", tmp_path / "r.json").returncode == 1
     examples = examples_of(tmp_path / "r.json")
