@@ -9,6 +9,7 @@ fields that are empty are skipped: a field that a newer Python adds is empty in 
 from __future__ import annotations
 
 import ast
+import functools
 import hashlib
 from collections.abc import Iterable, Iterator
 from pathlib import Path
@@ -28,8 +29,7 @@ def sources_hash(path: Path, peers: Iterable[Path] = (), root: Path = ROOT) -> s
     digest = hashlib.sha256()
     for file in sorted(files):
         digest.update(file.relative_to(root).as_posix().encode())
-        for word in _words(ast.parse(file.read_bytes())):
-            digest.update(word.encode() + b"\0")
+        digest.update(_read(file.read_bytes())[0])
     return digest.hexdigest()[:16]
 
 
@@ -45,14 +45,21 @@ def closure(path: Path, root: Path = ROOT) -> Iterator[Path]:
         todo += [found for module in imported(file) if (found := _file_of(module, root))]
 
 
-def imported(path: Path) -> Iterator[str]:
+def imported(path: Path) -> tuple[str, ...]:
     """The dotted names that a file imports, wherever in it; of `from a import b` both a and a.b, a module or not."""
-    for node in ast.walk(ast.parse(path.read_bytes())):
+    return _read(path.read_bytes())[1]
+
+
+@functools.cache
+def _read(source: bytes) -> tuple[bytes, tuple[str, ...]]:
+    """The words of a file and what it imports: what fifty lessons import is parsed once."""
+    tree, found = ast.parse(source), []
+    for node in ast.walk(tree):
         if isinstance(node, ast.Import):
-            yield from (alias.name for alias in node.names)
+            found += [alias.name for alias in node.names]
         elif isinstance(node, ast.ImportFrom) and node.module:
-            yield node.module
-            yield from (f"{node.module}.{alias.name}" for alias in node.names)
+            found += [node.module, *(f"{node.module}.{alias.name}" for alias in node.names)]
+    return b"".join(word.encode() + b"\0" for word in _words(tree)), tuple(found)
 
 
 def _file_of(module: str, root: Path) -> Path | None:
