@@ -12,7 +12,6 @@ from harness.bench import LEAST_ROUNDS, MOST_ROUNDS, Row, is_ours, time_rounds, 
 from harness.check import CheckError, VacuousCheck
 from harness.hardware import Ceilings, gpu_ms, gpu_round_ms, whole_call_ms
 from harness.session import Harness
-from harness.settings import get_caches
 
 import pytest
 import torch
@@ -241,11 +240,11 @@ def test_first_calls_are_cold_or_timed_by_the_technique_itself(checked):
         folders.append((cache(), cache().is_dir() and not list(cache().iterdir())))
         return x * 2
 
-    folders, usual, before = [], cache(), get_caches()
+    folders, usual = [], cache()
     variants, x = {"torch": look, "torch again": lambda x: look(x)}, torch.randn(8, 8)
     checked.compare(variants, reference, x, timing=Timing(cold=True), **RATIO)
     (one, empty), (other, also_empty) = folders
-    assert (empty, also_empty, one.exists(), get_caches() == before) == (True, True, False, True)
+    assert (empty, also_empty, one.exists(), cache() == usual) == (True, True, False, True)
     assert len({one, other, usual}) == 3  # each has one of its own
     folders.clear()
     checked.compare(variants, reference, x, **RATIO)
