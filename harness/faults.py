@@ -5,8 +5,6 @@ torch.compile raises them from deep inside, wrapped in exceptions of its own, wi
 
 from __future__ import annotations
 
-import difflib
-import errno
 import os
 import re
 import sysconfig
@@ -15,24 +13,7 @@ import traceback
 from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 
-from harness.hardware import package_version
-
 import torch
-
-CANNOT_WRITE = (errno.EACCES, errno.EPERM, errno.EROFS, errno.ENOTDIR, errno.ENOSPC, errno.EDQUOT)
-NO_MEMORY = re.compile(
-    r"DefaultCPUAllocator: .*memory.*|std::bad_alloc|CUDA error: out of memory|CUDA_ERROR_OUT_OF_MEMORY"
-    r"|(CUBLAS|CUDNN)_STATUS_ALLOC_FAILED"
-)
-# What torch_xla raises for a tensor that is not on its device, and torch for tensors on two devices of which one is.
-NOT_ON_XLA = re.compile(
-    r"Expected XLA tensor\. Got: .*|Element at index \d+ is not an XLA tensor\. Got: .*"
-    r"|the indexed tensor must be an XLA tensor"
-    r"|found two different devices (?:xla:\d+, cpu|cpu, xla:\d+)|expected device xla:\d+ but got cpu"
-    r"|to have the same device type, but got (?=.*xla:\d)(?=.*cpu).*"
-    r"|not at the same device, (?=.*xla:\d)(?=.*cpu).*"
-)
-INSTALL_CXX = "install one (apt install g++), or set CXX to one"
 
 
 def explain(error: BaseException) -> str | None:
@@ -43,22 +24,14 @@ def explain(error: BaseException) -> str | None:
     """
     if "already registered in mega-cache artifact factory" in str(error):
         return _half_imported()
-    if isinstance(error, AssertionError):
-        return None
-    for each in _chain(error):
-        for look in FAULTS:
-            if said := look(each, str(each)):
-                return " ".join(said.split())
+    for each in () if isinstance(error, AssertionError) else _chain(error):
+        text = f"{type(each).__name__}: {each}"
+        for pattern, said in FAULTS:
+            if found := re.search(pattern, text):
+                message = said(each, found) if callable(said) else said.format(found[0].strip(), *found.groups())
+                if message:
+                    return " ".join(message.split())
     return None
-
-
-def _half_imported() -> str:
-    """The compiler makes its cache while it is imported; when that fails, a second import fails in another way."""
-    try:
-        os.makedirs(os.environ.get("TORCHINDUCTOR_CACHE_DIR") or tempfile.gettempdir(), exist_ok=True)
-    except OSError as error:
-        return _cache(error, str(error)) or str(error)
-    return "torch.compile could not be loaded, for what the first technique that failed says"
 
 
 def where(error: BaseException) -> list[str]:
@@ -82,11 +55,10 @@ def _frames_told(text: str) -> list[Frame]:
 def _readers(frames: Iterable[Frame]) -> list[str]:
     folders = [sysconfig.get_path(kind) for kind in ("stdlib", "platstdlib", "purelib", "platlib")]
     libraries = ("<", str(Path(__file__).parent), str(Path(torch.__file__).parent), *folders)
-    return [_place(frame) for frame in frames if not frame[0].startswith(libraries)]
+    return [_place(*frame) for frame in frames if not frame[0].startswith(libraries)]
 
 
-def _place(frame: Frame) -> str:
-    file, line, function, code = frame
+def _place(file: str, line: object, function: str, code: str | None) -> str:
     return f"{Path(file).name}:{line} in {function}: {code}"
 
 
@@ -106,141 +78,120 @@ def _first_line(text: str) -> str:
     return line if len(line) <= 300 else f"{line[:300]} ..."
 
 
-# Each of these is shown one error of the chain, and its text.
+# Each of these is shown one error of the chain, and what of its text has been found.
 
 
-def _memory(error: BaseException, text: str) -> str | None:
-    if isinstance(error, torch.OutOfMemoryError):
-        return f"out of GPU memory: {_first_line(text)}; try --quick, or free the GPU"
-    found = NO_MEMORY.search(text)
-    if not found and not isinstance(error, MemoryError):
-        return None
-    said = found[0].removeprefix("DefaultCPUAllocator: ") if found else "MemoryError"
-    kind, free = ("GPU memory", "the GPU") if said.startswith("CU") else ("memory", "some")
-    return f"out of {kind}: {said}; try --quick, or free {free}"
+def _failed_cpp(_: BaseException, found: re.Match) -> str:
+    wrong = re.search(r"^.*\berror: .*$", found.string, re.MULTILINE)
+    folder = os.environ.get("TORCHINDUCTOR_CACHE_DIR", "/")
+    if not os.path.isabs(folder):  # torch 2.11 compiles from within another folder
+        return f"the compiler's cache {folder!r} is not found; set TORCHINDUCTOR_CACHE_DIR to an absolute path"
+    said = wrong[0] if wrong else _first_line(found.string.partition("Output:")[2])
+    return f"{os.environ.get('CXX', 'the C++ compiler')} failed on what Inductor wrote: {said}; {INSTALL_CXX}"
 
 
-def _compiler(error: BaseException, text: str) -> str | None:
-    if "No working C++ compiler found" in text or "InvalidCxxCompiler" in f"{type(error).__name__} {text}":
-        tried = re.search(r"cpp\.cxx: .*'(.+?)'|Compiler: (\S+) is not found", text)
-        name = (tried[1] or tried[2]) if tried else "the one asked for"
-        return f"torch.compile needs a C++ compiler, and {name} does not work; {INSTALL_CXX}"
-    if "Failed to find C compiler" in text:
-        return "Triton needs a C compiler, and finds neither gcc nor clang; install gcc (apt install gcc), or set CC"
-    if re.search(r"Python\.h.*No such file", text):
-        return "the compiler finds no Python.h; install Python's headers (apt install python3-dev)"
-    if "C++ compile error" in text:
-        wrong = re.search(r"^.*\berror: .*$", text, re.MULTILINE)
-        folder = os.environ.get("TORCHINDUCTOR_CACHE_DIR", "/")
-        if not os.path.isabs(folder):  # torch 2.11 compiles from within another folder
-            return f"the compiler's cache {folder!r} is not found; set TORCHINDUCTOR_CACHE_DIR to an absolute path"
-        return (
-            f"{os.environ.get('CXX', 'the C++ compiler')} failed on what Inductor wrote: "
-            f"{wrong[0] if wrong else _first_line(text.partition('Output:')[2])}; {INSTALL_CXX}"
-        )
-    if "Cannot find a working triton installation" in text:
-        return "Inductor needs Triton on this GPU, and it is missing or too old; pip install triton"
-    return None
-
-
-def _cache(_: BaseException, text: str) -> str | None:
+def _cache(_: BaseException, found: re.Match) -> str | None:
     """A cache that cannot be written, told from other files by its place."""
-    found = re.search(r"\[Errno (\d+)\] ([^:\n]+): '([^'\n]+)'", text)
-    if not found:
-        return None
-    number, file, temporary = int(found[1]), os.path.abspath(found[3]), tempfile.gettempdir()
+    file = os.path.abspath(found[2])
     for variable, default in (
-        ("TORCHINDUCTOR_CACHE_DIR", os.path.join(temporary, "torchinductor_")),  # and the user's name
+        ("TORCHINDUCTOR_CACHE_DIR", os.path.join(tempfile.gettempdir(), "torchinductor_")),  # and the user's name
         ("TRITON_CACHE_DIR", str(Path.home() / ".triton")),
-        ("TMPDIR", os.path.join(temporary, "empty-cache-")),  # compiler.empty_cache()
     ):
-        folder = os.path.abspath(os.environ[variable]) if os.environ.get(variable) else None
-        inside = file.startswith(folder if folder and variable != "TMPDIR" else default)
-        above = folder is not None and Path(folder).is_relative_to(file)  # where it would have to be made
-        unmade = number == errno.ENOENT and folder is not None and not os.path.isdir(folder)
-        if (inside or above) and (number in CANNOT_WRITE or unmade):
-            return (
-                f"the compiler cannot write its cache: {found[2]}: {found[3]}; "
-                f"set {variable} to a folder where you may write"
-            )
+        chosen = os.environ.get(variable)
+        # Within it, or above, where it would have to be made.
+        if file.startswith(os.path.abspath(chosen or default)) or (chosen and Path(chosen).is_relative_to(file)):
+            wrong = f"the compiler cannot write its cache: {found[1]}: {found[2]}"
+            return f"{wrong}; set {variable} to a folder where you may write"
     return None
 
 
-def _choice(_: BaseException, text: str) -> str | None:
-    if found := re.search(r"Invalid backend: '([^'\n]*)'", text):
-        usable = ["eager", "aot_eager", *torch.compiler.list_backends()]
-        near = difflib.get_close_matches(found[1], torch.compiler.list_backends(None), n=2)
-        hint = f"did you mean {' or '.join(near)}? " if near else ""
-        return f"torch.compile has no backend {found[1]!r}; {hint}there are: {', '.join(usable)}"
-    if found := re.search(r"Unrecognized mode=(.+?), should be one of: (.*)", text):
-        return f"torch.compile has no mode {found[1]!r}; there are: {found[2]}"
-    if found := re.search(r"Unexpected optimization option (\S+?),", text):
-        near = difflib.get_close_matches(found[1], torch._inductor.list_options(), n=3)
-        hint = f"did you mean {' or '.join(near)}?" if near else "torch._inductor.list_options() names them"
-        return f"torch.compile has no option {found[1]!r}; {hint}"
-    return None
+def _half_imported() -> str:
+    """The compiler makes its cache while it is imported; when that fails, a second import fails in another way."""
+    try:
+        os.makedirs(os.environ.get("TORCHINDUCTOR_CACHE_DIR") or tempfile.gettempdir(), exist_ok=True)
+    except OSError as error:
+        return explain(error) or str(error)
+    return "torch.compile could not be loaded, for what the first technique that failed says"
 
 
-def _graph_break(error: BaseException, text: str) -> str | None:
+def _graph_break(_: BaseException, found: re.Match) -> str:
     """What fullgraph=True does not allow, and where."""
-    if type(error).__name__ != "Unsupported":
-        return None
-    frames = _frames_told(text.rpartition("from user code:")[2])
-    at = f"{_place(frames[-1]).rstrip(':')}: " if frames else ""
+    frames = _frames_told(found.string.rpartition("from user code:")[2])
+    at = f"{_place(*frames[-1]).rstrip(':')}: " if frames else ""
     return (
-        f"cannot be compiled as one graph (fullgraph=True): {at}{_first_line(text)}; "
+        f"cannot be compiled as one graph (fullgraph=True): {at}{_first_line(found[1])}; "
         "python torch_compiler_examples.py graph_breaks shows each cause and its fix"
     )
 
 
-def _xla_pair(_: BaseException, text: str) -> str | None:
-    """torch_xla's library is compiled against one version of torch, and pip does not know which."""
-    if not re.search(r"_XLAC\S*: undefined symbol", text):
-        return None
-    return (
-        f"torch_xla {package_version('torch_xla') or ''} cannot be loaded with torch {torch.__version__}: it was built "
-        "for another torch; `make xla` installs a pair that fits into .venv-xla and runs the topic there"
-    )
-
-
-def _xla_device(_: BaseException, text: str) -> str | None:
-    """PJRT_DEVICE, which is read when the first tensor goes to the device."""
-    unset = "unset PJRT_DEVICE, or set it to CPU"
-    if found := re.search(r"No PjRtPlugin registered for: (.*?)\. Make sure", text):
-        if found[1].upper() in ("CUDA", "GPU"):
-            return (
-                f"PJRT_DEVICE={found[1]}: torch_xla has no CUDA plugin any more, it was removed upstream after 2.8; "
-                f"{unset}; on a GPU use torch.compile with Inductor, or XLA through JAX"
-            )
-        return f"PJRT_DEVICE={found[1]}: there is no such device here; {unset}"
-    if "$PJRT_DEVICE is not set" in text:
-        return f"PJRT_DEVICE is empty; {unset}"
-    if "libtpu not found" in text:
-        return f"PJRT_DEVICE=TPU: there is no libtpu here; on a TPU pip install 'torch_xla[tpu]'; elsewhere {unset}"
-    if "No module named 'libneuronxla'" in text:
-        return f"PJRT_DEVICE=NEURON: there is no libneuronxla here; install it on a Trainium; elsewhere {unset}"
-    return None
-
-
-def _xla_memory(_: BaseException, text: str) -> str | None:
-    found = re.search(r"Out of memory allocating (\d+) bytes|RESOURCE_EXHAUSTED: .*", text)
-    if not found:
-        return None
+def _xla_memory(_: BaseException, found: re.Match) -> str:
     size = f" ({int(found[1]) / 2**30:,.1f} GiB)" if found[1] else ""
     return f"out of memory on XLA's device: {_first_line(found[0])}{size}; try --quick, or a smaller batch"
 
 
-def _xla_tensors(error: BaseException, text: str) -> str | None:
-    found = NOT_ON_XLA.search(text)
-    if not found:
-        return None
-    places = _readers(_frames_told(text)) or _places(error)
+def _xla_tensors(error: BaseException, found: re.Match) -> str:
+    places = _readers(_frames_told(found.string)) or _places(error)
     return (
         f"tensors on the CPU among those on the XLA device{f', {places[-1]}' if places else ''}: {found[0]}; "
         "move them, or the model, with .to(xla.device())"
     )
 
 
-FAULTS: tuple[Callable[[BaseException, str], str | None], ...] = (
-    _memory, _compiler, _cache, _choice, _graph_break, _xla_pair, _xla_device, _xla_memory, _xla_tensors,
-)  # fmt: skip
+INSTALL_CXX = "install one (apt install g++), or set CXX to one"
+UNSET = "unset PJRT_DEVICE, or set it to CPU"
+# What torch_xla raises for a tensor that is not on its device, and torch for tensors on two devices of which one is.
+NOT_ON_XLA = (
+    r"Expected XLA tensor\. Got: .*|Element at index \d+ is not an XLA tensor\. Got: .*"
+    r"|the indexed tensor must be an XLA tensor"
+    r"|found two different devices (?:xla:\d+, cpu|cpu, xla:\d+)|expected device xla:\d+ but got cpu"
+    r"|to have the same device type, but got (?=.*xla:\d)(?=.*cpu).*"
+    r"|not at the same device, (?=.*xla:\d)(?=.*cpu).*"
+)
+# A pattern of "type: text", and what it means: {0} is what was found, {1} its first group.
+FAULTS: tuple[tuple[str, str | Callable[[BaseException, re.Match], str | None]], ...] = (
+    (
+        r"(?<=^OutOfMemoryError: ).*|CUDA error: out of memory|CUDA_ERROR_OUT_OF_MEMORY"
+        r"|(?:CUBLAS|CUDNN)_STATUS_ALLOC_FAILED",
+        "out of GPU memory: {0}; try --quick, or free the GPU",
+    ),
+    (
+        r"(?<=DefaultCPUAllocator: ).*memory.*|std::bad_alloc|^MemoryError",
+        "out of memory: {0}; try --quick, or free some",
+    ),
+    (
+        r"(?:cpp\.cxx: .*'|Compiler: )([^'\s]+)(?:'| is not found)",
+        f"torch.compile needs a C++ compiler, and {{1}} does not work; {INSTALL_CXX}",
+    ),
+    (
+        "Failed to find C compiler",
+        "Triton needs a C compiler, and finds neither gcc nor clang; install gcc (apt install gcc), or set CC",
+    ),
+    (r"Python\.h.*No such file", "the compiler finds no Python.h; install Python's headers (apt install python3-dev)"),
+    (r"C\+\+ compile error", _failed_cpp),
+    (r"\[Errno \d+\] ([^:\n]+): '([^'\n]+)'", _cache),
+    (r"Invalid backend: .*|Unrecognized mode=.*", "torch.compile: {0}"),
+    (
+        r"Unexpected optimization option (\S+?),",
+        "torch.compile has no option {1}; torch._inductor.list_options() names them",
+    ),
+    (r"^Unsupported:\s*(.*)", _graph_break),
+    (  # torch_xla's library is compiled against one version of torch, and pip does not know which
+        r"_XLAC\S*: undefined symbol",
+        f"torch_xla cannot be loaded with torch {torch.__version__}: it was built for "
+        "another torch; `make xla` installs a pair that fits into .venv-xla and runs the topic there",
+    ),
+    # PJRT_DEVICE, which is read when the first tensor goes to the device.
+    (
+        r"No PjRtPlugin registered for: (CUDA|GPU)\. Make sure",
+        "PJRT_DEVICE={1}: torch_xla has no CUDA plugin any more, it was removed upstream after 2.8; "
+        f"{UNSET}; on a GPU use torch.compile with Inductor, or XLA through JAX",
+    ),
+    (r"No PjRtPlugin registered for: (.*?)\. Make sure", f"PJRT_DEVICE={{1}}: there is no such device here; {UNSET}"),
+    (r"\$PJRT_DEVICE is not set", f"PJRT_DEVICE is empty; {UNSET}"),
+    (
+        "libtpu not found",
+        f"PJRT_DEVICE=TPU: there is no libtpu here; on a TPU pip install 'torch_xla[tpu]'; elsewhere {UNSET}",
+    ),
+    (r"Out of memory allocating (\d+) bytes|RESOURCE_EXHAUSTED: .*", _xla_memory),
+    (NOT_ON_XLA, _xla_tensors),
+)

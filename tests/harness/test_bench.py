@@ -232,9 +232,11 @@ def test_a_model_is_held_to_the_baselines_own_error(checked):
                 checked.compare(MODEL | {where: wrong}, reference, x, **RATIO)
 
 
-def test_first_calls_are_cold_or_timed_by_the_technique_itself(checked):
+def test_first_calls_are_cold_or_timed_by_the_technique_itself(checked, monkeypatch, tmp_path):
+    monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path))
+
     def cache():
-        return Path(os.environ.get("TORCHINDUCTOR_CACHE_DIR", "/nowhere"))
+        return Path(os.environ["TORCHINDUCTOR_CACHE_DIR"])
 
     def look(x):
         folders.append((cache(), cache().is_dir() and not list(cache().iterdir())))
