@@ -1,13 +1,10 @@
-"""blockwise_matmul: both variants at every edge, rings and tiles, formats, layouts, extremes, bad input, the code."""
+"""blockwise_matmul: both variants at every edge, rings and tiles, formats, layouts, NaN, bad input, the code."""
 
 import functools
 import itertools
 import re
-from types import SimpleNamespace
 
-from harness import Table
 from harness.codegen import compile_for, dump
-from harness.session import LONGEST_ANSWER
 
 import pytest
 import torch
@@ -15,7 +12,7 @@ import torch
 from examples.common import gluon as common
 from examples.common import operands as checks
 from examples.common.device import SHARED_LIMIT, Limits
-from examples.common.fp8 import E4M3, E5M2, OUT_DTYPES, quantize_reference
+from examples.common.fp8 import E4M3, E5M2, OUT_DTYPES
 from examples.common.fp8_gemm import m_major
 from examples.common.quantize import GROUP
 from examples.fp8 import blockwise_matmul as lesson
@@ -96,18 +93,14 @@ def test_layouts(h, variant):
     scales = scale_a[:, :2], scale_b[:2, :3]
     wide = m_major(torch.cat([scale_a, scale_a]))  # columns further apart than rows are many
     cases = [
-        (a[:, :256], b[:256, :296], *scales),  # rows apart: what lies between them must not be summed
-        (a[::3, :256], b[:256, 8:296:2], m_major(scales[0][::3]), scales[1][:, :2]),  # every third row
+        (a[::3, :256], b[:256, 8:296:2], m_major(scales[0][::3]), scales[1][:, :2]),  # every third row, apart in memory
         (a[:, :256], b[:256, :296], wide[140:, :2], scales[1]),
-        (a[:1], b[:, :8], scale_a[:1], scale_b[:, :1]),
         (a, b[:, :296], scale_a, scale_b.repeat_interleave(2, 0).repeat_interleave(3, 1)[::2, ::3]),
         (a, b[:, :128], scale_a, scale_b[:1, :1].expand(4, 1)),  # one scale for all of b, by a stride of 0
     ]
-    if variant == "pointers":
-        cases += [
-            (a, b, scale_a.contiguous(), scale_b.contiguous()),  # K contiguous; either way round
-            (a[:1].expand(7, 512), b[:, 3:40], scale_a[:1].expand(7, 4), scale_b[:, :1]),
-        ]
+    if variant == "pointers":  # K contiguous; one row of a for all
+        cases += [(a, b, *[scale.contiguous() for scale in (scale_a, scale_b)])]
+        cases += [(a[:1].expand(7, 512), b[:, 3:40], scale_a[:1].expand(7, 4), scale_b[:, :1])]
     for inputs in cases:
         check(h, inputs, variant, what=f"{variant} {[tuple(x.stride()) for x in inputs]}")
 
@@ -120,17 +113,6 @@ def test_extremes(h, variant):
     check(h, (a.to(E4M3), b.to(E4M3).t(), *scales), variant, what="NaN")
     a[129, 383], b[263, 383], b[130, 7] = (float(x) for x in ("inf", "-inf", "inf"))
     check(h, (a.to(E5M2), b.to(E5M2).t(), *scales), variant, what="NaN and infinities")
-    finite_a, finite_b = a.nan_to_num(0, 1, 1), b.nan_to_num(0, 1, 1).to(E4M3).t()
-    least = (finite_a * 2.0**-8).to(E4M3)  # mostly subnormal
-    small = m_major(2.0**-30 * scales[0]), 2.0**-30 * scales[1]
-    check(h, (least, finite_b, *small), variant, torch.float32, what="subnormal")
-    huge = m_major(120.0 * scales[0]), 120.0 * scales[1]
-    check(h, (finite_a.to(E4M3), finite_b, *huge), variant, torch.float16, what="beyond float16, in part")
-
-    # Zeros have the least scale there is, and the product of two underflows: 0 all the same.
-    zeros = torch.zeros(128, 256, device=h.device)
-    (q, scale_a), (w, scale_b) = quantize_reference(zeros, (1, GROUP)), quantize_reference(zeros, (GROUP, GROUP))
-    assert not blockwise_matmul(q, w.t(), m_major(scale_a), scale_b.t(), variant=variant).any()
 
 
 @pytest.mark.gpu
@@ -198,10 +180,6 @@ def test_warp_specialized_code(shape, out):
     for before in ptx.split("mbarrier.arrive.shared")[:-1]:
         assert re.search(released, before, re.DOTALL)
     assert ptx.count("mbarrier.arrive.shared") == products
-    # The buffer is free before it is written, that is before the fence, which is before all meet, and then TMA reads.
-    stores = r"wait_group\.read\s+0;.*?bar\.sync.*?(?:stmatrix|st\.shared).*?fence\.proxy\.async.*?bar\.sync.*?"
-    stores += r"cp\.async\.bulk\.tensor\.2d\.global"
-    assert len(re.findall(stores, ptx, re.DOTALL)) == warpgroups * (2 if out is torch.float32 else 1)
     # Of a pair, the multiply-adds of the first stand between the waits: after the second was started.
     waits = list(re.finditer(r"wgmma\.wait_group\.sync\.aligned\s+(\d)", ptx))
     pairs = [(one.start(), next_.start()) for one, next_ in itertools.pairwise(waits) if one[1] == "1"]
@@ -240,46 +218,21 @@ def test_how_many_warpgroups():
 def test_bad_input(h, monkeypatch):
     a, b, scale_a, scale_b = operands(h, 6, 144, 256)
     nan = torch.full_like(scale_a, float("nan"))
-    bad = [
+    assert blockwise_matmul(a, b, nan, scale_b, check_scales=False).isnan().all()  # not looked at, so not refused
+    for module, its in ((checks, "architecture"), (common, "gluon_architecture")):
+        monkeypatch.setattr(module, its, lambda device: 90)  # nothing is launched
+    for wrong, message in [
         ({"a": a[:, :200], "b": b[:200]}, "K is 200, but a scale covers 128 of it: pad K"),
-        ({"b": b.contiguous()}, r"b has strides \(144, 1\); .*b\.t\(\)\.contiguous\(\)\.t\(\)"),
-        ({"scale_a": scale_a[:, :1]}, r"scale_a has shape \[6, 1\]; need \[6, 2\]"),
+        ({"b": b.contiguous()}, r"b has strides \(144, 1\); .*b\.t\(\)\.contiguous\(\)"),
         ({"scale_a": nan}, "scale_a has 12 of 12 values that are not positive and finite"),
-    ]
-    for_tma = [
         ({"b": b[:, :140]}, "N 140; TMA needs .* N to one of 8"),
         ({"scale_a": scale_a.contiguous()}, r"scale_a has strides \(2, 1\) .*pass m_major\(scale_a\)"),
         ({"scale_a": scale_a[:, :1].expand(6, 2)}, r"scale_a has strides \(1, 0\)"),
         ({"a": a[1:], "scale_a": scale_a[1:]}, "scale_a has .* starts 4 bytes past a multiple of 16"),
-    ]
-    assert blockwise_matmul(a, b, nan, scale_b, check_scales=False).isnan().all()  # not looked at, so not refused
-    for module, its in ((checks, "architecture"), (common, "gluon_architecture")):
-        monkeypatch.setattr(module, its, lambda device: 90)  # nothing is launched
-    for wrong, message in bad + for_tma:
+    ]:
         given = {"a": a, "b": b, "scale_a": scale_a, "scale_b": scale_b} | wrong
         with pytest.raises(ValueError, match=f"blockwise_matmul: .*{message}"):
             blockwise_matmul(**given, variant=SPECIALIZED)
-
-
-def test_answer():
-    """As an H200 has it: the cost by size, what sums lose beside what rounding to e4m3 loses, in one sentence."""
-
-    def table(n, baseline, times):
-        rows = [SimpleNamespace(variant=name, ms=ms, speedup=times[baseline] / ms) for name, ms in times.items()]
-        return Table("blockwise_matmul", f"{n}x{n}x{n}", baseline, rows)
-
-    library = "_scaled_mm blockwise"
-    tables = [table(4096, library, {library: 0.1125, "pointers": 0.1861, SPECIALIZED: 0.1104})]
-    plain = [table(n, "fp8_matmul", {"fp8_matmul": 1.0, SPECIALIZED: ms}) for n, ms in ((4096, 1.17), (8192, 1.06))]
-    rounded = lesson.ROUNDED
-    errors = {
-        0: {"one sum": 4.72e-3, "promoted": 1.26e-4, rounded: 3.7e-2},
-        1: {"one sum": 0.264, "promoted": 9.8e-5, rounded: 1.4e-3},
-    }
-    said = lesson.answer(tables, plain, SPECIALIZED, 32768, errors)
-    assert "1.17x at 4096, 1.06x at 8192 of fp8_matmul's; warp specialized is 1.02x _scaled_mm blockwise" in said
-    assert "one sum 5e-03 at mean 0 (rounding to e4m3 4e-02), 3e-01 at mean 1 (1e-03), promoted 1e-04." in said
-    assert len(said) <= LONGEST_ANSWER
 
 
 def test_errors_of_sums(h):
