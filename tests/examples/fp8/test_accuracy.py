@@ -1,14 +1,12 @@
 """Accuracy: quantizers to the bit, products to float64, layers, and what the library is handed."""
 
-import math
-
 import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
 from examples.common.fp8 import E4M3, E5M2, FLOOR, dequantize_reference, fp8_max, quantize_reference
-from examples.fp8.accuracy import RECIPES, accumulator, breaks, decibel
+from examples.fp8.accuracy import RECIPES, accumulator
 from examples.fp8.accuracy_layer import FP8Linear, engine, multiply, product64, quantize, quantize_input, sized, spread
 
 
@@ -18,13 +16,6 @@ def randn(*shape, seed=0, dtype=torch.float32):
 
 def same_bits(a, b):
     return a.dtype == b.dtype and torch.equal(a.contiguous().view(torch.uint8), b.contiguous().view(torch.uint8))
-
-
-def test_what_breaks_is_3_dB_below_plain_data():
-    each = {"plain": {"dB": 28.0, "worst token": 26.0}, "mild": {"dB": 25.5, "worst token": 24.0}}
-    each |= {"all": {"dB": 24.0, "worst token": 26.0}, "a token": {"dB": 28.0, "worst token": 9.0}}
-    assert breaks(each) == {"all": 24.0, "a token": 9.0}
-    assert [decibel(torch.tensor(x)) for x in (100.0, math.inf, 0.0)] == [20, 300, -300], "numbers that JSON has"
 
 
 # --- quantizers
@@ -52,20 +43,17 @@ def test_quantize_is_the_reference_or_rounds_its_scales_up(rows, cols, block, dt
     assert (error <= torch.maximum(info.eps / 2 * x.double().abs(), info.smallest_normal * info.eps / 2 * each)).all()
 
 
-@pytest.mark.parametrize("dtype", [E4M3, E5M2])
-def test_scales_at_their_ends(dtype):
-    most = fp8_max(dtype)
-    _, scale = quantize(torch.tensor([[most], [2 * most], [1.001 * most], [0.0]]), (1, None), dtype, power=True)
+def test_scales_at_their_ends():
+    most = fp8_max(E4M3)
+    _, scale = quantize(torch.tensor([[most], [2 * most], [1.001 * most], [0.0]]), (1, None), power=True)
     assert scale[:3, 0].tolist() == [1, 2, 2]
     assert 0 < scale[3, 0] <= FLOOR
-    x = randn(40, 24)  # an amax of its own is dynamic, and a smaller one saturates
-    got, want = quantize(x, (None, None), dtype, amax=x.abs().amax()), quantize_reference(x, tuple(x.shape), dtype)
-    assert all(map(same_bits, got, want))
-    q, scale = quantize(x, (None, None), dtype, amax=torch.tensor(0.5))
+    x = randn(40, 24)
+    q, scale = quantize(x, (None, None), amax=torch.tensor(0.5))  # smaller than the largest: it saturates
     beyond = x.abs() > 0.5
     assert torch.equal(q.float()[beyond], most * x[beyond].sign())
     assert (scale.double() * most - 0.5).abs() < 1e-7
-    assert quantize(x, (None, None), dtype, amax=torch.tensor(0.0))[0].float().isfinite().all()  # a batch of zeros
+    assert quantize(x, (None, None), amax=torch.tensor(0.0))[0].float().isfinite().all()  # a batch of zeros
 
 
 # --- products
@@ -73,7 +61,7 @@ def test_scales_at_their_ends(dtype):
 
 @pytest.mark.parametrize("name", RECIPES)
 def test_products(name):
-    for m, n, k in [(1, 1, 1), (1, 16, 16), (17, 3, 131), (32, 48, 256), (5, 129, 127)]:
+    for m, n, k in [(1, 1, 1), (17, 3, 131), (32, 48, 256)]:
         x, w, recipe = randn(m, k), randn(n, k, seed=1), RECIPES[name]
         q, scale, _ = quantize_input(x, recipe)
         qw, w_scale = quantize(w, recipe.w_block, power=recipe.power)
@@ -81,30 +69,18 @@ def test_products(name):
         assert got.dtype == torch.bfloat16
         size = x.abs().double() @ w.abs().double().t()
         assert ((got.double() - want).abs() <= 2**-8 * want.abs() + 1e-5 * size).all()
-    q, scale, _ = quantize_input(torch.zeros(3, 160), recipe)
-    assert (q.float() == 0).all()
-    assert ((scale > 0) & scale.isfinite()).all()
-
-
-WHO = {  # by the recipe's name, architecture, CUDA and K
-    "_scaled_mm": [("per tensor", 9, "13.0", 512), ("per tensor, e5m2", 8.9, "12.8", 512), ("per row", 9, "12.6", 512)],
-    "torch scaled_mm": [("1x128 by 128x128", 9, "12.9", 512)],
-    "torch emulated": [
-        ("per tensor", 8, "13.0", 512), ("per tensor", 9, "13.0", 500), ("per row", 8.9, "13.0", 512),
-        ("1x128 by 128x128", 9, "12.8", 512), ("1x128 by 128x128", 10, "13.0", 512),
-        ("1x128 by 128x128", 9, "13.0", 640), ("1x32 by 1x32, 2**n", 10, "13.0", 512),
-    ],
-}  # fmt: skip
 
 
 def test_who_multiplies(monkeypatch):
-    for want, (name, sm, cuda, k) in [(want, case) for want, cases in WHO.items() for case in cases]:
-        monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _, sm=sm: (int(sm), round(sm * 10) % 10))
-        monkeypatch.setattr(torch.version, "cuda", cuda)
-        device = torch.device("cuda", 0)
-        assert engine(RECIPES[name], 64, 128, k, device) == want, (name, sm, cuda, k)
-        assert engine(RECIPES[name], 64, 128, k, torch.device("cpu")) == "torch emulated"
-        assert accumulator(want, device) == (torch.float32 if want == "torch emulated" else 2.0**-13)
+    monkeypatch.setattr(torch.version, "cuda", "12.9")
+    for want, sm, name in [
+        ("_scaled_mm", (8, 9), "per tensor"), ("_scaled_mm", (9, 0), "per row"),
+        ("torch scaled_mm", (9, 0), "1x128 by 128x128"), ("torch emulated", (10, 0), "1x128 by 128x128"),
+        ("torch emulated", (8, 0), "per tensor"), ("torch emulated", (8, 9), "per row"),
+    ]:  # fmt: skip
+        monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _, sm=sm: sm)
+        assert engine(RECIPES[name], 64, 128, 512, torch.device("cuda", 0)) == want, (name, sm)
+        assert engine(RECIPES[name], 64, 128, 512, torch.device("cpu")) == "torch emulated"
 
 
 # --- the layer
@@ -113,7 +89,7 @@ def test_who_multiplies(monkeypatch):
 @pytest.mark.parametrize("name", RECIPES)
 def test_layer_is_its_exact_product_for_any_leading_sizes(name):
     layer = FP8Linear(randn(32, 160), RECIPES[name])
-    for lead in ((2, 0), (0,), (), (3,), (4, 2), (2, 1, 3)):
+    for lead in ((2, 0), (), (4, 2)):
         x = randn(*lead, 160, seed=2)
         if not x.numel():
             assert layer(x).shape == (*lead, 32)
@@ -136,15 +112,14 @@ def test_stale_scale_is_that_of_the_call_before():
 def test_bad_input():
     x = randn(32, 64)
     q, one, tensor = x.to(E4M3), torch.ones(1, 1), RECIPES["per tensor"]
-    for call, error, message in [
-        (lambda: quantize(x[:0], (1, None)), ValueError, r"quantize: x has shape \[0, 64\]"),
-        (lambda: quantize(x, (1, None), amax=one), ValueError, r"quantize: amax .* for blocks of \(1, 64\)"),
-        (lambda: quantize(x, (1, None), torch.float8_e4m3fnuz), TypeError, "quantize: dtype is .*fnuz; pass"),
-        (lambda: multiply(q, one, q[:, :32], one, tensor), ValueError, r"multiply: .*need \[M, K\] and \[N, K\]"),
-        (lambda: multiply(q, one, q, one, RECIPES["per row"]), ValueError, r"multiply: scale has shape \[1, 1\]"),
-        (lambda: FP8Linear(x, tensor)(x[:, :63]), ValueError, "the last sizes must agree"),
+    for call, message in [
+        (lambda: quantize(x[:0], (1, None)), r"quantize: x has shape \[0, 64\]"),
+        (lambda: quantize(x, (1, None), amax=one), r"quantize: amax .* for blocks of \(1, 64\)"),
+        (lambda: multiply(q, one, q[:, :32], one, tensor), r"multiply: .*need \[M, K\] and \[N, K\]"),
+        (lambda: multiply(q, one, q, one, RECIPES["per row"]), r"multiply: scale has shape \[1, 1\]"),
+        (lambda: FP8Linear(x, tensor)(x[:, :63]), "the last sizes must agree"),
     ]:
-        with pytest.raises(error, match=message):
+        with pytest.raises(ValueError, match=message):
             call()
 
 
