@@ -1,277 +1,108 @@
-"""gluon_matmul: the protocol of its barriers in every order of events, and its code; its numbers need a GPU."""
+"""gluon_matmul: its kernels on a model of an SM, in any order of events, and their code; on a GPU, shapes and bits."""
 
 import functools
-import itertools
 import re
-from types import SimpleNamespace
-from typing import NamedTuple
 
 from harness.bench import Row, Table
+from harness.catalog import Needs
 from harness.codegen import compile_for, dump
+from harness.session import Harness
 
 import pytest
 import torch
-import triton
+from hypothesis import given
+from hypothesis import strategies as st
 
 from examples.common import gluon as common
 from examples.common.device import SHARED_LIMIT, Limits
 from examples.tma import gluon_matmul as module
+from examples.tma import gluon_matmul_ring as ring
 from examples.tma.gluon_matmul import BEHIND, BUFFERS, DTYPES, PARTS, STAGES, STEPS, TILE, gluon_matmul, reference
 from examples.tma.gluon_matmul_ring import gluon_matmul_one_buffer, gluon_matmul_ring
+from tests.examples.tma.model import failures, use_model
 
 TOGETHER = {"one buffer": gluon_matmul_one_buffer, "ring": gluon_matmul_ring}  # all warps load and multiply
 KERNELS = TOGETHER | {step: functools.partial(gluon_matmul, step=step) for step in STEPS}
 
-# --- the protocol: every order in which producer, consumers and loads can take their turns
+
+def check(h, a, b, step, what=None):
+    what = what or f"{step} {tuple(a.shape)} {tuple(b.shape)} {a.stride()} {b.stride()}"
+    h.check(KERNELS[step], reference, a, b, terms=a.shape[1], what=what)
 
 
-WRONG = "read at the wrong time"
+# --- on the model
 
 
-class Piece(NamedTuple):
-    """Barriers or buffers, as the source sees them: one of them, and the shape of all."""
-
-    name: str
-    number: int = 0
-    shape: tuple = ()
-
-    def index(self, number):
-        return self._replace(number=number)
-
-    def slice(self, *args, **kwargs):
-        return self
-
-    def permute(self, order):
-        return self
+def on_model(monkeypatch, seed=0, sms=1, **broken):
+    names = {"gluon_matmul_kernel": module, "gluon_matmul_one_buffer_kernel": ring, "gluon_matmul_ring_kernel": ring}
+    monkeypatch.setattr(common, "gluon_architecture", lambda device: 90)
+    monkeypatch.setattr(module, "device_limits", lambda device: Limits(sms, SHARED_LIMIT[90]))
+    return use_model(monkeypatch, names, seed, **broken)
 
 
-@pytest.fixture
-def trace(monkeypatch):
-    """What producer and consumers do, from the source: run as Python, with barriers that note what is done to them."""
-    done, started, flying, steps_of = [], [], [], []
-    m, n, k = TILE
-
-    def multiply(a, b, acc, use_acc, is_async):
-        flying.append((a.number, len(started)))
-        started.append(a)
-        done.append(("read", *flying[-1]))
-
-    def wait_for_mmas(left, deps):
-        while len(flying) > left:
-            done.append(("read", *flying.pop(0)))
-
-    def wait(barrier, phase, pred=True):
-        done.extend([("wait", barrier.name, barrier.number, phase)] * bool(pred))
-
-    def arrive(barrier, pred=True):
-        done.extend([("arrive", barrier.name, barrier.number)] * bool(pred))
-
-    def expect(barrier, nbytes):
-        assert nbytes == 2 * (m * k + k * n), "full completes when both have arrived, and not before"
-
-    def load(desc, at, full, buf):
-        assert at == ([7, steps_of[0] * k] if buf.name == "a" else [steps_of[0] * k, 9])
-        if buf.name == "a":
-            done.append(("load", buf.number, next(loads)))
-        else:
-            steps_of.append(steps_of.pop(0))
-
-    language = SimpleNamespace(
-        where=lambda which, yes, no: yes if which else no, cdiv=triton.cdiv, program_id=lambda axis: 0,
-        num_programs=lambda axis: 1, num_warps=lambda: 4, zeros=lambda *args: None,
-        NVMMADistributedLayout=lambda *args: None, float32=None,
-    )  # fmt: skip
-    stands_in = {
-        "gl": language, "mbarrier": SimpleNamespace(wait=wait, arrive=arrive, expect=expect),
-        "tma": SimpleNamespace(store_wait=lambda left: None), "tile_coords": lambda *args: (7, 9), "async_load": load,
-        "warpgroup_mma": multiply, "warpgroup_mma_wait": wait_for_mmas, "store_parts": lambda *args: None,
-    }  # fmt: skip
-    for where, names in ((module, ("next_slot", "_add_step", "release_previous")), (common, ("previous_slot",))):
-        for name in names:
-            monkeypatch.setattr(where, name, getattr(where, name).fn)
-        for name, value in stands_in.items():
-            monkeypatch.setattr(where, name, value, raising=False)
-
-    def partitions(tiles, steps, stages, in_flight=False, behind=0):
-        nonlocal loads
-        ring = (Piece("a", 0, (stages, m, k)), Piece("b", 0, (stages, k, n)), Piece("full"), Piece("empty"))
-        sizes = (tiles * m, n, steps * k - 8, False, stages)
-        steps_of[:], loads = range(steps), itertools.count()
-        done.clear()
-        module._produce.fn(ring, SimpleNamespace(block_shape=[m, k]), SimpleNamespace(block_shape=[k, n]), *sizes, 8)
-        found = [list(done)]
-        for half in (0, 1):
-            done.clear()
-            started.clear()
-            c_desc = SimpleNamespace(block_shape=[m // 2, n // PARTS])
-            module._consume.fn(ring, c_desc, None, Piece("lead"), *sizes, BUFFERS, in_flight, behind, 8, half)
-            found.append(list(done))
-        return found
-
-    loads = itertools.count()
-    return partitions
+@pytest.mark.parametrize("step", KERNELS)
+@given(
+    M=st.integers(1, 400), N=st.integers(1, 40), K=st.integers(1, 8 * (STAGES + 2)), columns=st.booleans(),
+    sms=st.integers(1, 3), seed=st.integers(0, 10**6),
+)  # fmt: skip
+def test_any_order_of_events_is_right(step, M, N, K, columns, sms, seed):
+    h = Harness("test", Needs.parse("triton"))
+    a, b = h.randn(M, 8 * K, dtype=h.half), h.randn(8 * K, 8 * N, dtype=h.half)
+    with pytest.MonkeyPatch.context() as patch:
+        on_model(patch, seed, sms)
+        check(h, a, b.t().contiguous().t() if columns else b, step)
 
 
-def faults(partitions, stages, arrivals=2):
-    """All that can go wrong in some order of events: every one is tried, up to what goes wrong in it.
-
-    A barrier is (phase, arrivals still missing, loads in flight); a wait for a parity passes while the phase has the
-    other one. A buffer holds the step that was loaded into it, or None while a load writes it.
-    """
-    barriers = {("full", i): 1 for i in range(stages)} | {("empty", i): arrivals for i in range(stages)}
-    barriers[("lead", 0)] = 1
-    counts, number = list(barriers.values()), {name: i for i, name in enumerate(barriers)}
-
-    def signal(bars, i, arrived, loads):
-        phase, missing, flying = bars[i]
-        state = (phase, missing - arrived, flying + loads)
-        return (*bars[:i], (phase ^ 1, counts[i], 0) if state[1:] == (0, 0) else state, *bars[i + 1 :])
-
-    start = ((0, 0, 0), tuple((0, count, 0) for count in counts), (-1,) * stages, frozenset())
-    seen, todo, found = {start}, [start], set()
-    while todo:
-        at, bars, held, flying = todo.pop()
-        after = []
-        for slot, use in flying:  # a load ends
-            landed = (*held[:slot], use, *held[slot + 1 :])
-            after.append((at, signal(bars, number["full", slot], 0, -1), landed, flying - {(slot, use)}))
-        ahead = [(i, actions[at[i]]) for i, actions in enumerate(partitions) if at[i] < len(actions)]
-        for which, (kind, *what) in ahead:
-            moved = (*at[:which], at[which] + 1, *at[which + 1 :])
-            if kind == "wait":
-                if bars[number[what[0], what[1]]][0] != what[2]:
-                    after.append((moved, bars, held, flying))
-            elif kind == "load":
-                slot, use = what
-                i = number["full", slot]
-                if bars[i][1] == 0 or any(other == slot for other, _ in flying):
-                    found.add("two loads into one buffer")
-                else:
-                    torn = (*held[:slot], None, *held[slot + 1 :])
-                    after.append((moved, signal(bars, i, 1, 1), torn, flying | {(slot, use)}))
-            elif kind == "read":
-                if held[what[0]] != what[1]:
-                    found.add(WRONG)
-                else:
-                    after.append((moved, bars, held, flying))
-            elif bars[number[tuple(what)]][1] == 0:
-                found.add("an arrival too many")
-            else:
-                after.append((moved, signal(bars, number[tuple(what)], 1, 0), held, flying))
-        if not flying and ahead and all(action[0] == "wait" for _, action in ahead) and not after:
-            found.add("locked")
-        todo += set(after) - seen
-        seen.update(after)
-    return found
-
-
-@pytest.mark.parametrize("stages", [1, 2, 3, STAGES])
-def test_no_order_of_events_breaks_the_protocol(trace, stages):
-    """Tiles shorter than the ring, as long and longer; rings that go round within a tile and across tiles."""
-    steps_of_the_wrapper = [(False, 0), (True, 0), (True, BEHIND)]
-    modes = {1: [(False, 0), (False, BEHIND)], STAGES: steps_of_the_wrapper}
-    for in_flight, behind in modes.get(stages, [*steps_of_the_wrapper, (False, BEHIND), (True, 1)]):
-        for tiles, steps in itertools.product((1, 3), (1, 2, 3, 5)):
-            held = behind if steps >= stages > behind else 0  # the wrapper's rule
-            assert not faults(trace(tiles, steps, stages, in_flight, held), stages), (tiles, steps, in_flight, behind)
-
-
-def without(what, last=1):
-    """Of each partition but the producer, and of each so many of them the last."""
-
-    def change(which, actions):
-        places = [i for i, action in enumerate(actions) if action[:2] == what]
-        return [action for i, action in enumerate(actions) if which == 0 or i not in places[last - 1 :: last]]
-
-    return change
-
-
-def flip(barrier):
-    """A partition that waits for the other parity of a barrier."""
-    return lambda which, actions: [
-        (*action[:3], 1 - action[3]) if action[:2] == ("wait", barrier) else action for action in actions
-    ]
-
-
-@pytest.mark.parametrize("in_flight", [False, True])
-def test_a_broken_protocol_is_found(trace, in_flight):
-    """The search sees a count, a parity, an arrival or a hold that is wrong."""
-    right = trace(3, 3, 2, in_flight)
-    assert WRONG in faults(right, 2, arrivals=1), "one consumer empties a slot for both"
-    assert "locked" in faults(right, 2, arrivals=3)
-    for change, what in [
-        (flip("empty"), "locked"),
-        (flip("full"), WRONG),
-        (without(("arrive", "empty")), "locked"),
-        (without(("arrive", "empty"), last=3), "locked"),
-    ]:
-        assert what in faults([change(which, actions) for which, actions in enumerate(right)], 2), what
-    assert "locked" in faults(trace(1, 2, 1, True), 1), "a slot is emptied a step late"
-    assert "locked" in faults(trace(3, 4, 1, False, 2), 1), "the second holds the slot that the first waits for"
-    assert "locked" in faults(trace(3, 4, 2, True, 2), 2), "and has one in flight"
-    assert "locked" in faults(trace(3, 2, 5, in_flight, 1), 5), "the first is done two tiles before the second looks"
-
-
-@pytest.mark.parametrize(("K", "behind"), [(64 * STAGES - 64, 0), (64 * STAGES - 56, BEHIND)])
-def test_the_wrapper_staggers_by_that_rule(h, monkeypatch, K, behind):
-    """The last step may be in part."""
-    launched = []
-    kernel = type("K", (), {"__getitem__": lambda self, grid: lambda *args, **options: launched.append(options)})
-    monkeypatch.setattr(module, "gluon_matmul_kernel", kernel())
-    monkeypatch.setattr(module, "require_wgmma", lambda *args: None)
+@pytest.mark.parametrize(("K", "staggered"), [(64 * STAGES - 64, False), (64 * STAGES - 56, True)])
+def test_the_second_consumer_waits_once_a_tile_where_a_tile_fills_the_ring(h, monkeypatch, K, staggered):
+    """The last step may be in part. With a shorter tile the first could be two tiles ahead of the barrier."""
     a, b = h.randn(300, K, dtype=h.half), h.randn(K, 264, dtype=h.half)
-    for step in STEPS:
-        gluon_matmul(a, b, step)
     assert STAGES > BEHIND > 0
-    assert [options["BEHIND"] for options in launched] == [0, 0, 0, behind]
-    assert [options["IN_FLIGHT"] for options in launched] == [False, False, True, True]
+    for step in STEPS[1:]:
+        ran = on_model(monkeypatch)
+        check(h, a, b, step)
+        assert {sm.waits[2] for sm in ran} == {6 if staggered and step == "staggered" else 0}
+
+
+def test_a_broken_protocol_is_found(h, monkeypatch):
+    a, b = h.randn(300, 136, dtype=h.half), h.randn(136, 520, dtype=h.half)
+    for broken in ({"ignore": 0}, {"ignore": 1}, {"flip": 0}, {"flip": 1}):
+
+        def run(seed, broken=broken):
+            on_model(monkeypatch, seed, **broken)
+            check(h, a, b, "in flight")
+
+        assert len(failures(run, 3)) >= 2, broken
 
 
 # --- code
 
 
-def meta(*shape, dtype=torch.bfloat16):
-    return torch.empty(shape, dtype=dtype, device="meta")
-
-
 @pytest.mark.parametrize(
     ("step", "columns", "dtype"),
-    [("one buffer", False, DTYPES[1]), ("ring", True, DTYPES[1]), ("staggered", False, DTYPES[1]),
-     ("staggered", True, DTYPES[0])],
-)  # fmt: skip
+    [("one buffer", False, DTYPES[1]), ("ring", True, DTYPES[1]), ("staggered", True, DTYPES[0])],
+)
 def test_generated_code(step, columns, dtype):
-    x = meta(4096, 4096, dtype=dtype)
+    x = torch.empty(4096, 4096, dtype=dtype, device="meta")
     wrapper, args = TOGETHER.get(step, gluon_matmul), (x, x.t() if columns else x, *[step] * (step in STEPS))
     (kernel,), text = compile_for(wrapper, args, sms=(90,)), dump(wrapper, args, sm=90)
     m, n, k = TILE
     assert (kernel.error, kernel.spills, kernel.fits) == (None, 0, True)
     together = step in TOGETHER
     assert kernel.warps == (8 if together else 12)  # the producer's one is given a warpgroup
-    assert kernel.registers * 32 * kernel.warps <= 65536
     assert bool(kernel.found.get("setmaxnreg")) != together
     # A step of K is BLOCK_K / 16 instructions; each of two consumers has its first step before its loop.
     assert kernel.found["wgmma"] == k // 16 * (1 if together else 4)
-    assert "serialized" not in text["log"], "the assembler waits after each MMA"
-    assert not re.search(r"C75\d\d", text["log"])
-    form = {torch.bfloat16: "bf16", torch.float16: "f16"}[dtype]
-    mmas = [line for line in text["ptx"].splitlines() if "wgmma.mma_async" in line]
-    assert all(f"m64n256k16.f32.{form}.{form}" in line for line in mmas)
-    assert not re.search(r"(ld|st)\.global", text["ptx"])
-    assert set(re.findall(r"expect_tx\S+ _, \S+ (\d+);", text["ptx"])) == {str(2 * (m + n) * k)}
+    assert not re.search(r"serialized|C75\d\d", text["log"]), "the assembler waits after each MMA"
+    assert f"m64n256k16.f32.{'f16.f16' if dtype is torch.float16 else 'bf16.bf16'}" in text["ptx"]
     # What the source allocates: a ring, barriers, and parts of each half through buffers of each half.
+    stored = 0 if together else 2 * m * n // PARTS * BUFFERS
     if step == "one buffer":  # the result lies where operands were
-        assert 2 * (m + n) * k + 8 <= 2 * m * n <= kernel.shared < 2 * m * n + 2 * (m + n) * k
-    elif step == "ring":
-        assert 0 <= kernel.shared - STAGES * (2 * (m + n) * k + 8) < 256
+        assert 2 * m * n <= kernel.shared < 2 * m * n + 2 * (m + n) * k
     else:
-        stored = 2 * m * n // PARTS * BUFFERS
-        assert 0 <= kernel.shared - STAGES * (2 * (m + n) * k + 16) - stored < 256
-        boxes = 2 if columns else 1 + n // 64  # as wide as the swizzle, and the producer is one warp
-        assert len(re.findall(r"cp\.async\.bulk\.tensor\S+global\.mbarrier", text["ptx"])) == boxes
-        # One group of MMAs is left to run after each step, and none at the end of a tile.
+        assert 0 <= kernel.shared - STAGES * (2 * (m + n) * k + 8) - stored < 256
+    if not together:  # one group of MMAs is left to run after each step, and none at the end of a tile
         assert sorted(re.findall(r"wgmma\.wait_group\S* +(\d+)", text["ptx"])) == ["0"] * 2 + ["1"] * 4
-        counts = sorted(int(count) for count in re.findall(r"ttng\.init_barrier %\S+ ?, (\d+)", text["ttgir"]))
-        assert counts == [1] * (STAGES + 1) + [2] * STAGES
         registers = module.CONSUMER_REGISTERS, module.PRODUCER_REGISTERS
         assert "requestedRegisters = array<i32: {}, {}>".format(*registers) in text["ttgir"]
         assert 128 * (2 * registers[0] + registers[1]) == 168 * 384, "what the launch takes"
@@ -312,76 +143,60 @@ def hopper(h):
     return h
 
 
-def check(h, a, b, step, what=None):
-    what = what or f"{step} {tuple(a.shape)} {tuple(b.shape)} {a.stride()} {b.stride()}"
-    h.check(KERNELS[step], reference, a, b, terms=a.shape[1], what=what)
-
-
-# One row, one tile and one more in each dimension, half a tile of columns and 8 more, nothing to add up, nothing; more
-# rows of tiles than a group has, and a last group that is not full.
-SHAPES = [(1, 8, 8), (37, 56, 104), (128, 256, 64), (129, 264, 72), (65, 8, 64), (5, 136, 8), (1, 264, 1000),
-          (5, 16, 0), (0, 16, 8), (5, 0, 8), ((module.GROUP_M + 1) * TILE[0] + 1, 264, 8),
-          (1000, 5208, 776)]  # fmt: skip
+# One row, one tile and one more in each dimension, nothing to add up, nothing; more rows of tiles than a group has, and
+# a last group that is not full.
+SHAPES = [(1, 8, 8), (129, 264, 72), (5, 136, 8), (5, 16, 0), (0, 16, 8), (5, 0, 8),
+          ((module.GROUP_M + 1) * TILE[0] + 1, 264, 8), (1000, 5208, 776)]  # fmt: skip
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("step", KERNELS)
 @pytest.mark.parametrize("dtype", DTYPES)
-def test_shapes_layouts_and_extremes(hopper, step, dtype):
-    for M, N, K in SHAPES:
-        a, w = hopper.randn(M, K, dtype=dtype), hopper.randn(N, K, dtype=dtype)
-        for b in (w.t(), w.t().contiguous()):
-            check(hopper, a, b, step)
+def test_on_the_gpu(hopper, monkeypatch, dtype):
+    """Shapes, layouts, NaN and infinity; a ring that is shorter, as long and longer than a tile; and every launch and
+    every step give the same bits: a buffer read or written at the wrong time would show in time."""
     a, b = hopper.randn(140, 160, dtype=dtype), hopper.randn(200, 320, dtype=dtype)
-    for left, right in (
+    odd_a, odd_b = hopper.randn(130, 72, dtype=dtype), hopper.randn(72, 264, dtype=dtype)
+    odd_a[3, 5], odd_a[129, 71], odd_b[2, 9], odd_b[71, 263] = (float(x) for x in ("nan", "inf", "-inf", "nan"))
+    layouts = [
+        (odd_a, odd_b),  # these reach what torch says they reach: nothing beside the tail of a tile
         (a, b[:160, :104]),  # rows apart: what lies between them must not count
         (a[:, 8:80], b[:72]),  # a start 16 bytes later
         (a[::3, :72], b[:144:2, 16:]),  # every third, every second row
         (a[:1, :72].as_strided((1, 72), (5, 1)), b[:72, :40]),  # one row, with a stride nobody steps by
         (a, b[:136, :160].t()),  # columns apart
-    ):
-        check(hopper, left, right, step)
-    # NaN and infinity reach what torch says they reach: not the rows and columns beside the tail of a tile.
-    a, b = hopper.randn(130, 72, dtype=dtype), hopper.randn(72, 264, dtype=dtype)
-    a[3, 5], a[129, 71], b[2, 9], b[71, 263], b[7, 130] = (float(x) for x in ("nan", "inf", "-inf", "inf", "nan"))
-    check(hopper, a, b, step, "NaN and infinities")
-
-
-@pytest.mark.gpu
-@pytest.mark.parametrize("sms", [1, 7, 132])
-def test_barriers_across_tiles(hopper, monkeypatch, sms):
-    """The ring is shorter, as long and longer than a tile; a program has one tile, a few and all of them."""
-    monkeypatch.setattr(module, "device_limits", lambda device: Limits(sms, SHARED_LIMIT[90]))
-    for steps in range(1, 10):
-        K = 64 * steps - 32 * (steps % 2)
-        a, b = hopper.randn(700, K, dtype=torch.bfloat16), hopper.randn(K, 1288, dtype=torch.bfloat16)
-        for step in STEPS:
-            check(hopper, a, b, step, what=f"{step}, {steps} steps, {sms} SMs")
-
-
-@pytest.mark.gpu
-@pytest.mark.parametrize("columns", [False, True])
-def test_every_launch_and_every_step_gives_the_same_bits(hopper, columns):
-    """The order of additions is that of K in each: a buffer read or written at the wrong time would show in time."""
+    ]
+    for M, N, K in SHAPES:
+        x, w = hopper.randn(M, K, dtype=dtype), hopper.randn(N, K, dtype=dtype)
+        layouts += [(x, w.t()), (x, w.t().contiguous())]
+    for step in KERNELS:
+        for left, right in layouts:
+            check(hopper, left, right, step)
     for M, N, K in [(4096, 4096, 256), (1000, 8200, 1040), (16384, 512, 64), (304, 264, 8192)]:
-        a, b = hopper.randn(M, K, dtype=torch.bfloat16), hopper.randn(K, N, dtype=torch.bfloat16)
-        b = b.t().contiguous().t() if columns else b
-        first = gluon_matmul_one_buffer(a, b)
-        for step, fn in KERNELS.items():
-            assert all(torch.equal(fn(a, b), first) for _ in range(50)), (step, M, N, K)
+        x, w = hopper.randn(M, K, dtype=dtype), hopper.randn(N, K, dtype=dtype)
+        for b in (w.t(), w.t().contiguous()):
+            first = gluon_matmul_one_buffer(x, b)
+            for step, fn in KERNELS.items():
+                assert all(torch.equal(fn(x, b), first) for _ in range(50)), (step, M, N, K)
+    for sms in (1, 7, 132):
+        monkeypatch.setattr(module, "device_limits", lambda device, sms=sms: Limits(sms, SHARED_LIMIT[90]))
+        for steps in range(1, 10):
+            K = 64 * steps - 32 * (steps % 2)
+            x, w = hopper.randn(700, K, dtype=dtype), hopper.randn(K, 1288, dtype=dtype)
+            for step in STEPS:
+                check(hopper, x, w, step, what=f"{step}, {steps} steps, {sms} SMs")
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("step", ["ring", "staggered"])
-def test_more_elements_than_an_int32_counts(hopper, gpu_gib, step):
+def test_more_elements_than_an_int32_counts(hopper, gpu_gib):
     gpu_gib(40)
-    long, fn = 2**31 // 64 + 64, KERNELS[step]
+    long = 2**31 // 64 + 64
     a = torch.empty(long, 64, dtype=torch.bfloat16, device=hopper.device).normal_()
     b = hopper.randn(64, 64, dtype=torch.bfloat16)
-    for left, right, rows in ((a, b, True), (b, a.view(64, long), False), (b, a.t(), False)):
-        c = fn(left, right)
-        for part in (slice(0, 300), slice(-300, None)):
-            got = c[part] if rows else c[:, part].contiguous()
-            inputs = (left[part].contiguous(), right) if rows else (left, right[:, part].contiguous())
-            hopper.check(lambda *_, got=got: got, reference, *inputs, terms=64, what="tall" if rows else "wide")
-        del c, got
+    for step in ("ring", "staggered"):
+        for left, right, rows in ((a, b, True), (b, a.view(64, long), False), (b, a.t(), False)):
+            c = KERNELS[step](left, right)
+            for part in (slice(0, 300), slice(-300, None)):
+                got = c[part] if rows else c[:, part].contiguous()
+                inputs = (left[part].contiguous(), right) if rows else (left, right[:, part].contiguous())
+                hopper.check(lambda *_, got=got: got, reference, *inputs, terms=64, what="tall" if rows else "wide")
+            del c, got

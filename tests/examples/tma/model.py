@@ -1,0 +1,400 @@
+"""A model of an SM: Gluon kernels run as they stand, and all that is asynchronous is as disorderly as PTX allows.
+
+The Python of each partition runs once and leaves a list of operations, as no branch depends on data. These are played
+in turns: which partition does its next one, or which operation in flight is done, is drawn. A load by TMA ends whenever
+it likes; MMAs of a warpgroup end in order; tcgen05.mma waits for the copies that were issued before it and for earlier
+MMAs to its accumulator, nothing else, and a commit for all before it. What reads or writes a buffer while it may not,
+or lets every partition wait with nothing in flight, is an error.
+"""
+
+import collections
+import random
+from types import FunctionType, SimpleNamespace
+from typing import NamedTuple
+
+from harness import hardware
+
+import pytest
+import torch
+import triton
+from triton.runtime.jit import JITFunction
+
+from examples.common.fp8 import E4M3
+from examples.common.microscaling import FORMATS, dequantize
+
+
+class Dtype(NamedTuple):
+    torch: torch.dtype
+    primitive_bitwidth = property(lambda self: 8 * self.torch.itemsize)
+
+
+class Value:
+    """Registers: `get` is called when the partition gets there. An accumulator of wgmma has its memory."""
+
+    def __init__(self, get, shape, memory=None):
+        self.get, self.shape, self.memory = get, shape, memory
+
+    def to(self, dtype):
+        return Value(lambda: self.get().to(dtype.torch), self.shape)
+
+    def __mul__(self, factor):
+        return Value(lambda: self.get() * factor, self.shape)
+
+    def halves(self):
+        rows, width = self.shape[0], self.shape[1] // 2
+        return [Value(lambda i=i: self.get().narrow(1, i * width, width), (rows, width)) for i in (0, 1)]
+
+
+class Memory:
+    """Some of it; all views share `state`: how many operations in flight write it and read it, whether TMA sees what
+    threads wrote, and the columns of an accumulator that are yet to be loaded."""
+
+    def __init__(self, sm, get, state=None):
+        self.sm, self.get, self.slots = sm, get, {}
+        self.state = state or SimpleNamespace(writes=0, reads=0, fenced=True, due=0, scales=None)
+
+    tensor = property(lambda self: self.get())
+    shape = property(lambda self: list(self.tensor.shape))
+    dtype = property(lambda self: Dtype(self.tensor.dtype))
+
+    def index(self, i):
+        assert i < self.shape[0], "there are fewer buffers"
+        return self.slots.setdefault(i, Memory(self.sm, lambda: self.tensor[i]))
+
+    def permute(self, order):
+        return Memory(self.sm, lambda: self.tensor.permute(order), self.state)
+
+    def reshape(self, shape):
+        return Memory(self.sm, lambda: self.tensor.reshape(shape), self.state)
+
+    def slice(self, start, length, dim=1):
+        return Memory(self.sm, lambda: self.tensor.narrow(dim, start, length), self.state)
+
+    def _reinterpret(self, dtype, shape, layout):
+        assert self.tensor.numel() == shape[0] * shape[1], "a column has 4 bytes of each of 32 rows, 4 times"
+        if self.state.scales is None:
+            self.state.scales = torch.zeros(shape, dtype=torch.uint8).view(dtype.torch)
+        return Memory(self.sm, lambda: self.state.scales, self.state)
+
+    def read(self):
+        assert not self.state.writes, "an accumulator is read while MMAs to it are in flight"
+        return self.tensor
+
+    def load(self, layout):
+        def run():
+            loaded.append(self.read().clone())
+            self.state.due -= self.shape[1]
+
+        loaded = []
+        self.sm.does(run)
+        return Value(lambda: loaded[0], self.shape)
+
+    def store(self, value):
+        def run():
+            assert self.state.reads == self.state.writes == 0, "a buffer is written while TMA reads it"
+            self.state.fenced = False
+            written.append(self.state)
+            self.tensor.copy_(value.get())
+
+        written = self.sm.now.written
+        self.sm.does(run)
+
+
+class Barrier:
+    """One, or some that share a number: index() has each."""
+
+    def __init__(self, number):
+        self.number, self.parity, self.bytes, self.each = number, 0, 0, {}
+
+    def index(self, i):
+        return self.each.setdefault(i, Barrier(self.number))
+
+    def signal(self, arrivals=0, nbytes=0):
+        self.pending -= arrivals
+        self.bytes += nbytes
+        assert self.pending >= 0, f"barrier {self.number}: more arrivals than the phase has"
+        if not self.pending and not self.bytes:
+            self.pending, self.parity = self.count, self.parity ^ 1
+
+
+def described(x):
+    """A descriptor as kernels see it."""
+    if not hasattr(x, "block_shape"):
+        return x
+    nbytes = x.base.element_size() * torch.Size(x.block_shape).numel()
+    return SimpleNamespace(
+        base=x.base, block_shape=list(x.block_shape), dtype=Dtype(x.base.dtype), layout="swizzled",
+        block_type=SimpleNamespace(nbytes=nbytes),
+    )  # fmt: skip
+
+
+def part_of(desc, at, box):
+    """What there is of a box: slices end where the tensor does."""
+    return desc.base[tuple(slice(i, i + n) for i, n in zip(at, box, strict=True))]
+
+
+def all_landed(flights):
+    return all(each.landed for each in flights)
+
+
+def nothing(*args, **kwargs):
+    return None
+
+
+class SM:
+    """One program. `ignore` and `flip` break the protocol: waits at barriers of that number, in the order of their
+    allocation, are left out, or are for the other phase."""
+
+    def __init__(self, seed, ignore=None, flip=None):
+        self.random, self.ignore, self.flip = random.Random(seed), ignore, flip
+        self.speeds = collections.defaultdict(lambda: self.random.choice((0.02, 1.0, 1.0)))
+        self.flights, self.partitions, self.waits = [], [], collections.Counter()
+        self.barriers, self.columns, self.fenced = 0, 0, True
+
+    def record(self, name, fn, args, kwargs):
+        """What a partition will do."""
+        self.now = SimpleNamespace(kind=name, todo=collections.deque(), stores=[], issued=[], written=[])
+        fn(*args, **kwargs)
+        return self.now
+
+    def play(self, partitions):
+        while True:
+            able = [each for each in partitions if each.todo and each.todo[0][0]()]
+            able += [each for each in self.flights if all_landed(each.after)]
+            if not able:
+                break
+            (chosen,) = self.random.choices(able, [self.speeds[each.kind] for each in able])
+            if chosen in partitions:
+                chosen.todo.popleft()[1]()
+                assert chosen.todo or all_landed(chosen.stores), "shared memory must outlive its last reader"
+            else:
+                self.flights.remove(chosen)
+                chosen.land()
+                chosen.landed = True
+        assert not any(each.todo for each in partitions), "locked: all that is left waits"
+
+    def does(self, run, ready=lambda: True):
+        self.now.todo.append((ready, run))
+
+    def fly(self, kind, start, land, after=()):
+        def run():
+            flight.after = [each for each in after if not each.landed]
+            start()
+            self.flights.append(flight)
+
+        flight = SimpleNamespace(kind=kind, land=land, landed=False)
+        self.does(run)
+        return flight
+
+    # what kernels call
+
+    def init(self, barrier, count):
+        barrier.count = barrier.pending = count
+        self.fenced = False
+
+    def wait(self, barrier, phase, pred=True):
+        if pred and barrier.number != self.ignore:
+            phase ^= barrier.number == self.flip
+            self.waits[barrier.number] += 1
+            self.does(nothing, lambda: barrier.parity != phase)
+
+    def arrive(self, barrier, nbytes=0, pred=True):
+        if pred:
+            self.does(lambda: barrier.signal(1, nbytes))
+
+    def fence(self):
+        def run():
+            while written:
+                written.pop().fenced = True
+
+        written, self.fenced = self.now.written, True
+        self.does(run)
+
+    def load(self, desc, at, barrier, to, pred=True):
+        def start():
+            assert to.state.reads == to.state.writes == 0, "TMA fills a buffer that is being read or filled"
+            to.state.writes += 1
+
+        def land():
+            part = part_of(desc, at, to.shape)
+            to.tensor.zero_()
+            to.tensor[tuple(map(slice, part.shape))] = part
+            to.state.writes -= 1
+            barrier.signal(nbytes=-to.tensor.nbytes)
+
+        assert self.fenced, "barriers are used before their initialization is fenced"
+        assert to.shape == desc.block_shape
+        if pred:
+            self.fly("load", start, land)
+
+    def store(self, desc, at, source):
+        def start():
+            assert source.state.fenced, "TMA reads what was written without a fence between"
+            assert not source.state.writes, "TMA reads a buffer that is being filled"
+            source.state.reads += 1
+
+        def land():
+            part = part_of(desc, at, source.shape)
+            part.copy_(source.tensor[tuple(map(slice, part.shape))])
+            source.state.reads -= 1
+
+        self.now.stores.append(self.fly("store", start, land))
+
+    def wait_for_all_but(self, pendings, flights):
+        before = flights[: max(0, len(flights) - pendings)]  # in the order of issue, whichever of them have landed
+        self.does(nothing, lambda: all_landed(before))
+
+    def issue(self, what, start, land, after):
+        flight = self.fly("MMA", start, land, [each for each in self.now.issued if after(each.what)])
+        flight.what = what
+        self.now.issued.append(flight)
+
+    def multiply(self, operands, acc, product, use_acc, after):
+        def start():
+            assert not any(each.state.writes for each in operands), "an MMA reads an operand that is still written"
+            for each in operands:
+                each.state.reads += 1
+            acc.state.writes += 1
+
+        def land():
+            acc.tensor.copy_(acc.tensor + product() if use_acc else product())
+            acc.state.writes -= 1
+            for each in operands:
+                each.state.reads -= 1
+
+        self.issue(id(acc.state), start, land, after)
+
+    def wgmma(self, a, b, acc, use_acc=True, is_async=False):
+        self.multiply((a, b), acc.memory, lambda: a.tensor.float() @ b.tensor.float(), use_acc, lambda what: True)
+        return acc
+
+    def wgmma_wait(self, pendings, deps):
+        self.wait_for_all_but(pendings, self.now.issued)
+        return deps[0]
+
+    def tcgen05(self, operands, acc, product, use_acc, mbarriers):
+        def begin():
+            assert not acc.state.due, "MMAs begin in an accumulator that has not been loaded"
+            acc.state.due = acc.shape[1]
+
+        if not use_acc:
+            self.does(begin)
+        self.multiply(operands, acc, product, use_acc, lambda what: what in ("copy", id(acc.state)))
+        for barrier in mbarriers:
+            self.commit(barrier)
+
+    def mma(self, a, b, acc, *, use_acc, mbarriers=()):
+        self.tcgen05((a, b), acc, lambda: a.tensor.float() @ b.tensor.float(), use_acc, mbarriers)
+
+    def mma_scaled(self, a, b, acc, a_scale, b_scale, a_format, b_format, *, use_acc, mbarriers=()):
+        def product():
+            x, y = dequantize(a.tensor, a_scale.tensor, fmt), dequantize(b.tensor.T, b_scale.tensor, fmt)
+            return x.float() @ y.float().T
+
+        powers = a_scale.dtype.torch is not E4M3
+        (fmt,) = (fmt for fmt, form in FORMATS.items() if form.dot == a_format and powers == (form.scale is not E4M3))
+        self.tcgen05((a, b, a_scale, b_scale), acc, product, use_acc, mbarriers)
+
+    def copy(self, source, target):
+        def start():
+            assert not source.state.writes, "scales are copied before they are there"
+            assert not target.state.reads, "scales are copied over those of an MMA in flight"
+            source.state.reads += 1
+
+        def land():
+            target.tensor.copy_(source.tensor)
+            source.state.reads -= 1
+
+        self.issue("copy", start, land, lambda what: False)
+
+    def commit(self, barrier):
+        self.issue("commit", nothing, lambda: barrier.signal(1), lambda what: what != "commit")
+
+    def allocate(self, dtype, shape, layout):
+        if layout == "barrier":
+            self.barriers += 1
+            return Barrier(self.barriers - 1)
+        tensor = torch.zeros(shape, dtype=dtype.torch)
+        return Memory(self, lambda: tensor)
+
+    def allocate_columns(self, dtype, shape, layout):
+        self.columns += shape[0] * shape[2]
+        return self.allocate(dtype, shape, layout)
+
+    def zeros(self, shape, dtype, layout):
+        memory = self.allocate(dtype, shape, layout)
+        return Value(memory.read, shape, memory)
+
+    def run(self, kernel, program, programs, args, kwargs):
+        gl = SimpleNamespace(
+            static_range=range, cdiv=triton.cdiv, where=lambda c, a, b: a if c else b, static_assert=nothing,
+            program_id=lambda axis: program, num_programs=lambda axis: programs, num_warps=lambda: kwargs["num_warps"],
+            allocate_shared_memory=self.allocate, zeros=self.zeros, load=lambda x: x.item(), int64=None,
+            float32=Dtype(torch.float32), NVMMADistributedLayout=nothing,
+            warp_specialize=lambda partitions, warps, registers: self.partitions.extend(partitions),
+        )  # fmt: skip
+        barrier = SimpleNamespace(
+            init=self.init, wait=self.wait, expect=self.arrive, arrive=self.arrive, invalidate=nothing,
+            MBarrierLayout=lambda: "barrier",
+        )  # fmt: skip
+        language = {
+            "gl": gl, "tl": gl, "mbarrier": barrier, "fence_async_shared": self.fence, "async_load": self.load,
+            "tma": SimpleNamespace(store_wait=lambda n: self.wait_for_all_but(n, self.now.stores)),
+            "async_store": self.store, "warpgroup_mma": self.wgmma, "warpgroup_mma_wait": self.wgmma_wait,
+            "allocate_tensor_memory": self.allocate_columns, "tcgen05_mma": self.mma, "tcgen05_copy": self.copy,
+            "tcgen05_mma_scaled": self.mma_scaled, "tcgen05_commit": self.commit, "TensorMemoryLayout": nothing,
+            "TensorMemoryScalesLayout": nothing, "get_tmem_reg_layout": nothing, "split_columns": Value.halves,
+        }  # fmt: skip
+        scopes = {}
+
+        def as_python(fn):
+            """fn's Python, among the model's names."""
+            names = fn.fn.__globals__
+            if id(names) not in scopes:
+                scope = scopes[id(names)] = names | language
+                for name, value in names.items():
+                    if isinstance(value, JITFunction) and name not in language:
+                        scope[name] = as_python(value)
+            return FunctionType(fn.fn.__code__, scopes[id(names)], fn.fn.__name__, fn.fn.__defaults__)
+
+        options = {name: value for name, value in kwargs.items() if name != "num_warps"}
+        whole = self.record("whole", as_python(kernel), list(map(described, args)), options)
+        self.play([self.record(i, *each, {}) for i, each in enumerate(self.partitions)] or [whole])
+
+
+class OnModel:
+    """Stands for a kernel, and launches it program after program. `ran` has the SMs."""
+
+    def __init__(self, kernel, ran, seed, broken):
+        self.kernel, self.ran, self.seed, self.broken = kernel, ran, seed, broken
+
+    def __getitem__(self, grid):
+        def launch(*args, **kwargs):
+            for program in range(grid[0]):
+                self.ran.append(SM(self.seed + 1000 * program, **self.broken))
+                self.ran[-1].run(self.kernel, program, grid[0], args, kwargs)
+
+        return launch
+
+
+def use_model(monkeypatch, kernels, seed=0, **broken):
+    """Run `kernels`, {name: module}, on the model. The list of the SMs that will have run."""
+    if hardware.machine().mode != "interpreted":
+        pytest.skip("the model is for machines without a GPU")
+    ran = []
+    for name, module in kernels.items():
+        kernel = getattr(module, name)
+        kernel = kernel.kernel if isinstance(kernel, OnModel) else kernel
+        monkeypatch.setattr(module, name, OnModel(kernel, ran, seed, broken))
+    return ran
+
+
+def failures(run, seeds=12):
+    """What run(seed) fails with."""
+    found = []
+    for seed in range(seeds):
+        try:
+            run(seed)
+        except AssertionError as error:
+            found.append(str(error))
+    return found
