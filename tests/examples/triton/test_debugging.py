@@ -1,16 +1,15 @@
-"""debugging: the twins are right, and every tool fails the lesson when it does not find what was planted."""
+"""debugging: the twins are right, the planted bug is one mask, and nothing is planted where a tool would report it."""
 
 import inspect
 
 from harness.check import CheckError, check
-from harness.process import result_of
 
 import pytest
 import torch
 
 from examples.common.device import interpreted
 from examples.triton import debugging
-from examples.triton.debugging import BLOCK, NothingFound, programs_in_reverse, reference, scale, scale_overrun, total
+from examples.triton.debugging import BLOCK, programs_in_reverse, reference, scale, scale_overrun, total
 from tests.examples.triton.helpers import INF, NAN
 
 FLOATS = [torch.float32, torch.float16] + ([] if interpreted() else [torch.bfloat16])
@@ -49,33 +48,8 @@ def test_programs_in_reverse_are_the_same_programs():
     assert total(ones, racy=True).item() == 3 * BLOCK  # put back
 
 
-# The tools, each shown something that lacks what it must find.
-
-
-def test_a_guard_that_sees_nothing_fails(h, monkeypatch):
-    assert debugging.guarded_output(h) == "244 bytes outside its output"
-    for instead in (scale, lambda x: 3 * x):  # the second is wrong, and no overrun
-        monkeypatch.setattr(debugging, "scale_overrun", instead)
-        with pytest.raises(NothingFound, match="of scale_overrun"):
-            debugging.guarded_output(h)
-
-
-@pytest.mark.skipif(not interpreted(), reason="needs the interpreter")
-def test_an_interpreter_that_shows_less_fails(capsys):
-    debugging.child_interpreted()  # in this process, which interprets too
-    result = result_of(capsys.readouterr().out)
-    assert debugging.reversed_order(result) == "1024 where 4096 is right"
-    assert "x is negative" in debugging.assertion(result)
-    with pytest.raises(NothingFound):
-        debugging.assertion(result | {"message": "nothing"})
-    for changed in ({"in order": 3072.0}, {"in reverse": 4096.0}):
-        with pytest.raises(NothingFound):
-            debugging.reversed_order(result | changed)
-
-
-@pytest.mark.parametrize("mode", ["profile", "SANITIZED"])
-def test_nothing_is_planted_under_a_profiler_or_a_sanitizer(h, monkeypatch, mode):
-    monkeypatch.setattr(h, mode, True)
+def test_nothing_is_planted_under_a_sanitizer(h, monkeypatch):
+    monkeypatch.setattr(h, "SANITIZED", True)
     monkeypatch.setattr(debugging, "scale_overrun_kernel", None)
     debugging.demo(h)
     h.finish()
