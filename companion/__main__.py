@@ -10,12 +10,6 @@ from pathlib import Path
 from harness.catalog import CatalogError
 
 
-def _show(options: argparse.Namespace) -> int:
-    from companion.show import show_example
-
-    return show_example(options.name, options.record, options.study, options.verbose)
-
-
 def _export(options: argparse.Namespace) -> int:
     from harness.record import git_state
 
@@ -44,40 +38,40 @@ def _ratio(text: str) -> float:
     return value
 
 
-def _compare(options: argparse.Namespace) -> int:
-    from companion.compare import compare
+def _run(options: argparse.Namespace) -> int:
+    """One command; what it does not need is not imported."""
+    if options.command == "export":
+        return _export(options)
+    if options.command == "show":
+        from companion.show import show_example
 
-    return compare(options.reference, options.mine, options.techniques, options.all, options.fail_under)
+        return show_example(options.name, options.record, options.study, options.verbose)
+    if options.command == "compare":
+        from companion.compare import compare
 
+        return compare(options.reference, options.mine, options.techniques, options.all, options.fail_under)
+    if options.command == "readme":
+        from companion.readme import readme
 
-def _doctor(options: argparse.Namespace) -> int:
+        return readme(options.check, options.stale)
     from companion.doctor import doctor
 
     return doctor()
 
 
-def _readme(options: argparse.Namespace) -> int:
-    from companion.readme import readme
-
-    return readme(options.check, options.stale)
-
-
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="python -m companion")
     commands = parser.add_subparsers(dest="command", required=True)
-    doctor = commands.add_parser("doctor", help="what this machine is and reaches, and which techniques run on it")
-    doctor.set_defaults(run=_doctor)
+    commands.add_parser("doctor", help="what this machine is and reaches, and which techniques run on it")
     show = commands.add_parser("show", help="what was recorded of a technique: answer, tables, evidence")
     show.add_argument("name", metavar="TECHNIQUE")
     show.add_argument("--record", type=Path, metavar="PATH", help="a record that --json wrote (default: of the H200)")
     show.add_argument("--study", action="store_true", help="its study too")
     show.add_argument("-v", "--verbose", action="store_true", help="every table whole, and the facts")
-    show.set_defaults(run=_show)
     export = commands.add_parser("export", help="a technique's kernels as one file that needs torch and triton only")
     export.add_argument("name", metavar="TECHNIQUE")
     export.add_argument("-o", "--output", type=Path, metavar="PATH", help="where to (default: TECHNIQUE.py, here)")
     export.add_argument("--force", action="store_true", help="replace a file that exists")
-    export.set_defaults(run=_export)
     compare = commands.add_parser("compare", help="two records of one topic, row by row; a regression check")
     compare.add_argument("reference", type=Path, metavar="REFERENCE", help="as results/h200/triton_examples.json")
     compare.add_argument("mine", type=Path, metavar="MINE", help="what --json PATH of the same topic wrote")
@@ -87,11 +81,9 @@ def _parser() -> argparse.ArgumentParser:
         "--fail-under", type=_ratio, metavar="RATIO",
         help="exit 1 when a speed-up over the baseline is under RATIO times the reference's, or a technique failed",
     )  # fmt: skip
-    compare.set_defaults(run=_compare)
     readme = commands.add_parser("readme", help="renew the tables of README.md and docs/ from docstrings and results/")
     readme.add_argument("--check", action="store_true", help="change nothing; exit 1 when they are out of date")
     readme.add_argument("--stale", action="store_true", help="only list what was recorded with older code")
-    readme.set_defaults(run=_readme)
     return parser
 
 
@@ -99,7 +91,7 @@ def main(argv: list[str] | None = None) -> int:
     """Exit status 0; 1 where a check fails; 2, with one sentence, where the command cannot be carried out."""
     options = _parser().parse_args(argv)
     try:
-        return options.run(options)
+        return _run(options)
     except KeyboardInterrupt:
         print("interrupted", file=sys.stderr)
         return 130

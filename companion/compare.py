@@ -20,35 +20,8 @@ from rich.text import Text
 
 BETWEEN_MACHINES = 0.023  # seen between two H200 machines: nine tenths of 435 ratios were within it
 
-# What older records call otherwise: {technique: {"titles": {old: new}, "variants": {old: new}}}.
-RENAMED: dict[str, dict[str, dict[str, str]]] = {
-    "modes": {
-        "variants": {
-            f"torch.compile {mode}": f"torch {mode}"
-            for mode in ("default", "reduce-overhead", "max-autotune-no-cudagraphs", "max-autotune")
-        }
-    },
-    "graph_breaks": {
-        "variants": {
-            "torch.compile, try/except": "torch.compile, .item() inside try",
-            "torch.compile, generator": "torch.compile, generator argument",
-        }
-    },
-    "custom_ops": {
-        "variants": {
-            f"torch.compile {name}": f"torch {name}"
-            for name in ("untouched", "allow_in_graph", "nonstrict_trace", "disable", "custom_op")
-        }
-    },
-    "backends": {
-        "variants": {
-            f"torch.compile {name}": f"torch {name}"
-            for name in ("eager", "aot_eager", "inductor", "cudagraphs", "openvino", "tvm", "onnxrt")
-        }
-    },
-    "flash_attention": {"variants": {"torch flash": "torch flash (FA2)"}},
-    "blockwise_matmul": {"variants": {"triton": "warp specialized", "tiles": "pointers"}},
-}
+# What the recorded run of a technique calls otherwise than its code of today, until it is recorded again: (old, new).
+RENAMED = {"modes": ("torch.compile ", "torch ")}
 
 
 @dataclass(frozen=True)
@@ -76,18 +49,16 @@ class Row:
 
 def timed_rows(example: dict) -> dict[tuple, dict]:
     """(title, case, baseline, variant) -> the row with the times of its baseline, of a technique that was timed."""
-    names = RENAMED.get(example["name"], {})
-    found = {}
+    renamed, found = RENAMED.get(example["name"], ("", "")), {}
     for table in example["tables"]:
-        rows = {names.get("variants", {}).get(row["variant"], row["variant"]): row for row in table["rows"]}
-        title = names.get("titles", {}).get(table["title"], table["title"])
+        rows = {row["variant"].replace(*renamed): row for row in table["rows"]}
         base = rows[table["baseline"]]
         ours = any(row["ours"] for row in rows.values())
         for variant, row in rows.items():
             if row["ms"]:
                 held = variant != table["baseline"] and (not ours or (row["ours"] and not row["peer"]))
                 around = (base["p20"] / row["p80"], base["p80"] / row["p20"])
-                key = (title, table["case"], table["baseline"], variant)
+                key = (table["title"], table["case"], table["baseline"], variant)
                 found[key] = row | {"held": held, "around": around}
     return found
 

@@ -143,23 +143,11 @@ def _names_of(node: ast.stmt) -> list[str]:
     return [each.id for target in targets for each in ast.walk(target) if isinstance(each, ast.Name)]
 
 
-def _used(node: ast.AST) -> set[str]:
-    """The names in it, but for those of annotations, which may be the harness's."""
-    skipped = {id(inner) for each in ast.walk(node) for note in _annotations(each) for inner in ast.walk(note)}
+def _used(node: ast.AST, annotations: bool = False) -> set[str]:
+    """The names in it; but for those of annotations, which may be the harness's, unless they are asked for."""
+    notes = [getattr(each, kind, None) for each in ast.walk(node) for kind in ("annotation", "returns")]
+    skipped = {id(inner) for note in notes if note and not annotations for inner in ast.walk(note)}
     return {each.id for each in ast.walk(node) if isinstance(each, ast.Name) and id(each) not in skipped}
-
-
-def _names(node: ast.AST) -> set[str]:
-    return {each.id for each in ast.walk(node) if isinstance(each, ast.Name)}
-
-
-def _annotations(node: ast.AST) -> list[ast.expr]:
-    found = [getattr(node, "annotation", None), getattr(node, "returns", None)]
-    return [each for each in found if each is not None]
-
-
-def _is_kernel(node: ast.stmt) -> bool:
-    return isinstance(node, ast.FunctionDef) and any("jit" in ast.unparse(each) for each in node.decorator_list)
 
 
 class _Export:
@@ -188,7 +176,9 @@ class _Export:
                 self.take(path, used)
             for other, used in module.used_of_others(node):
                 self.take(other, used)
-            for name in _names(node) - _used(node):  # of annotations, which torch.library does evaluate
+            for name in _used(node, annotations=True) - _used(
+                node
+            ):  # of annotations, which torch.library does evaluate
                 if name in module.imports and not module.imports[name][1]:
                     self.take(path, name)
         elif name in module.imports:
@@ -249,7 +239,8 @@ def export(technique: Technique, commit: str | None) -> str:
     lesson = Module.read(technique.path)
     files = [technique.path, *technique.variants]
     whole = _Export()
-    if not any(_is_kernel(node) for path in files for node in whole.module(path).tree.body):
+    statements = (node for path in files for node in whole.module(path).tree.body)
+    if not any("jit" in ast.unparse(each) for node in statements for each in getattr(node, "decorator_list", [])):
         raise NothingToExport(f"{technique.name} has no kernel of its own: read {technique.file}")
     for path in files:
         for name, node in whole.module(path).defined.items():
@@ -276,7 +267,7 @@ def export(technique: Technique, commit: str | None) -> str:
         versions=" and ".join(written_for),
     )  # fmt: skip
     top = "\n".join(["from __future__ import annotations", "", *early])
-    indented = "\n".join(_indent(lesson, node) for node in statements)
+    indented = lesson.alone("\n".join("\n".join(lesson.lines[n.lineno - 1 : n.end_lineno]) for n in statements))
     check = f'{CHECK}{indented}\n\n\nif __name__ == "__main__":\n    check_on_this_machine(_Check())\n'
     late_imports = "\n".join(f"{line}  # noqa: E402" for line in late)
     text = f"{head}\n{top}\n\n{INTERPRET}\n{late_imports}\n\n\n" + _spaced(parts) + "\n" + check
@@ -299,9 +290,5 @@ def _for_the_demo(node: ast.stmt) -> bool:
     if not isinstance(node, ast.FunctionDef):
         return False
     args = [*node.args.posonlyargs, *node.args.args]
-    named = {each.id for each in ast.walk(node) if isinstance(each, ast.Name)}
-    return any(arg.arg == "h" for arg in args) or bool(named & {"Table", "geomean", "near", "Work"})
-
-
-def _indent(module: Module, node: ast.stmt) -> str:
-    return module.alone("\n".join(module.lines[node.lineno - 1 : node.end_lineno]))
+    of_the_harness = {"Table", "geomean", "near", "Work"} & _used(node, annotations=True)
+    return any(arg.arg == "h" for arg in args) or bool(of_the_harness)

@@ -26,14 +26,10 @@ def best_row(table: dict) -> dict | None:
     """
     ours = any(row["ours"] for row in table["rows"])
     if ours:
-        rows = [row for row in table["rows"] if row["ours"] and not _is_peer(row)]
+        rows = [row for row in table["rows"] if row["ours"] and not row["peer"]]
     else:
         rows = [row for row in table["rows"] if row["variant"] != table["baseline"]]
     return _fastest(rows)
-
-
-def _is_peer(row: dict) -> bool:
-    return row["peer"]
 
 
 def _fastest(rows: list[dict]) -> dict | None:
@@ -151,7 +147,7 @@ def results_tables(folder: Path) -> str:
                     rate = _nearer_rate(best, m["ceilings"])
                     ceiling = f"{best['of_ceiling']:.1%}" if best["of_ceiling"] else ""
                     # Of this repository's other kernels the fastest is enough: there may be many.
-                    other = _fastest([row for row in table["rows"] if _is_peer(row)])
+                    other = _fastest([row for row in table["rows"] if row["peer"]])
                     beside = [*_beside(table, best), *([other] if other else [])]
                     others = [(row, best["speedup"] / row["speedup"]) for row in beside]
                     versus = ", ".join(f"{ratio:.2f}x {row['variant']}" for row, ratio in others)

@@ -4,7 +4,7 @@
     python -m profiling.read kernels SCRIPT [TECHNIQUE ...]   the names of their Triton kernels
     python -m profiling.read rest RECORD SCRIPT [TECHNIQUE ...]   those after the one that ended the process
     python -m profiling.read sanitizer OUT TOOL ... -- KERNEL ...   OUT.memcheck.log, ... by compute-sanitizer
-    python -m profiling.read ncu RECORD CSV ...     `ncu --import FILE --page raw --csv`
+    python -m profiling.read ncu RECORD CSV ...     `ncu --import FILE --page raw --csv --print-units base`
     python -m profiling.read nsys RECORD CSV ...    `nsys stats --report nvtx_kern_sum --format csv`
     python -m profiling.read torch RECORD FOLDER    the traces of profiling.run
     python -m profiling.read proton RECORD FILE     Proton's .hatchet
@@ -25,7 +25,7 @@ import re
 import sys
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 from harness.catalog import CatalogError, Technique, Topic, read_topic
@@ -68,15 +68,14 @@ def kernels_of(path: Path) -> list[str]:
 class Findings:
     """What one tool of compute-sanitizer found; `refused` says why it did not come to its end."""
 
-    tool: str
     errors: int = 0
     by_kernel: dict[str, list[str]] = field(default_factory=dict)  # the first lines of what was printed; "": elsewhere
     refused: str | None = None
 
 
-def read_sanitizer(tool: str, log: str, kernels: list[str]) -> Findings:
+def read_sanitizer(log: str, kernels: list[str]) -> Findings:
     """Errors of a log, counted by the tool itself, and those it printed by the kernel of ours that each is in."""
-    found = Findings(tool)
+    found = Findings()
     counts = re.findall(r"^=+ (?:ERROR|RACECHECK) SUMMARY: (\d+) (?:error|hazard)s?(?! were not)(.*)$", log, re.M)
     if not counts:
         said = [line.lstrip("= ").strip() for line in log.splitlines() if line.startswith("=")]
@@ -95,29 +94,6 @@ def read_sanitizer(tool: str, log: str, kernels: list[str]) -> Findings:
 
 
 FINDINGS = 8  # different ones that are shown for each kernel
-TIMED_OUT = (124, 137)  # what `timeout` ends with
-
-
-@dataclass
-class Status:
-    """How the process under the tool ended: the record of the run, and what it launched."""
-
-    code: int
-    seconds: float
-    filtered: bool
-    techniques: dict[str, tuple[str, str | None]]
-    launches: dict[str, int]
-
-
-def read_status(stem: Path) -> Status:
-    """From the files that sanitize.sh leaves: STEM.status ("code seconds ours|all"), STEM.json and STEM.launches."""
-    try:
-        code, seconds, which = stem.with_name(f"{stem.name}.status").read_text().split()
-    except FileNotFoundError:  # stopped from outside
-        code, seconds, which = "124", "nan", "ours"
-    record, launches = (_json(stem.with_name(f"{stem.name}.{kind}")) for kind in ("json", "launches"))
-    examples = {e["name"]: (e["status"], e["reason"]) for e in record.get("examples", [])}
-    return Status(int(code), float(seconds), which == "ours", examples, launches)
 
 
 def _json(path: Path) -> dict:
@@ -142,56 +118,63 @@ def show_sanitizer(console: Console, out: Path, tools: list[str], kernels: list[
     table.add_column("log", overflow="fold")
     clean, notes, names = True, [], {}
     for tool in tools:
-        stem = out.with_name(f"{out.name}.{tool}")
-        log = stem.with_name(f"{stem.name}.log")
-        found = read_sanitizer(tool, log.read_text(errors="replace") if log.exists() else "", kernels)
-        status = read_status(stem)
-        names |= dict.fromkeys(status.techniques)
+        stem = f"{out.name}.{tool}"
+        log = out.with_name(f"{stem}.log")
+        found = read_sanitizer(log.read_text(errors="replace") if log.exists() else "", kernels)
+        try:  # what sanitize.sh leaves: "code seconds ours|all"
+            code, seconds, which = out.with_name(f"{stem}.status").read_text().split()
+        except FileNotFoundError:  # stopped from outside
+            code, seconds, which = "124", "nan", "ours"
+        record, launches = (_json(out.with_name(f"{stem}.{kind}")) for kind in ("json", "launches"))
+        told, examples = [], {e["name"]: e for e in record.get("examples", [])}
+        names |= dict.fromkeys(examples)
         elsewhere = len(found.by_kernel.get("", [])) if tool == "initcheck" else 0
         errors = found.errors - elsewhere
         if tool == "initcheck" and not any(found.by_kernel.keys() - {""}):
             errors, elsewhere = 0, found.errors  # printed or not, none is in a kernel of ours
-        looked_at = kernels or list(status.launches)
-        ran = {name: status.launches[name] for name in looked_at if status.launches.get(name)}
-        ended: dict[str, int] = {}
-        for verdict, _ in status.techniques.values():
-            ended[verdict] = ended.get(verdict, 0) + 1
+        looked_at = kernels or list(launches)
+        ran = {name: launches[name] for name in looked_at if launches.get(name)}
+        ended = Counter(e["status"] for e in examples.values())
         table.add_row(
-            tool, ", ".join(f"{count} {verdict}" for verdict, count in ended.items()) or "-",
+            tool, ", ".join(f"{count} {status}" for status, count in ended.items()) or "-",
             f"{len(ran)} of {len(looked_at)}", str(sum(ran.values())),
-            "-" if found.refused else str(errors), str(elsewhere or ""), f"{status.seconds:.0f}", log.name,
+            "-" if found.refused else str(errors), str(elsewhere or ""), f"{float(seconds):.0f}", log.name,
         )  # fmt: skip
-        broken = {name: why for name, (verdict, why) in status.techniques.items() if verdict in ("failed", "running")}
+        broken = [e for e in examples.values() if e["status"] in ("failed", "running")]
         if found.refused:
-            stopped = f"stopped after {status.seconds:.0f} s; " if status.code in TIMED_OUT else ""
-            notes.append(("red", f"{tool} did not come to its end: {stopped}{found.refused}"))
-        elif not status.techniques:
-            notes.append(("red", f"{tool}: the script ended with status {status.code} before its first technique"))
-        for name, why in broken.items():
-            notes.append(("red", f"{tool}: {name} failed: {(why or 'no reason').splitlines()[0]}"))
+            stopped = f"stopped after {float(seconds):.0f} s; " if code in ("124", "137") else ""  # by `timeout`
+            told.append(("red", f"did not come to its end: {stopped}{found.refused}"))
+        elif not examples:
+            told.append(("red", f"the script ended with status {code} before its first technique"))
+        for e in broken:
+            told.append(("red", f"{e['name']} failed: {(e['reason'] or 'no reason').splitlines()[0]}"))
         for name, said in found.by_kernel.items():
-            style = "yellow" if tool == "initcheck" and not name else "red"
-            kinds = Counter(said).most_common()
-            notes.append((style, f"{tool}: {name or 'not in a kernel of ours'}: {len(said)} printed, first: {said[0]}"))
-            notes += [(style, f"    {count} times: {kind}") for kind, count in kinds[:FINDINGS] if len(kinds) > 1]
+            style, kinds = "yellow" if tool == "initcheck" and not name else "red", Counter(said).most_common()
+            told.append((style, f"{name or 'not in a kernel of ours'}: {len(said)} printed, first: {said[0]}"))
+            told += [(style, f"    {count} times: {kind}") for kind, count in kinds[:FINDINGS] if len(kinds) > 1]
             if len(kinds) > FINDINGS:
-                notes.append((style, f"    and {len(kinds) - FINDINGS} other places"))
-        others = [name for name in status.launches if kernels and name not in kernels]
-        if others and status.filtered:
-            notes.append(("yellow", f"{tool}: launched as well, and not looked at: {', '.join(others)}"))
+                told.append((style, f"    and {len(kinds) - FINDINGS} other places"))
+        others = [name for name in launches if kernels and name not in kernels]
+        if others and which == "ours":
+            told.append(("yellow", f"launched as well, and not looked at: {', '.join(others)}"))
         printed = sum(map(len, found.by_kernel.values()))
         if printed < found.errors:
-            notes.append(("yellow", f"{tool}: {found.errors - printed} of its {found.errors} errors were not printed"))
+            told.append(("yellow", f"{found.errors - printed} of its {found.errors} errors were not printed"))
         if not found.refused and (missing := [name for name in kernels if name not in ran]):
-            notes.append(("yellow", f"{tool}: never launched here, so not looked at: {', '.join(missing)}"))
-        clean &= not (found.refused or errors or broken or not status.techniques)
+            told.append(("yellow", f"never launched here, so not looked at: {', '.join(missing)}"))
+        clean &= not (found.refused or errors or broken or not examples)
         clean &= bool(ran) or not kernels  # nothing was looked at
+        notes += [(style, text if text.startswith(" ") else f"{tool}: {text}") for style, text in told]
     console.print(table)
     for style, note in notes:
-        console.print(Text(note, style=style), soft_wrap=True)
+        _say(console, note, style)
     if names:
-        console.print(Text(f"techniques: {', '.join(names)}", style="dim"), soft_wrap=True)
+        _say(console, f"techniques: {', '.join(names)}", "dim")
     return clean
+
+
+def _say(console: Console, text: str, style: str) -> None:
+    console.print(Text(text, style=style), soft_wrap=True)
 
 
 # --- what a profiler saw ----------------------------------------------------------------------------------------
@@ -238,11 +221,6 @@ def together(seen: Iterable[Seen]) -> list[Seen]:
     return sorted(merged, key=lambda one: (order.index(one.call), -one.us))
 
 
-# ncu's units, with --print-units base and without it; in ns and bytes.
-_UNITS = {
-    "ns": 1, "nsecond": 1, "us": 1e3, "usecond": 1e3, "ms": 1e6, "msecond": 1e6, "s": 1e9, "second": 1e9,
-    "byte": 1, "Kbyte": 1e3, "Mbyte": 1e6, "Gbyte": 1e9,
-}  # fmt: skip
 _TIME, _REGISTERS = "gpu__time_duration.sum", "launch__registers_per_thread"
 _DRAM = ("dram__bytes_read.sum", "dram__bytes_write.sum")
 _OCCUPANCY = "sm__warps_active.avg.pct_of_peak_sustained_active"
@@ -250,20 +228,17 @@ _TENSOR = "sm__pipe_tensor_cycles_active.avg.pct_of_peak_sustained_active"
 
 
 def read_ncu(text: str) -> list[Seen]:
-    """`ncu --import FILE --page raw --csv`: a line of names, a line of units, a line for each launch.
+    """A line of names, a line of units (ns and bytes), a line for each launch.
 
     What ncu says before and between is left out. A launch outside every NVTX range belongs to the call "".
     """
     lines = text.splitlines()
-    start = next((i for i, line in enumerate(lines) if line.startswith('"ID",')), None)
-    if start is None:
-        return []
-    units, *rows = [*csv.DictReader(lines[start:])] or [{}]
-    ranges = next((name for name in units if name and "Push/Pop_Range" in name), None)
+    start = next((i for i, line in enumerate(lines) if line.startswith('"ID",')), len(lines))
+    _, *rows = [*csv.DictReader(lines[start:])] or [{}]
 
     def number(row: dict, name: str) -> float | None:
         try:
-            return float(row[name].replace(",", "")) * _UNITS.get(units[name], 1)
+            return float(row[name].replace(",", ""))
         except (KeyError, ValueError, AttributeError):  # not collected, "n/a", or a line that ncu says something in
             return None
 
@@ -273,7 +248,8 @@ def read_ncu(text: str) -> list[Seen]:
             continue
         moved = [number(row, name) for name in _DRAM]
         registers = number(row, _REGISTERS)
-        named = re.findall(r'"<default domain>:(.*?)(?::[^:"]*){6}"', row.get(ranges) or "") if ranges else []
+        ranges = next((row[name] for name in row if name and "Push/Pop_Range" in name), None)
+        named = re.findall(r'"<default domain>:(.*?)(?::[^:"]*){6}"', ranges or "")
         seen.append(
             Seen(
                 named[-1] if named else "", row["Kernel Name"], 1, time / 1e3,
@@ -285,7 +261,7 @@ def read_ncu(text: str) -> list[Seen]:
 
 
 def read_nsys(texts: Iterable[str]) -> list[Seen]:
-    """`nsys stats --report nvtx_kern_sum --format csv` of each report; other lines of its output are left out."""
+    """The table of each report; other lines of the tool's output are left out."""
     seen = []
     for text in texts:
         lines = text.splitlines()
@@ -385,7 +361,9 @@ def verdict(kernels: list[Seen], work: dict | None, limits: Limits) -> str:
     us = sum(one.us for one in kernels)
     if not us:
         return ""
-    memory, arithmetic = _shares(us, work, limits)
+    rate = limits.gemm_tflops.get(work["dtype"]) if work else None
+    memory = work["bytes"] / limits.copy_tbps / us / 1e6 if work and work["bytes"] and limits.copy_tbps else None
+    arithmetic = work["flops"] / rate / us / 1e6 if work and work["flops"] and rate else None
     if any(one.bytes is None for one in kernels):  # nobody counted: as if it moved no more than it must
         if memory is None and arithmetic is None:
             return ""
@@ -413,27 +391,11 @@ def verdict(kernels: list[Seen], work: dict | None, limits: Limits) -> str:
     return f"waiting: {share:.0%} of copy, tensor cores busy {tensor:.0%}, {occupancy:.0f}% of the warps{excess}"
 
 
-def _shares(us: float, work: dict | None, limits: Limits) -> tuple[float | None, float | None]:
-    """Of the least bytes at the speed of a copy, and of the operations at that of the best GEMM: share of the time."""
-    memory = arithmetic = None
-    if work and work["bytes"] and limits.copy_tbps:
-        memory = work["bytes"] / limits.copy_tbps / us / 1e6
-    if work and work["flops"] and (rate := limits.gemm_tflops.get(work["dtype"])):
-        arithmetic = work["flops"] / rate / us / 1e6
-    return memory, arithmetic
-
-
 MANY = 30
 
 
 def show(
-    console: Console,
-    seen: list[Seen],
-    works: dict[str, dict],
-    limits: Limits,
-    groups: dict[str, str] | None = None,
-    most: int = 2,
-    unit: str = "kernel",
+    console: Console, seen: list[Seen], works: dict[str, dict], limits: Limits, groups: dict[str, str], unit: str
 ) -> None:
     """A row for each call with one kernel, and what that says; a call of several has a row for each below its sum.
 
@@ -444,14 +406,14 @@ def show(
     from harness.bench import is_ours  # which imports torch
 
     columns = {
-        "TB/s": lambda one: round(one.bytes / one.us / 1e6, 3) if one.bytes is not None and one.us else None,
-        "tensor cores": lambda one: one.tensor,
-        "occupancy": lambda one: one.occupancy,
-        "registers": lambda one: one.registers,
+        "TB/s": lambda one: f"{round(one.bytes / one.us / 1e6, 3):.3g}" if one.bytes is not None and one.us else "",
+        "tensor cores": lambda one: f"{one.tensor:.0f} %" if one.tensor is not None else "",
+        "occupancy": lambda one: f"{one.occupancy:.0f} %" if one.occupancy is not None else "",
+        "registers": lambda one: f"{one.registers}" if one.registers is not None else "",
     }
-    columns = {head: cell for head, cell in columns.items() if any(cell(one) is not None for one in seen)}
-    shown = {"TB/s": "{:.3g}", "tensor cores": "{:.0f} %", "occupancy": "{:.0f} %", "registers": "{}"}
-    of_work = [head for head, name in (("TB/s of work", "bytes"), ("TFLOP/s", "flops")) if _any(seen, works, name)]
+    columns = {head: cell for head, cell in columns.items() if any(map(cell, seen))}
+    of_work = {"TB/s of work": "bytes", "TFLOP/s": "flops"}
+    of_work = {head: x for head, x in of_work.items() if any(works.get(one.call, {}).get(x) for one in seen)}
     heads = ["launches", "us", *columns, *of_work]
     calls: dict[str, list[Seen]] = {}
     for one in seen:
@@ -459,33 +421,31 @@ def show(
     rows: list[tuple[str, str, list[str], str, str]] = []  # call, kernel, numbers, what they say, style
 
     def numbers(one: Seen) -> list[str]:
-        cells = [cell(one) for cell in columns.values()]
-        known = [shown[head].format(c) if c is not None else "" for head, c in zip(columns, cells, strict=True)]
-        return [str(one.launches), f"{one.us:.1f}", *known]
+        return [str(one.launches), f"{one.us:.1f}", *(cell(one) for cell in columns.values())]
 
     above = (None, None)
     for call, kernels in calls.items():
-        technique = (groups or {}).get(call)
+        technique, work = groups.get(call), works.get(call, {})
         case, _, variant = call.rpartition(": ")
         if technique and technique != above[0]:
             rows.append((technique, "", [], "", "bold"))
         if case and (technique, case) != above:
             rows.append((f" {case}", "", [], "", ""))
         above = (technique, case)
-        us, says = sum(one.us for one in kernels), verdict(kernels, works.get(call), limits)
-        rates = [_rate(works.get(call), us, "bytes" if head == "TB/s of work" else "flops") for head in of_work]
+        us, says = sum(one.us for one in kernels), verdict(kernels, work, limits)
+        rates = [f"{work[x] / us / 1e6:.3g}" if work.get(x) and us else "" for x in of_work.values()]
         label = f"   {variant}" if variant else "outside every range"
         if len(kernels) == 1:
             rows.append((label, short(kernels[0].kernel, 44), numbers(kernels[0]) + rates, says, ""))
             continue
-        moved = None if any(one.bytes is None for one in kernels) else sum(one.bytes for one in kernels)
-        whole = numbers(Seen(call, "", sum(one.launches for one in kernels), us, moved))
+        (whole,) = together(replace(one, kernel="", tensor=None, occupancy=None, registers=None) for one in kernels)
+        cells = numbers(whole) + rates
         if len(calls) > MANY and not is_ours(variant):
-            rows.append((label, f"{len(kernels)}, most in {short(kernels[0].kernel, 32)}", whole + rates, says, ""))
+            rows.append((label, f"{len(kernels)}, most in {short(kernels[0].kernel, 32)}", cells, says, ""))
             continue
-        rows.append((label, f"{len(kernels)} {unit}s", whole + rates, says, ""))
-        rows += [("", f"  {short(one.kernel, 42)}", numbers(one), "", "dim") for one in kernels[:most]]
-        if rest := kernels[most:]:
+        rows.append((label, f"{len(kernels)} {unit}s", cells, says, ""))
+        rows += [("", f"  {short(one.kernel, 42)}", numbers(one), "", "dim") for one in kernels[:2]]
+        if rest := kernels[2:]:
             left = [str(sum(one.launches for one in rest)), f"{sum(one.us for one in rest):.1f}"]
             rows.append(("", f"  and {len(rest)} more", left, "", "dim"))
     table = Table(box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0))
@@ -512,25 +472,6 @@ def show(
             console.print(Text(f"     -> {says}", style="dim"))
 
 
-def _any(seen: list[Seen], works: dict[str, dict], name: str) -> bool:
-    return any(works.get(one.call, {}).get(name) for one in seen)
-
-
-def _rate(work: dict | None, us: float, name: str) -> str:
-    amount = (work or {}).get(name)
-    return f"{amount / us / 1e6:.3g}" if amount and us else ""
-
-
-def works_of(record: dict) -> dict[str, dict]:
-    """The work of each named call, from the record of the run that was profiled."""
-    return {call: work for example in record.get("examples", []) for call, work in example.get("profiled", {}).items()}
-
-
-def techniques_of(record: dict) -> dict[str, str]:
-    """The technique of each named call."""
-    return {call: e["name"] for e in record.get("examples", []) for call in e.get("profiled", {})}
-
-
 def measured(works: dict[str, dict]) -> Limits:
     """This GPU's ceilings, measured now; nothing where there is none."""
     import harness.hardware as hardware
@@ -550,24 +491,17 @@ NOTHING = {
     "ncu": "no kernel was captured. Where ncu says ERR_NVGPUCTRPERM, the driver lets only root count; NVIDIA's page of "
     "that name says how to change it. Without counters: profiling/torch_profile.sh",
     "nsys": "no kernel was captured within a named call. Without a GPU: profiling/torch_profile.sh",
-    "torch": "nothing was captured: these techniques call nothing under --profile",
-    "proton": "no kernel was captured: these techniques call nothing under --profile",
 }
+NOTHING |= dict.fromkeys(("torch", "proton"), "nothing was captured: these techniques call nothing under --profile")
 
 
 def _read(kind: str, paths: list[Path]) -> list[Seen]:
-    if kind == "ncu":
-        return [one for path in paths for one in read_ncu(path.read_text(encoding="utf-8", errors="replace"))]
-    if kind == "nsys":
-        return read_nsys(path.read_text(encoding="utf-8", errors="replace") for path in paths)
     if kind == "torch":
         return read_torch(paths[0])
-    return read_proton(json.loads(paths[0].read_text(encoding="utf-8")))
-
-
-def _merged(records: list[dict]) -> dict:
-    """One run of several processes, each of which went on after the technique that ended the one before."""
-    return (records[0] if records else {}) | {"examples": [e for record in records for e in record.get("examples", [])]}
+    texts = [path.read_text(encoding="utf-8", errors="replace") for path in paths]
+    if kind == "proton":
+        return read_proton(json.loads(texts[0]))
+    return read_nsys(texts) if kind == "nsys" else [one for text in texts for one in read_ncu(text)]
 
 
 def show_profile(console: Console, kind: str, records: list[Path], paths: list[Path]) -> int:
@@ -575,36 +509,37 @@ def show_profile(console: Console, kind: str, records: list[Path], paths: list[P
 
     ncu has a record and a table for each process that it took.
     """
-    run = _merged([_json(record) for record in records])
+    runs = [_json(record) for record in records]
+    run = runs[0] | {"examples": [example for each in runs for example in each.get("examples", [])]}
     seen = _read(kind, paths)
-    failed = [e for e in run.get("examples", []) if e["status"] in ("failed", "running")]
+    failed = [e for e in run["examples"] if e["status"] in ("failed", "running")]
     for example in failed:
         reason = (example["reason"] or "it ended the process, and the profile goes on after it").splitlines()[0]
-        console.print(Text(f"{example['name']} failed: {reason}", style="red"), soft_wrap=True)
+        _say(console, f"{example['name']} failed: {reason}", "red")
     if not seen:
-        console.print(Text(NOTHING[kind], style="red"), soft_wrap=True)
+        _say(console, NOTHING[kind], "red")
         return 1
-    works = works_of(run)
+    works = {call: work for e in run["examples"] for call, work in e.get("profiled", {}).items()}
+    groups = {call: e["name"] for e in run["examples"] for call in e.get("profiled", {})}
     if run.get("sizes") == "interpreted":  # which has no speed
         works = {}
         said = "Triton kernels are interpreted: what is seen are the operators of torch, and no time is a kernel's."
-        console.print(Text(said, style="yellow"), soft_wrap=True)
+        _say(console, said, "yellow")
     on_gpu = bool(run.get("machine", {}).get("gpu"))
     limits = measured(works) if on_gpu else Limits()
-    groups = techniques_of(run)
-    show(console, seen, works, limits, groups, unit="operator" if kind == "torch" and not on_gpu else "kernel")
+    show(console, seen, works, limits, groups, "operator" if kind == "torch" and not on_gpu else "kernel")
     notes = [f"copy {limits.copy_tbps:.2f} TB/s"] if limits.copy_tbps else []
     notes += [f"cuBLAS {name} {rate:.0f} TFLOP/s" for name, rate in limits.gemm_tflops.items() if rate]
     if notes:
-        console.print(Text(f"measured here, now: {', '.join(notes)}", style="dim"), soft_wrap=True)
+        _say(console, f"measured here, now: {', '.join(notes)}", "dim")
     there = {groups.get(one.call) for one in seen}
-    for example in run.get("examples", []):
+    for example in run["examples"]:
         if example["name"] not in there and example not in failed:
             why = (example["reason"] or "it calls nothing under --profile").splitlines()[0]
-            console.print(Text(f"{example['name']}: not profiled: {why}", style="dim"), soft_wrap=True)
+            _say(console, f"{example['name']}: not profiled: {why}", "dim")
     for record in records:
         for call, why in _json(record.with_suffix(".left")).items():
-            console.print(Text(f"{call}: profiled {why}", style="yellow"), soft_wrap=True)
+            _say(console, f"{call}: profiled {why}", "yellow")
     return int(bool(failed))
 
 
@@ -614,16 +549,14 @@ def show_profile(console: Console, kind: str, records: list[Path], paths: list[P
 def heading(record: dict) -> str:
     """What was run, when, on what, with what: the first lines of a text file."""
     machine = record.get("machine", {})
-    gpu = machine.get("gpu")
+    gpu, commit = machine.get("gpu"), record.get("commit")
     parts = [
         record.get("when", "")[:10],
         f"{gpu}, driver {machine.get('driver')}" if gpu else machine.get("cpu"),
         f"torch {machine.get('torch')}",
-        f"Triton {machine['triton']}" if machine.get("triton") else None,
+        machine.get("triton") and f"Triton {machine['triton']}",
         os.environ.get("PROFILING_TOOL"),
-        f"commit {record['commit'][:12]}{' and changes' if record.get('dirty') else ''}"
-        if record.get("commit")
-        else None,
+        commit and f"commit {commit[:12]}{' and changes' if record.get('dirty') else ''}",
     ]
     command = os.environ.get("PROFILING_COMMAND") or "python -m profiling.read"
     return f"# {command}\n# {', '.join(part for part in parts if part)}\n"

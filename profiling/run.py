@@ -24,10 +24,10 @@ import threading
 import time
 from collections import Counter
 from collections.abc import Iterator
-from contextlib import contextmanager, nullcontext
+from contextlib import ExitStack, contextmanager, nullcontext
 from importlib import import_module
 from pathlib import Path
-from types import SimpleNamespace
+from unittest.mock import patch
 
 
 class Unavailable(Exception):
@@ -53,17 +53,9 @@ def tuned_in_one_call() -> Iterator[None]:
         bench()
         return False
 
-    names = ("do_bench", "do_bench_cudagraph")
-    timers, cached = [getattr(triton.testing, name) for name in names], Autotuner.check_disk_cache
-    for name in names:
-        setattr(triton.testing, name, once)
-    Autotuner.check_disk_cache = search
-    try:
+    timers = patch.multiple(triton.testing, do_bench=once, do_bench_cudagraph=once)
+    with timers, patch.object(Autotuner, "check_disk_cache", search):
         yield
-    finally:
-        for name, timer in zip(names, timers, strict=True):
-            setattr(triton.testing, name, timer)
-        Autotuner.check_disk_cache = cached
 
 
 @contextmanager
@@ -91,24 +83,20 @@ def launches_counted(out: Path, guarded: bool = True) -> Iterator[None]:
         if counted[name] == 1:  # a process that a fault ends, or a time limit, leaves at least the names
             keep()
 
-    chain = None
-    if package_version("triton") and not interpreted():
-        import triton
+    with ExitStack() as stack:
+        stack.callback(keep)
+        stack.enter_context(patch.object(Harness, "SANITIZED", True))
+        if not guarded:
+            stack.enter_context(patch.object(check, "poisoned_outputs", lambda what: nullcontext()))
+        if package_version("triton"):
+            stack.enter_context(patch.object(import_module("examples.common.device"), "FEW_SMS", 5))
+        if package_version("triton") and not interpreted():
+            import triton
 
-        chain = triton.knobs.runtime.launch_enter_hook
-        chain.add(count)
-    device = import_module("examples.common.device") if package_version("triton") else SimpleNamespace()
-    before, Harness.SANITIZED, device.FEW_SMS = check.poisoned_outputs, True, 5
-    if not guarded:
-        check.poisoned_outputs = lambda what: nullcontext()
-    try:
-        with nullcontext() if chain is None else tuned_in_one_call():
-            yield
-    finally:
-        check.poisoned_outputs, Harness.SANITIZED, device.FEW_SMS = before, False, None
-        if chain is not None:
-            chain.remove(count)
-        keep()
+            triton.knobs.runtime.launch_enter_hook.add(count)
+            stack.callback(triton.knobs.runtime.launch_enter_hook.remove, count)
+            stack.enter_context(tuned_in_one_call())
+        yield
 
 
 SECONDS = 120  # what a profiler may take for one technique
@@ -164,15 +152,12 @@ def bounded(out: Path) -> Iterator[None]:
     def made(*args, **kwargs):
         nonlocal spent
         spent = 0.0  # the next technique, or its study
-        return harness_before(*args, **kwargs)
+        return harness(*args, **kwargs)
 
     out.unlink(missing_ok=True)  # an earlier run's
-    before, bench.capture = bench.capture, capture
-    harness_before, session.Harness = session.Harness, made
-    try:
+    before, harness = bench.capture, session.Harness
+    with patch.object(bench, "capture", capture), patch.object(session, "Harness", made):
         yield
-    finally:
-        bench.capture, session.Harness = before, harness_before
 
 
 @contextmanager
@@ -204,12 +189,10 @@ def traced(out: Path) -> Iterator[None]:
         seen.export_chrome_trace(str(out / file))
         names[file] = name
 
-    before, bench.capture = bench.capture, capture
-    try:
-        yield
-    finally:
-        bench.capture = before
         (out / "names.json").write_text(json.dumps(names, indent=1) + "\n", encoding="utf-8")
+
+    with patch.object(bench, "capture", capture):
+        yield
 
 
 @contextmanager
@@ -239,17 +222,16 @@ def scoped(out: Path) -> Iterator[None]:
         finally:
             proton.deactivate(session)
 
-    before, bench.capture = bench.capture, capture
-    try:
-        yield
-    finally:
-        bench.capture = before
-        proton.finalize(session)
+    with patch.object(bench, "capture", capture):
+        try:
+            yield
+        finally:
+            proton.finalize(session)
 
 
-UNGUARDED = functools.partial(launches_counted, guarded=False)
 WATCHERS = {
-    "launches": launches_counted, "unguarded": UNGUARDED, "bounded": bounded, "torch": traced, "proton": scoped
+    "launches": launches_counted, "unguarded": functools.partial(launches_counted, guarded=False),
+    "bounded": bounded, "torch": traced, "proton": scoped,
 }  # fmt: skip
 
 
