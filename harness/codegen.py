@@ -7,7 +7,6 @@ and an LLVM abort must not end the run.
 
     compile_for(wrapper, args, kwargs, sms=(80, 90, 100))   ->  list[Kernel]
     dump(wrapper, args, kwargs, sm=90)                      ->  {"ttir": text, ..., "sass": text, "log": text}
-    python -m harness.codegen                               the worker itself; not for people
 """
 
 from __future__ import annotations
@@ -16,21 +15,22 @@ import atexit
 import contextlib
 import hashlib
 import io
-import json
 import os
+import pickle
 import queue
 import re
-import select
-import shutil
 import subprocess
 import sys
-import tempfile
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass, field
+from operator import attrgetter
 from pathlib import Path
+from tempfile import TemporaryDirectory
+from threading import Timer
+from unittest.mock import patch
 
-from harness.catalog import load_module
+from harness.catalog import ROOT, load_module
 
 TIMEOUT_S = 180
 TENSOR_MEMORY = (10, 11)  # the generations that have it, by their major number: sm_120 has none
@@ -129,15 +129,18 @@ def compile_for(
     kernel is compiled in one configuration: number `config` of those its own pruning keeps on that architecture.
     A kernel that does not compile, or takes the compiler down with it, comes back with its `error`.
     """
-    request = _request(wrapper, args, kwargs, config)
+
+    def kernels(sm: int) -> list[Kernel]:
+        answer = _ask(wrapper, args, kwargs, config, sm)
+        return [Kernel(wrapper.__qualname__, sm, error=answer)] if isinstance(answer, str) else [k for k, _ in answer]
+
     with ThreadPoolExecutor(max(1, len(sms))) as pool:  # they only wait, for as many processes as there are
         try:
-            answers = list(pool.map(lambda sm: _ask(request | {"sm": sm}), sms))
+            return [kernel for each in pool.map(kernels, sms) for kernel in each]
         except BaseException:  # Ctrl-C: nobody waits for a compilation to end
             for worker in _workers:
                 worker.close()
             raise
-    return [kernel for kernels in answers for kernel in kernels]
 
 
 def dump(
@@ -149,10 +152,10 @@ def dump(
     assembler's report). `kernel` names the one that is meant when there are several; of several launches of it, this is
     the last. Raises CodegenError when it does not compile, ValueError when it is not clear which one is meant.
     """
-    answer = _answer(_request(wrapper, args, kwargs, config) | {"sm": sm, "dump": True})
-    if "error" in answer:
-        raise CodegenError(f"dump: {wrapper.__name__} on sm_{sm}: {answer['error']}")
-    texts = {entry["kernel"]: text for entry, text in zip(answer["kernels"], answer["dumps"], strict=True)}
+    answer = _ask(wrapper, args, kwargs, config, sm, texts=True)
+    if isinstance(answer, str):
+        raise CodegenError(f"dump: {wrapper.__name__} on sm_{sm}: {answer}")
+    texts = {each.kernel: text for each, text in answer}
     if not kernel and len(texts) == 1:
         kernel = next(iter(texts))
     if kernel not in texts:
@@ -161,43 +164,25 @@ def dump(
     return texts[kernel]
 
 
-def _request(wrapper: Callable, args: tuple, kwargs: dict | None, config: int) -> dict:
-    return {
-        "file": str(Path(wrapper.__globals__["__file__"]).resolve()),
-        "function": wrapper.__qualname__,
-        "args": [_encode(x) for x in args],
-        "kwargs": {name: _encode(x) for name, x in (kwargs or {}).items()},
-        "config": config,
-    }
+Compiled = list[tuple[Kernel, "dict[str, str]"]]  # each kernel, and the text of its stages if that is asked for
 
 
-def _encode(value):
+class _Pickler(pickle.Pickler):
+    """Tensors travel without their data. Their offset decides a pointer's alignment, and so the width of accesses."""
+
+    def reducer_override(self, value):
+        import torch
+
+        if not isinstance(value, torch.Tensor):
+            return NotImplemented
+        return _meta, (value.shape, value.stride(), value.dtype, value.storage_offset())
+
+
+def _meta(shape, stride, dtype, offset):
     import torch
 
-    if isinstance(value, torch.Tensor):
-        return {
-            "shape": list(value.shape), "stride": list(value.stride()),
-            "dtype": str(value.dtype).removeprefix("torch."),
-            "offset": value.storage_offset(),  # decides the alignment of its pointer, and so the width of accesses
-        }  # fmt: skip
-    if isinstance(value, torch.dtype):
-        return {"torch": str(value).removeprefix("torch.")}
-    if value is None or isinstance(value, (bool, int, float, str)):
-        return value
-    raise TypeError(
-        f"codegen: cannot pass a {type(value).__name__} to the compiling process; use tensors and plain values"
-    )
-
-
-def _decode(value):
-    import torch
-
-    if isinstance(value, dict) and "shape" in value:
-        dtype = getattr(torch, value["dtype"])
-        shape, stride, offset = value["shape"], value["stride"], value["offset"]
-        extent = 1 + sum((n - 1) * step for n, step in zip(shape, stride, strict=True)) if 0 not in shape else 0
-        return torch.empty(offset + extent, dtype=dtype, device="meta").as_strided(shape, stride, offset)
-    return getattr(torch, value["torch"]) if isinstance(value, dict) else value
+    extent = 1 + sum((n - 1) * step for n, step in zip(shape, stride, strict=True)) if 0 not in shape else 0
+    return torch.empty(offset + extent, dtype=dtype, device="meta").as_strided(shape, stride, offset)
 
 
 class _Worker:
@@ -207,56 +192,45 @@ class _Worker:
     the assembler's report.
     """
 
-    def __init__(self) -> None:
-        self.process: subprocess.Popen | None = None
-        self.noise = None
-        self.cache: str | None = None
+    process: subprocess.Popen | None = None
 
-    def ask(self, request: dict) -> dict:
-        """The answer, or {"error": reason} when the process died or took too long."""
+    def ask(self, request: bytes) -> Compiled | str:
+        """The answer, or why there is none: the process died or took too long."""
         if self.process is None or self.process.poll() is not None:
             self._start()
-        self.noise.seek(0)
-        self.noise.truncate()
+        overdue = Timer(TIMEOUT_S, self.process.kill)
+        overdue.start()
         try:
-            self.process.stdin.write(json.dumps(request) + "\n")
+            self.process.stdin.write(request)
             self.process.stdin.flush()
-            ready, _, _ = select.select([self.process.stdout], [], [], TIMEOUT_S)
-        except BrokenPipeError:
-            ready = [None]
-        if not ready:
-            self.close()
-            return {"error": f"gave up after {TIMEOUT_S} s"}
-        line = self.process.stdout.readline()
-        if line:
-            return json.loads(line)
-        status = self.process.wait()
-        self.noise.seek(0)
-        said = [text for text in self.noise.read().splitlines() if "ERROR" in text or "error" in text]
+            return pickle.load(self.process.stdout)
+        except (EOFError, BrokenPipeError):
+            status = self.process.wait()
+        finally:
+            overdue.cancel()
+        lines = [line for line in self.noise.read_text(errors="replace").splitlines() if "error" in line.lower()]
         self.close()
-        return {"error": f"the compiler ended with status {status}: {said[-1] if said else 'no message'}"}
+        said = f"out of memory, or not ready after {TIMEOUT_S} s" if status == -9 else "no message"
+        return f"the compiler ended with status {status}: {lines[-1] if lines else said}"
 
     def _start(self) -> None:
         self.close()
-        self.noise = tempfile.TemporaryFile("w+")  # noqa: SIM115  (lives as long as the worker)
-        self.cache = tempfile.mkdtemp(prefix="triton-offline-")
-        root = str(Path(__file__).resolve().parent.parent)
-        path = os.pathsep.join(filter(None, (root, os.environ.get("PYTHONPATH"))))
-        self.process = subprocess.Popen(
-            [sys.executable, "-m", "harness.codegen"],
-            stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=self.noise, text=True,
-            start_new_session=True,  # Ctrl-C is for the run, which then ends this process itself
-            env=os.environ | {"TRITON_INTERPRET": "0", "TRITON_CACHE_DIR": self.cache, "PYTHONPATH": path},
-        )  # fmt: skip
+        self.folder = TemporaryDirectory(prefix="triton-offline-", ignore_cleanup_errors=True)
+        self.noise = Path(self.folder.name, "stderr")
+        with self.noise.open("w") as noise:
+            self.process = subprocess.Popen(
+                [sys.executable, "-c", "from harness.codegen import _serve; _serve()"],
+                stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=noise, cwd=ROOT,
+                start_new_session=True,  # Ctrl-C is for the run, which then ends this process itself
+                env=os.environ | {"TRITON_INTERPRET": "0", "TRITON_CACHE_DIR": self.folder.name},
+            )  # fmt: skip
 
     def close(self) -> None:
         if self.process is not None:
             self.process.kill()
-            self.process.wait()
-            for stream in (self.process.stdin, self.process.stdout, self.noise):
-                with contextlib.suppress(OSError):  # closing flushes, and nobody reads any more
-                    stream.close()
-            shutil.rmtree(self.cache, ignore_errors=True)
+            with contextlib.suppress(OSError, ValueError):  # closing flushes, and nobody reads any more
+                self.process.communicate()
+            self.folder.cleanup()
             self.process = None
 
 
@@ -267,41 +241,44 @@ for _one in reversed(_workers):
     atexit.register(_one.close)
 
 
-def _answer(request: dict) -> dict:
+def _ask(
+    wrapper: Callable, args: tuple, kwargs: dict | None, config: int, sm: int, texts: bool = False
+) -> Compiled | str:
+    """What the call launches, or why there is nothing."""
     from examples.common.device import compiling_for
 
     if compiling_for():  # each worker would start workers of its own
         raise CodegenError(
-            f"codegen: {request['function']} was asked for while its file was being imported to compile it; "
+            f"codegen: {wrapper.__qualname__} was asked for while its file was being imported to compile it; "
             "call compile_for and dump from within a function, or below `if __name__ == '__main__':`"
         )
+    request, file = io.BytesIO(), Path(wrapper.__globals__["__file__"]).resolve()
+    _Pickler(request).dump((file, wrapper.__qualname__, args, kwargs or {}, config, texts, sm))
     worker = _idle.get()
     try:
-        return worker.ask(request)
+        return worker.ask(request.getvalue())
     finally:
         _idle.put(worker)
-
-
-def _ask(request: dict) -> list[Kernel]:
-    answer = _answer(request)
-    if "error" in answer:
-        return [Kernel(kernel=request["function"], sm=request["sm"], error=answer["error"])]
-    return [Kernel(**kernel) for kernel in answer["kernels"]]
 
 
 # From here on: the worker's side.
 
 
 def _serve() -> None:
-    out = os.fdopen(os.dup(1), "w")
+    import triton
+
+    out = os.fdopen(os.dup(1), "wb")
     os.dup2(2, 1)  # whatever a compiler prints must not end up in the protocol
-    for line in sys.stdin:
-        request = json.loads(line)
+    triton.runtime.driver.set_active(driver := OfflineDriver())
+    while True:
         try:
-            answer = _compile(request)
-        except Exception as error:  # any failure is an answer: "cannot, because ..."
-            answer = {"error": _reason(error)}
-        out.write(json.dumps(answer) + "\n")
+            *call, driver.sm = pickle.load(sys.stdin.buffer)
+            answer = _compile(*call, driver.sm)
+        except EOFError:
+            return
+        except Exception as error:  # any failure is an answer: "not supported: ..."
+            answer = _reason(error)
+        pickle.dump(answer, out)
         out.flush()
 
 
@@ -333,31 +310,26 @@ class OfflineDriver:
         return 0
 
 
-def _compile(request: dict) -> dict:
+def _compile(file: Path, function: str, args: tuple, kwargs: dict, number: int, texts: bool, sm: int) -> Compiled:
     import triton
     from triton.runtime.autotuner import Autotuner
     from triton.runtime.jit import JITFunction
 
-    if not isinstance(getattr(_compile, "driver", None), OfflineDriver):
-        _compile.driver = OfflineDriver()
-        triton.runtime.driver.set_active(_compile.driver)
-    _compile.driver.sm = request["sm"]
-    launches: list[tuple[JITFunction, object, str, str]] = []
-    chosen = ""
-    jit_run, tuner_run = JITFunction.run, Autotuner.run
+    compiled, chosen = [], ""
+    jit_run = JITFunction.run
 
     def compile_only(self, *args, grid, warmup, **kwargs):
         log = io.StringIO()
         with contextlib.redirect_stdout(log):  # triton prints the assembler's report there
             kernel = jit_run(self, *args, grid=grid, warmup=True, **kwargs)
-        launches.append((self, kernel, log.getvalue(), chosen))
+        compiled.append((_read(self, kernel, log.getvalue(), chosen, sm), _texts(kernel) if texts else {}))
         return kernel
 
     def one_config(self, *args, **kwargs):
         nonlocal chosen
         self.nargs = dict(zip(self.arg_names, args, strict=False))
         configs = self.prune_configs(kwargs)
-        config = configs[min(request["config"], len(configs) - 1)]
+        config = configs[min(number, len(configs) - 1)]
         if config.pre_hook is not None:
             config.pre_hook({**self.nargs, **kwargs, **config.all_kwargs()})
         chosen = str(config)
@@ -365,23 +337,14 @@ def _compile(request: dict) -> dict:
         chosen = ""
         return kernel
 
-    module = load_module(Path(request["file"]))
-    wrapper = module
-    for part in request["function"].split("."):
-        wrapper = getattr(wrapper, part)
-    args = [_decode(x) for x in request["args"]]
-    kwargs = {name: _decode(x) for name, x in request["kwargs"].items()}
-    JITFunction.run, Autotuner.run = compile_only, one_config
-    try:
-        with triton.knobs.nvidia.scope():
-            triton.knobs.nvidia.dump_ptxas_log = True
-            wrapper(*args, **kwargs)
-            answer = {"kernels": [_read(*launch, request["sm"]).record() for launch in launches]}
-            if request.get("dump"):
-                answer["dumps"] = [_texts(kernel) for _, kernel, _, _ in launches]
-            return answer
-    finally:
-        JITFunction.run, Autotuner.run = jit_run, tuner_run
+    wrapper = attrgetter(function)(load_module(file))
+    with (
+        patch.object(JITFunction, "run", compile_only), patch.object(Autotuner, "run", one_config),
+        triton.knobs.nvidia.scope(),
+    ):  # fmt: skip
+        triton.knobs.nvidia.dump_ptxas_log = True
+        wrapper(*args, **kwargs)
+    return compiled
 
 
 _logs: dict[str, str] = {}
@@ -424,7 +387,3 @@ def _read(function, kernel, log: str, config: str, sm: int) -> Kernel:
         tensor_memory=kernel.metadata.tmem_size if sm // 10 in TENSOR_MEMORY else None,
         ptx_hash=_ptx_hash(ptx),
     )  # fmt: skip
-
-
-if __name__ == "__main__":
-    _serve()

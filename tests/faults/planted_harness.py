@@ -94,8 +94,8 @@ FAULTS = [
     ),
     Fault(
         "harness/codegen",
-        '"offset": value.storage_offset()',
-        '"offset": 0',
+        "value.dtype, value.storage_offset()",
+        "value.dtype, 0",
         "a view is compiled as if it were aligned",
     ),
     Fault(

@@ -108,13 +108,12 @@ X = torch.empty(4096, device="meta")
 def test_every_architecture_compiles_and_a_dump_holds_every_stage_of_it(probe):
     from examples.common.device import SHARED_LIMIT
 
-    kernels = compile_for(probe.copy, (X,), sms=(80, 89, 90, 100, 120))
-    for kernel, sm in zip(kernels, (80, 89, 90, 100, 120), strict=True):
+    kernels = compile_for(probe.copy, (X,), sms=(80, 120))
+    for kernel, sm in zip(kernels, (80, 120), strict=True):
         assert (kernel.kernel, kernel.sm, kernel.error) == ("copy_kernel", sm, None)
         assert (kernel.spills, kernel.shared, kernel.shared_limit) == (0, 0, SHARED_LIMIT[sm])
         assert 8 <= kernel.registers <= 64
         assert kernel.found["ld.global.v4"] == kernel.found["st.global.v4"] == 2
-    for kernel in (kernels[0], kernels[-1]):
         texts = dump(probe.copy, (X,), sm=kernel.sm)
         assert set(texts) == {*STAGES, "log"}
         assert ("tt.load" in texts["ttir"], "sizePerThread" in texts["ttir"]) == (True, False)
@@ -168,28 +167,20 @@ def test_a_dump_has_what_was_printed_also_the_second_time_and_wants_a_name_among
         dump(others.bad, (X,), sm=90)
 
 
-def test_a_compiler_that_fails_or_dies_is_an_answer_and_the_next_request_is_served(others, probe):
+def test_a_compiler_that_fails_dies_or_hangs_is_an_answer_and_the_next_request_is_served(others, probe, monkeypatch):
+    worker, alone = codegen._Worker(), queue.LifoQueue()
+    alone.put(worker)
+    monkeypatch.setattr(codegen, "_idle", alone)
     (failed,), (died,) = (compile_for(fn, (X,), sms=(90,)) for fn in (others.bad, others.dies))
     assert "no_such_function" in failed.error
     assert "status -6" in died.error
     assert "Cannot select" in died.error
     assert compile_for(probe.copy, (X,), sms=(90,))[0].error is None
-
-
-def test_a_compiler_that_hangs_is_given_up(others, monkeypatch):
-    worker, alone = codegen._Worker(), queue.LifoQueue()
-    alone.put(worker)
-    monkeypatch.setattr(codegen, "_idle", alone)
-    monkeypatch.setattr(codegen, "TIMEOUT_S", 3)
-    (kernel,) = compile_for(others.hangs, (X,), sms=(90,))
-    assert "gave up after 3 s" in kernel.error
+    monkeypatch.setattr(codegen, "TIMEOUT_S", 1)
+    (hung,) = compile_for(others.hangs, (X,), sms=(90,))
+    assert "status -9: out of memory, or not ready after 1 s" in hung.error
     assert worker.process is None
-    assert not os.path.exists(worker.cache)  # its folder goes with it
-
-
-def test_what_cannot_be_passed_is_refused(probe):
-    with pytest.raises(TypeError, match="cannot pass a list"):
-        compile_for(probe.copy, ([1],), sms=(90,))
+    assert not os.path.exists(worker.folder.name)  # its cache goes with it
 
 
 def test_what_a_program_takes_too_much_of_is_said():
@@ -199,9 +190,6 @@ def test_what_a_program_takes_too_much_of_is_said():
     assert (over.fits, over.too_much) == (False, "164.0 KiB of shared memory, and there are 163")
     over = Kernel("k", 100, shared=0, shared_limit=1, tensor_memory=544)
     assert over.too_much == "544 columns of tensor memory, and there are 512"
-    old = Kernel("k", 90, registers=1).record()
-    del old["tensor_memory"], old["ptx_hash"]  # of a record from before
-    assert Kernel(**old) == Kernel("k", 90, registers=1)
 
 
 def test_tensor_memory_is_what_the_program_allocates(others):
@@ -217,30 +205,25 @@ def test_tensor_memory_is_what_the_program_allocates(others):
     assert compile_for(others.dot, (x, 256), sms=(100,))[0].tensor_memory == 256
 
 
-@pytest.mark.parametrize(
-    ("name", "ptx", "count"),
-    [
+def test_patterns_count_the_instruction_and_not_its_neighbours():
+    for name, ptx, count in [
         ("ld.global.v4", "ld.global.L1::evict_last.v4.b32 {%r1}; ld.global.b32 %r2;", 1),
+        ("ld.global.v4", "ld.global.v4.b16 {%r1}; ld.global.v2.b64 {%r}; ld.global.v8.b32 {%r}", 2),
         ("cp.async", "cp.async.cg.shared.global [%r1]; cp.async.bulk.tensor.2d; cp.async.commit_group;", 1),
         ("cp.async.bulk.tensor", "cp.async.bulk.tensor.2d.shared::cluster; cp.async.bulk.commit_group;", 1),
         ("wgmma", "wgmma.mma_async.sync.aligned.m64n256k16; wgmma.fence.sync; wgmma.commit_group", 1),
-        ("tcgen05.mma", "tcgen05.mma.cta_group::1.kind::f16 [%r]; tcgen05.commit; tcgen05.ld", 1),
         ("mma.sync", "mma.sync.aligned.m16n8k16; wgmma.mma_async.sync.aligned", 1),
-        ("ld.global.v4", "ld.global.v4.b16 {%r1}; ld.global.v2.b64 {%r}; ld.global.v8.b32 {%r}", 2),
         ("mma f8", "cvt.rn.satfinite.e4m3x2.f32 %r; wgmma.mma_async.sync.aligned.m64n64k32.f32.e4m3.e4m3 {%f};", 1),
         ("mma f8", "tcgen05.mma.cta_group::1.kind::f8f6f4 [%r];", 1),
         ("mma tf32", "cvt.rna.tf32.f32 %r; mma.sync.aligned.m16n8k8.row.col.f32.tf32.tf32.f32 {%f};", 1),
         ("fma.f32", "fma.rn.f32 %f; fma.rn.ftz.f32 %f; fma.rn.f32x2 %f; fma.rn.f64 %d;", 3),
-        ("setmaxnreg", "setmaxnreg.inc.sync.aligned.u32 240;", 1),
+        ("tcgen05.mma", "tcgen05.mma.cta_group::1.kind::f16 [%r]; tcgen05.commit; tcgen05.ld", 1),
         ("tcgen05.alloc", "tcgen05.alloc.cta_group::1.sync.aligned [%r], 512; tcgen05.dealloc.cta_group::1 %r;", 1),
         ("tcgen05.ld", "tcgen05.ld.sync.aligned.32x32b.x64.b32 {%r}; tcgen05.wait::ld.sync.aligned;", 1),
-        ("tcgen05.commit", "tcgen05.commit.cta_group::1.mbarrier::arrive::one.shared::cluster.b64 [%r];", 1),
         ("tcgen05.cp", "tcgen05.cp.cta_group::1.32x128b.warpx4 [%r], %rd; tcgen05.commit.cta_group::1;", 1),
         ("cta_group::2", "tcgen05.mma.cta_group::2.kind::f16 [%r]; tcgen05.mma.cta_group::1.kind::f16 [%r];", 1),
-    ],
-)
-def test_patterns_count_the_instruction_and_not_its_neighbours(name, ptx, count):
-    assert len(re.findall(codegen.INSTRUCTIONS[name], ptx)) == count
+    ]:
+        assert len(re.findall(codegen.INSTRUCTIONS[name], ptx)) == count, name
 
 
 def test_a_file_that_compiles_while_it_is_imported_starts_no_workers_of_its_own(technique, probe):
