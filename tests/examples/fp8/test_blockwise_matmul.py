@@ -12,7 +12,7 @@ import torch
 from examples.common import gluon as common
 from examples.common import operands as checks
 from examples.common.device import SHARED_LIMIT, Limits
-from examples.common.fp8 import E4M3, E5M2, OUT_DTYPES
+from examples.common.fp8 import E4M3, OUT_DTYPES
 from examples.common.fp8_gemm import m_major
 from examples.common.quantize import GROUP
 from examples.fp8 import blockwise_matmul as lesson
@@ -20,8 +20,8 @@ from examples.fp8 import blockwise_matmul_warp_specialized as hopper
 from examples.fp8.blockwise_matmul import TILE, VARIANTS, blockwise_matmul, budget, choose, operands, reference
 from examples.fp8.blockwise_matmul_warp_specialized import CONFIGS, choose_warpgroups, efficiency
 from studies.fp8.blockwise_matmul import CODE
+from tests.examples.fp8.helpers import FORMATS, meta, not_finite, refused
 
-FORMATS = [(E4M3, E4M3), (E4M3, E5M2), (E5M2, E4M3), (E5M2, E5M2)]
 SPECIALIZED = VARIANTS[1]
 
 
@@ -108,39 +108,17 @@ def test_layouts(h, variant):
 def test_extremes(h, variant):
     """NaN and infinity reach what torch says they reach: not the rows and columns beside the tail of a tile."""
     scales = m_major(h.randn(130, 3).exp_()), h.randn(3, 3).exp_().t()
-    a, b = h.randn(130, 384), h.randn(264, 384)
-    a[3, 5], b[9, 2] = float("nan"), float("nan")  # e4m3fn has no infinity
-    check(h, (a.to(E4M3), b.to(E4M3).t(), *scales), variant, what="NaN")
-    a[129, 383], b[263, 383], b[130, 7] = (float(x) for x in ("inf", "-inf", "inf"))
-    check(h, (a.to(E5M2), b.to(E5M2).t(), *scales), variant, what="NaN and infinities")
+    for what, a, b in not_finite(h, 130, 264, 384):
+        check(h, (a, b, *scales), variant, what=what)
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("shape", [(4096, 4096, 4096), (1000, 5208, 896), (16, 8192, 4096), (8191, 264, 512)])
-def test_shapes_on_the_gpu(h, shape):
-    for i, (variant, out) in enumerate(itertools.product(lesson.runnable(h.device), OUT_DTYPES)):
+def test_shapes_on_the_gpu(h, variant):
+    """Real sizes; groups from fewer than the ring holds to many rounds. Bits of many launches: in the GPU suite."""
+    shapes = [(4096, 4096, 4096), (1000, 5208, 896), (16, 8192, 4096), (8191, 264, 512)]
+    shapes += [(968, 520, groups * GROUP) for groups in (*range(1, 13), 32, 113)]
+    for i, (shape, out) in enumerate(itertools.product(shapes, OUT_DTYPES)):
         check(h, operands(h, *shape, FORMATS[i % 4]), variant, out)
-
-
-@pytest.mark.gpu
-@pytest.mark.parametrize("sms", [1, 7, 131, 132])
-def test_rings_of_every_length_of_work(h, gpu_of, monkeypatch, sms):
-    """Groups from fewer than the ring holds to many rounds, over tiles of one program: a wrong phase hangs or lies, a
-    race changes the result. Products at a time differ with the warpgroups; the sums must not."""
-    if SPECIALIZED not in lesson.runnable(h.device):
-        pytest.skip("warp specialized needs sm_90")
-    gpu_of(sms)
-    for groups in (*range(1, 13), 32, 113):
-        inputs, results = operands(h, 968, 520, groups * GROUP), []
-        for warpgroups in (2, 3):
-            monkeypatch.setattr(hopper, "choose_warpgroups", lambda *_, n=warpgroups: n)
-            check(h, inputs, SPECIALIZED, what=f"{groups} groups")
-            results += [blockwise_matmul(*inputs, torch.float32, SPECIALIZED, False) for _ in range(30)]
-        assert all(torch.equal(result, results[0]) for result in results)
-
-
-def meta(*shape, dtype=E4M3):
-    return torch.empty(shape, dtype=dtype, device="meta")
 
 
 def layer(M=4096, N=4096, K=4096, formats=(E4M3, E4M3)):
@@ -221,7 +199,7 @@ def test_bad_input(h, monkeypatch):
     assert blockwise_matmul(a, b, nan, scale_b, check_scales=False).isnan().all()  # not looked at, so not refused
     for module, its in ((checks, "architecture"), (common, "gluon_architecture")):
         monkeypatch.setattr(module, its, lambda device: 90)  # nothing is launched
-    for wrong, message in [
+    cases = [
         ({"a": a[:, :200], "b": b[:200]}, "K is 200, but a scale covers 128 of it: pad K"),
         ({"b": b.contiguous()}, r"b has strides \(144, 1\); .*b\.t\(\)\.contiguous\(\)"),
         ({"scale_a": nan}, "scale_a has 12 of 12 values that are not positive and finite"),
@@ -229,10 +207,9 @@ def test_bad_input(h, monkeypatch):
         ({"scale_a": scale_a.contiguous()}, r"scale_a has strides \(2, 1\) .*pass m_major\(scale_a\)"),
         ({"scale_a": scale_a[:, :1].expand(6, 2)}, r"scale_a has strides \(1, 0\)"),
         ({"a": a[1:], "scale_a": scale_a[1:]}, "scale_a has .* starts 4 bytes past a multiple of 16"),
-    ]:
-        given = {"a": a, "b": b, "scale_a": scale_a, "scale_b": scale_b} | wrong
-        with pytest.raises(ValueError, match=f"blockwise_matmul: .*{message}"):
-            blockwise_matmul(**given, variant=SPECIALIZED)
+    ]
+    good = {"a": a, "b": b, "scale_a": scale_a, "scale_b": scale_b, "variant": SPECIALIZED}
+    refused([(blockwise_matmul, wrong, ValueError, message) for wrong, message in cases], **good)
 
 
 def test_errors_of_sums(h):

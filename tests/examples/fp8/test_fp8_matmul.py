@@ -20,8 +20,7 @@ from examples.fp8 import fp8_matmul_persistent as persistent
 from examples.fp8 import fp8_matmul_warp_specialized as hopper
 from examples.fp8.fp8_matmul import VARIANTS, budget, fp8_matmul, operands, reference, runnable
 from studies.fp8.fp8_matmul import CODE
-
-FORMATS = [(E4M3, E4M3), (E4M3, E5M2), (E5M2, E4M3), (E5M2, E5M2)]
+from tests.examples.fp8.helpers import FORMATS, meta, not_finite, refused
 
 
 @pytest.fixture(params=VARIANTS)
@@ -106,19 +105,15 @@ def test_layouts(h, variant):
 
 def test_extremes(h, variant):
     """NaN and infinity reach what torch says they reach: not the rows and columns beside the tail of a tile."""
-    per_row, one = (h.randn(130, 1).exp_(), h.randn(1, 264).exp_()), (h.randn(1).exp_(), h.randn(1).exp_())
-    a, b = h.randn(130, 144), h.randn(264, 144)
-    a[3, 5], b[9, 2] = float("nan"), float("nan")  # e4m3fn has no infinity
-    a[70, 0], b[200, 0] = float("nan"), float("nan")  # what a mask that is too wide reads after the end of a row
-    check(h, (a.to(E4M3), b.to(E4M3).t(), *per_row), variant, what="NaN")
-    a[129, 143], b[263, 143], b[130, 7] = (float(x) for x in ("inf", "-inf", "inf"))
-    check(h, (a.to(E5M2), b.to(E5M2).t(), *one), variant, what="NaN and infinities")
+    scales = h.randn(130, 1).exp_(), h.randn(1, 264).exp_()
+    for what, a, b in not_finite(h, 130, 264, 144):
+        check(h, (a, b, *scales), variant, what=what)
 
 
 def test_which_kernel_is_chosen(h, monkeypatch):
     """The last that the GPU has; pointers for what TMA cannot load or store. What the GPU lacks is refused."""
     a, b, inputs = meta(40, 64), meta(48, 64).t(), operands(h, 16, 16, 16, False)
-    for sm, last, variant, refused in [
+    for sm, last, variant, message in [
         (80, None, None, "this GPU is sm_80"),
         (89, "pointers", "persistent", "TMA comes with sm_90 .*use variant='pointers'"),
         (90, "warp specialized", None, None),
@@ -130,15 +125,15 @@ def test_which_kernel_is_chosen(h, monkeypatch):
             assert lesson.choose(a, b, torch.bfloat16) == lesson.choose(a, b[:, :44], torch.float32) == last
             for left, right in [(a[:, :40], b[:40]), (a, b[:, :44]), (a[:, 1:33], b[:32]), (a[:1].expand(40, 64), b)]:
                 assert lesson.choose(left, right, torch.bfloat16) == "pointers"
-        if refused:
-            with pytest.raises(RuntimeError, match=f"fp8_matmul: {refused}"):
+        if message:
+            with pytest.raises(RuntimeError, match=f"fp8_matmul: {message}"):
                 fp8_matmul(*inputs, variant=variant)
 
 
 def test_bad_input(h):
     a, b, scale_a, scale_b = operands(h, 4, 16, 32, False)
     wide, nan = {"out_dtype": torch.float32}, torch.full((), math.nan, device=h.device)
-    bad = [
+    cases = [
         ({"b": b.contiguous()}, r"b has strides \(16, 1\); .*contiguous\(\)\.t"),
         ({"scale_a": torch.ones(1, 16, device=h.device)}, r"scale_a has shape \[1, 16\]; .* or \[4, 1\]"),
         ({"scale_b": nan}, "scale_b has 1 of .* not positive and finite"),
@@ -147,19 +142,12 @@ def test_bad_input(h):
         ({"a": torch.zeros_like(a).view(-1)[1:65].view(2, 32)}, "a has .* starts 1 bytes past a multiple"),
     ]
     good = {"a": a, "b": b, "scale_a": scale_a, "scale_b": scale_b, "variant": "persistent"}
-    for wrong, message in bad:
-        with pytest.raises(ValueError, match=f"fp8_matmul: {message}"):
-            fp8_matmul(**good | wrong)
-    with pytest.raises(TypeError, match=r"fp8_matmul: bias is torch\.float32; it must be .*bfloat16"):
-        fp8_matmul(a, b, scale_a, scale_b, h.randn(16))
+    refused([(fp8_matmul, wrong, ValueError, message) for wrong, message in cases], **good)
+    refused([(fp8_matmul, {"bias": h.randn(16)}, TypeError, r"bias is torch\.float32; .*bfloat16")], **good)
     assert fp8_matmul(a, b, scale_a, nan, check_scales=False).isnan().all()  # not looked at, so not refused
 
 
 # --- code
-
-
-def meta(*shape, dtype=E4M3):
-    return torch.empty(shape, dtype=dtype, device="meta")
 
 
 def layer(n=4096):
@@ -260,26 +248,10 @@ def test_a_slot_is_released_when_its_mmas_are_done():
         consume(half, steps, 5, hopper.HOPPER_STAGES, behind)
 
 
-# --- what only a GPU can say
-
-
 @pytest.mark.gpu
-@pytest.mark.parametrize("shape", [(4096, 4096, 4096), (1000, 5208, 784), (8191, 264, 512), (16, 264, 16384)])
-def test_shapes_on_the_gpu(h, shape):
-    for i, (variant, out) in enumerate(itertools.product(runnable(h.device), OUT_DTYPES)):
+def test_shapes_on_the_gpu(h, variant):
+    """Real sizes; a ring that is shorter, as long and longer than a tile. Bits of many launches: in the GPU suite."""
+    shapes = [(4096, 4096, 4096), (1000, 5208, 784), (8191, 264, 512), (16, 264, 16384)]
+    shapes += [(700, 1288, 128 * steps - 64 * (steps % 2)) for steps in range(1, 10)]
+    for i, (shape, out) in enumerate(itertools.product(shapes, OUT_DTYPES)):
         check(h, (*operands(h, *shape, i % 2 == 0, FORMATS[i % 4]), h.randn(shape[1], dtype=out)), variant, out)
-
-
-@pytest.mark.gpu
-@pytest.mark.parametrize("sms", [1, 2, 7, 132])
-def test_every_launch_gives_the_same_bits(h, gpu_of, sms):
-    """The ring is shorter, as long and longer than a tile; a program has one tile, a few and all of them. A buffer that
-    is read too early or written too early does not do so the same way every time."""
-    gpu_of(sms)
-    for steps, variant, out in itertools.product((1, 2, 3, 4, 5, 7, 8, 9, 64), runnable(h.device), OUT_DTYPES):
-        inputs = operands(h, 700, 1288, 128 * steps - 64 * (steps % 2), rows=sms % 2 == 0)
-        inputs = (*inputs, h.randn(1288, dtype=out) if steps % 3 else None)
-        check(h, inputs, variant, out, what=f"{variant} {steps} steps {sms} SMs")
-        fn = functools.partial(fp8_matmul, *inputs, out, variant, check_scales=False)
-        first = fn()
-        assert all(torch.equal(fn(), first) for _ in range(50)), (variant, steps)

@@ -1,40 +1,36 @@
 """fused_gelu_quantize: read back within one rounding, exact bits where y is exact, saturation, bad input, code."""
 
+import itertools
+
 from harness.codegen import compile_for
 
 import pytest
 import torch
 
 from examples.common.fp8 import E4M3, E5M2, FLOOR, quantize_reference
-from examples.common.quantize import GROUP, READ_BACK, read_back, scales_of
+from examples.common.quantize import GROUP, read_back
 from examples.fp8.fused_gelu_quantize import ROW_MAX, fused_gelu_quantize, fused_gelu_quantize_static, reference
 from examples.fp8.fused_gelu_quantize_long_rows import PER_THREAD
+from tests.examples.fp8.helpers import INF, NAN, PER, hold, meta, refused
 
-MOST, INF, NAN = torch.finfo(E4M3).max, float("inf"), float("nan")
-PER = ("row", "group")
+MOST = torch.finfo(E4M3).max
 FORMS = ("tanh", "none")
-SCALES = {"dtype": torch.float32, "terms": 0, "roundings": 64, "constant_ok": True}
 
 
-def _hold(h, x, per, approximate):
-    """y and scales against float64."""
-    gelu = lambda x, a: fused_gelu_quantize(x, per, a)  # noqa: E731
-    h.check(lambda *args: read_back(*gelu(*args), per), reference, x, approximate, what=per, **READ_BACK)
-    h.check(lambda *args: gelu(*args)[1], lambda *args: scales_of(reference(*args), per), x, approximate, **SCALES)
+def gelu(x, approximate, per):
+    return fused_gelu_quantize(x, per, approximate)
 
 
 SHAPES = [(3, 2), (1, 127), (5, 128), (33, 129), (2, 781), (3, 4097), (1, ROW_MAX + 1)]
 
 
-@pytest.mark.parametrize("per", PER)
 @pytest.mark.parametrize(("case", "shape"), list(enumerate(SHAPES)), ids=str)
-def test_shapes(h, case, shape, per):
-    forms = FORMS if case == 0 else (FORMS[(case + (per == "row")) % 2],)
-    for approximate in forms:
+def test_shapes(h, case, shape):
+    for per, approximate in itertools.product(PER, FORMS[case % 2 :] if case else FORMS):
         for scale in (2.0, 1e-4, 30.0)[: 1 + 2 * (shape[0] > 2)]:
             x = h.randn(*shape, dtype=torch.float32 if case % 3 else torch.float16, scale=scale)
             x[:, ::GROUP] = scale  # of negative values alone the tail decides the amax: below
-            _hold(h, x, per, approximate)
+            hold(h, gelu, reference, x, approximate, per=per)
 
 
 @pytest.mark.parametrize("approximate", FORMS)
@@ -106,13 +102,11 @@ def test_zeros_stay_zeros_and_no_rows_none(h, cols):
 def test_what_is_not_finite_is_seen_in_its_group_and_in_no_other(h, approximate, value):
     x = h.randn(4, 300)
     x[2, 130] = value
-    got = read_back(*fused_gelu_quantize(x, "group", approximate), "group")
-    assert got[2, 128:256].isnan().all()
-    got[2, 128:256] = 0
-    assert got.isfinite().all()
-    got = read_back(*fused_gelu_quantize(x, "row", approximate), "row")
-    assert got[2].isnan().all()
-    assert got[[0, 1, 3]].isfinite().all()
+    for per, ruined in (("group", slice(128, 256)), ("row", slice(None))):
+        got = read_back(*fused_gelu_quantize(x, per, approximate), per)
+        assert got[2, ruined].isnan().all()
+        got[2, ruined] = 0
+        assert got.isfinite().all()
     q, amax = fused_gelu_quantize_static(x, torch.ones(1, device=h.device), approximate)
     assert not amax.isfinite().all()
     if value != value:
@@ -121,17 +115,16 @@ def test_what_is_not_finite_is_seen_in_its_group_and_in_no_other(h, approximate,
 
 def test_bad_input(h):
     x, one = h.randn(4, 8), torch.ones(1, device=h.device)
-    for fn, args, options, error, message in [
-        (fused_gelu_quantize, (), {"approximate": "sigmoid"}, ValueError, "approximate 'sigmoid' is not one of"),
-        (fused_gelu_quantize, (), {"dtype": torch.float8_e5m2fnuz}, TypeError, "fnuz formats are AMD's"),
-        (fused_gelu_quantize, (), {"per": "tensor"}, ValueError, "per is 'tensor'.*call fused_gelu_quantize_static"),
-        (fused_gelu_quantize_static, (one,), {"approximate": "sigmoid"}, ValueError, "approximate 'sigmoid' is not"),
-        (fused_gelu_quantize_static, (one,), {"dtype": torch.float8_e5m2fnuz}, TypeError, "fnuz formats are AMD's"),
-        (fused_gelu_quantize_static, (one.expand(2),), {}, ValueError, r"scale has shape \[2\]; need \[1\]"),
-        (fused_gelu_quantize_static, (-one,), {}, ValueError, "scale .*not positive and finite"),
-    ]:
-        with pytest.raises(error, match=f"{fn.__name__}: .*{message}"):
-            fn(x, *args, **options)
+    per, static, fnuz = fused_gelu_quantize, fused_gelu_quantize_static, torch.float8_e5m2fnuz
+    refused([
+        (per, (x, "row", "sigmoid"), ValueError, "approximate 'sigmoid' is not one of"),
+        (per, (x, "row", "none", fnuz), TypeError, "fnuz formats are AMD's"),
+        (per, (x, "tensor"), ValueError, "per is 'tensor'.*call fused_gelu_quantize_static"),
+        (static, (x, one, "sigmoid"), ValueError, "approximate 'sigmoid' is not one of"),
+        (static, (x, one, "none", fnuz), TypeError, "fnuz formats are AMD's"),
+        (static, (x, one.expand(2)), ValueError, r"scale has shape \[2\]; need \[1\]"),
+        (static, (x, -one), ValueError, "scale .*not positive and finite"),
+    ])  # fmt: skip
     assert fused_gelu_quantize_static(x, -one, check_scales=False)[1].isfinite().all()  # not looked at
 
 
@@ -140,17 +133,16 @@ def test_bad_input(h):
 def test_shapes_on_the_gpu(h, approximate):
     for cols in (1024, 5120, 8192, ROW_MAX, 28672):
         for per in PER:
-            _hold(h, h.randn(1000, cols, dtype=torch.bfloat16, scale=2.0), per, approximate)
+            hold(h, gelu, reference, h.randn(1000, cols, dtype=h.half, scale=2.0), approximate, per=per)
 
 
 @pytest.mark.parametrize(
     ("cols", "per", "approximate", "dtype"),
-    [(8192, "group", "tanh", torch.bfloat16), (1, "group", "tanh", torch.float32),
-     (ROW_MAX, "row", "none", torch.float32), (28672, "row", "tanh", torch.float16)],
+    [(8192, "group", "tanh", torch.bfloat16), (ROW_MAX, "row", "none", torch.float32),
+     (28672, "row", "tanh", torch.float16)],
 )  # fmt: skip
 def test_generated_code(cols, per, approximate, dtype):
-    x = torch.empty(16384, cols, dtype=dtype, device="meta")
-    (kernel,) = compile_for(fused_gelu_quantize, (x, per, approximate), sms=(90,))
+    (kernel,) = compile_for(fused_gelu_quantize, (meta(16384, cols, dtype=dtype), per, approximate), sms=(90,))
     assert (kernel.error, kernel.spills) == (None, 0)
     if dtype is torch.bfloat16:  # accesses of 16 bytes
         assert (kernel.found["ld.global.v4"], kernel.found["st.global.v4"]) == (PER_THREAD // 8, PER_THREAD // 16)

@@ -6,16 +6,14 @@ import pytest
 import torch
 
 from examples.common.fp8 import E4M3, E5M2, FLOOR, quantize_reference
-from examples.common.quantize import GROUP, READ_BACK, read_back, scales_of
+from examples.common.quantize import GROUP, READ_BACK, read_back
 from examples.fp8 import fused_layer_norm_quantize as lesson
 from examples.fp8.fused_layer_norm_quantize import ROWS_MAX, inputs, reference
 from examples.fp8.fused_layer_norm_quantize import fused_layer_norm_quantize as layer_norm
 from examples.fp8.fused_layer_norm_quantize import fused_rms_norm_quantize as rms_norm
 from examples.fp8.fused_layer_norm_quantize_resident import HELD, HELD_LONG, LONG
 from studies.fp8.fused_layer_norm_quantize import rms_reference
-
-PER = ("row", "group")
-SCALES = {"dtype": torch.float32, "terms": 0, "roundings": 64, "constant_ok": True}
+from tests.examples.fp8.helpers import PER, hold, meta, refused
 
 
 @pytest.fixture(params=[ROWS_MAX, 0], ids=["in registers", "in L1"])
@@ -24,13 +22,10 @@ def kernel(request, monkeypatch):
     monkeypatch.setattr(lesson, "ROWS_MAX", request.param)
 
 
-def _hold(h, x, weight, bias, per):
-    """y and scales of LayerNorm, and y of RMSNorm, against float64."""
-    norm = lambda *args: layer_norm(*args, per=per)  # noqa: E731
-    h.check(lambda *args: read_back(*norm(*args), per), reference, x, weight, bias, **READ_BACK)
-    h.check(lambda *args: norm(*args)[1], lambda *args: scales_of(reference(*args), per), x, weight, bias, **SCALES)
-    rms = lambda *args: read_back(*rms_norm(*args, per=per), per)  # noqa: E731
-    h.check(rms, rms_reference, x, weight, **READ_BACK)
+def hold_both(h, x, weight, bias, per):
+    """LayerNorm, and RMSNorm without a bias."""
+    hold(h, layer_norm, reference, x, weight, bias, per=per)
+    hold(h, rms_norm, rms_reference, x, weight, per=per, scales=False)
 
 
 # Two columns, around a group, a prime; several rows in a program, of which the last has 3; around what registers hold.
@@ -43,7 +38,7 @@ def test_shapes(h, shape, per):
     x, weight, bias = inputs(h, *shape, torch.float32 if shape[0] % 2 == 0 else torch.float16)
     if per == "group":  # columns may be in float32
         weight, bias = weight.float(), bias.float()
-    _hold(h, x, weight, bias, per)
+    hold_both(h, x, weight, bias, per)
 
 
 def test_rows_that_start_at_any_multiple(h):
@@ -116,14 +111,13 @@ def test_a_mean_or_a_first_element_far_from_zero(h, kernel, cols):
     for mean, first in [(-3.0, 0), (10.0, 30.0), (10000.0, 0), (0, -30000.0), (100.0, 30000.0)]:
         x, weight, bias = h.randn(3, cols).add_(mean), h.randn(cols), h.randn(cols)
         x[:, 0] += first
-        norm = lambda *args: read_back(*layer_norm(*args, per="group"), "group")  # noqa: E731
-        h.check(norm, reference, x, weight, bias, what=f"mean {mean}, first {first}", **READ_BACK)
+        hold(h, layer_norm, reference, x, weight, bias, per="group", scales=False)
 
 
 def test_rows_near_and_far_from_zero_in_one_program(h):
     x, weight, bias = h.randn(16, 200), h.randn(200), h.randn(200)
     x[3:11] += torch.tensor([1e4, 0, 0, -3e3, 1.0, 2.0, 3.0, 0], device=h.device)[:, None]
-    _hold(h, x, weight, bias, "group")
+    hold_both(h, x, weight, bias, "group")
     x[5], x[12], seen = float("nan"), 7.25, [3, 4, 6, 12]  # the variance of row 12 is 0
     norm = lambda *args: read_back(*layer_norm(*args), "row")[seen]  # noqa: E731
     h.check(norm, lambda *args: reference(*args)[seen], x, weight, bias, **READ_BACK)
@@ -131,22 +125,20 @@ def test_rows_near_and_far_from_zero_in_one_program(h):
 
 def test_bad_input(h):
     x, weight, bias = inputs(h, 4, 8, torch.float32)
-    for wrong, error, message in [
-        ({"weight": None}, TypeError, "weight is None; pass torch.ones"),
-        ({"weight": weight.half(), "bias": bias.half()}, TypeError, r"weight is torch\.float16"),
-        ({"eps": -1.0}, ValueError, "eps is -1.0"),
-        ({"per": "tensor"}, ValueError, "per 'tensor' is not one of"),
-        ({"dtype": torch.float8_e4m3fnuz}, TypeError, "fnuz formats are AMD's"),
-    ]:
-        with pytest.raises(error, match=f"fused_layer_norm_quantize: .*{message}"):
-            layer_norm(**{"x": x, "weight": weight, "bias": bias} | wrong)
+    refused([
+        (layer_norm, {"weight": None}, TypeError, "weight is None; pass torch.ones"),
+        (layer_norm, {"weight": weight.half(), "bias": bias.half()}, TypeError, r"weight is torch\.float16"),
+        (layer_norm, {"eps": -1.0}, ValueError, "eps is -1.0"),
+        (layer_norm, {"per": "tensor"}, ValueError, "per 'tensor' is not one of"),
+        (layer_norm, {"dtype": torch.float8_e4m3fnuz}, TypeError, "fnuz formats are AMD's"),
+    ], x=x, weight=weight, bias=bias)  # fmt: skip
 
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("per", PER)
 def test_shapes_on_the_gpu(h, per):
     for cols in (1024, 5120, 8192, ROWS_MAX, 32768):
-        _hold(h, *inputs(h, 1000, cols, torch.bfloat16), per)
+        hold_both(h, *inputs(h, 1000, cols, torch.bfloat16), per)
 
 
 @pytest.mark.parametrize(
@@ -154,7 +146,7 @@ def test_shapes_on_the_gpu(h, per):
     [(5000, "row", torch.bfloat16), (LONG, "group", torch.bfloat16), (5001, "row", torch.float32)],
 )
 def test_generated_code(cols, per, dtype):
-    x, weight = (torch.empty(shape, dtype=dtype, device="meta") for shape in ((16384, cols), (cols,)))
+    x, weight = meta(16384, cols, dtype=dtype), meta(cols, dtype=dtype)
     (kernel,) = compile_for(layer_norm, (x, weight, weight), {"per": per}, sms=(90,))
     assert (kernel.error, kernel.fits) == (None, True)
     assert kernel.spills <= (32 if cols == LONG else 0)  # bytes: 96 registers a thread are a close fit
