@@ -80,9 +80,7 @@ def test_graphs_breaks_and_failures():
         eager(broken)(torch.ones(3))
     assert (seen.graphs, len(seen.breaks), seen.recompiles) == (3, 1, [])  # a reason that comes twice is one
     assert "graph_break" in seen.breaks[0]
-    assert "\n" not in seen.breaks[0]
     assert [(frame.graph_ops, frame.failure) for frame in seen.frames] == [(1, None)] * 3
-    assert seen.frames[0].name == "broken"
     assert all(frame.guards > 0 and frame.seconds > 0 for frame in seen.frames)
     with watch() as seen:
         eager(in_a_loop)(torch.ones(3))
@@ -94,7 +92,6 @@ def test_graphs_breaks_and_failures():
 
 
 def test_recompiles_say_which_guard_failed_and_guards_are_the_newest_first():
-    assert guards(scaled) == []
     compiled = eager(scaled, dynamic=False)
     compiled(torch.ones(3), 2)
     with watch() as seen:
@@ -126,16 +123,15 @@ def test_a_watch_within_a_watch_and_more_compilations_than_torch_remembers():
         eager(lambda x: x + add)(torch.ones(3))
 
     before = utils._compilation_metrics.maxlen
-    utils.set_compilation_metrics_limit(4)
+    utils.set_compilation_metrics_limit(2)
     try:
         with watch() as outer:
             compiled(0)
             with watch() as inner:
-                for i in range(6):
+                for i in range(3):
                     compiled(i)
-            compiled(1)
-        assert (inner.graphs, len(inner.frames), outer.graphs, len(outer.frames)) == (6, 6, 8, 8)
-        assert utils._compilation_metrics.maxlen == 4
+        assert (inner.graphs, len(inner.frames), outer.graphs, len(outer.frames)) == (3, 3, 4, 4)
+        assert utils._compilation_metrics.maxlen == 2
     finally:
         utils.set_compilation_metrics_limit(before)
 
@@ -143,29 +139,23 @@ def test_a_watch_within_a_watch_and_more_compilations_than_torch_remembers():
 # --- breaks and cache entries
 
 
-def test_a_break_in_a_library_is_reported_at_the_users_line():
-    def logs_it(x):
-        y = x + 1
+class Noisy(nn.Module):
+    def forward(self, x):
+        print("one")
+        x = x + 1
         logging.getLogger("somewhere").info("here")
-        return y + 1
-
-    found = find_breaks(logs_it, torch.zeros(3))
-    assert {each.source for each in found.breaks} == {'logging.getLogger("somewhere").info("here")'}
+        return x * 2
 
 
-def test_two_breaks_of_a_module_and_none():
-    class Noisy(nn.Module):
-        def forward(self, x):
-            print("one")
-            x = x + 1
-            print("two")
-            return x * 2
-
+def test_every_break_of_a_module_at_the_users_line():
     with redirect_stdout(io.StringIO()):
         found = find_breaks(Noisy(), torch.zeros(3))
-    assert [(each.source, each.lost) for each in found.breaks] == [('print("one")', SPLIT), ('print("two")', SPLIT)]
+        again = find_breaks(Noisy(), torch.zeros(3))  # not suppressed as known
+    lines = {'print("one")': SPLIT, 'logging.getLogger("somewhere").info("here")': SPLIT}
+    assert {each.source: each.lost for each in found.breaks} == lines
     assert found.operations == 2
     assert str(found.breaks[0]).startswith("test_compile_inspect.py:")
+    assert again == found
     found = find_breaks(nn.Linear(3, 3), torch.zeros(2, 3))
     assert (found.graphs, found.operations, found.breaks) == (1, 1, [])
 
@@ -173,8 +163,7 @@ def test_two_breaks_of_a_module_and_none():
 def test_bad_input():
     for bad, error, message in (
         (3, TypeError, "got int, which cannot be called"),
-        (torch.compile(scaled), ValueError, "fn is compiled already; pass the function or module"),
-        (torch.compile(nn.Linear(3, 3)), ValueError, "fn is compiled already"),
+        (torch.compile(nn.Linear(3, 3)), ValueError, "fn is compiled already; pass the function or module"),
     ):
         with pytest.raises(error, match=f"find_breaks: {message}"):
             find_breaks(bad, torch.zeros(3))
@@ -202,19 +191,16 @@ def test_cache_entries_are_counted():
     assert (found.compiled, found.eager) == (0, [True, True])
 
 
-@pytest.mark.parametrize(
-    ("functions", "entries"),
-    [([nn.Linear(3, 3) for _ in range(3)], 1), ([lambda x, k=k: scaled(x, k) for k in range(3)], 3)],
-)
-def test_a_list_of_functions_shares_what_their_code_shares(functions, entries):
+def test_a_list_of_functions_shares_what_their_code_shares():
     calls = [lambda each, i=i: each[i](torch.ones(3)) for i in range(3)]
-    assert count_entries(functions, calls, dynamic=False).compiled == entries
+    modules, own = [nn.Linear(3, 3) for _ in calls], [lambda x, k=k: scaled(x, k) for k in range(3)]
+    assert [count_entries(each, calls, dynamic=False).compiled for each in (modules, own)] == [1, 3]
 
 
 # --- logs
 
 
-def test_logs_are_collected_with_the_artifact_they_are_of(capfd):
+def test_logs_are_collected_and_the_loggers_left_as_they_were(capfd):
     with logs(graph_breaks=True, recompiles=True) as lines:
         compiled = eager(lambda x: x.sin(), dynamic=False)
         compiled(torch.ones(3))
@@ -231,18 +217,12 @@ def test_logs_are_collected_with_the_artifact_they_are_of(capfd):
         compiled(torch.ones(4), 2)
     assert any("recompile_limit" in text for _, text in lines), "warnings of torch are collected too"
     assert capfd.readouterr().err == ""
-
-
-def test_logs_leave_the_loggers_as_they_were():
     logger, own = logging.getLogger("torch._dynamo"), logging.StreamHandler()
     logger.addHandler(own)
     try:
-        level = logger.level
         with logs(dynamo=logging.DEBUG):
             assert own not in logger.handlers
-            assert logger.level != level
         assert own in logger.handlers
-        assert logger.level == level
     finally:
         logger.removeHandler(own)
 
@@ -294,6 +274,7 @@ def test_an_empty_cache_is_a_folder_of_its_own_and_goes(monkeypatch, tmp_path):
         assert (seen.counters["inductor"]["fxgraph_cache_miss"], seen.kernels) == (1, 1)
         assert list(folder.iterdir())
     assert compiled(torch.zeros(10)) == 10  # it still works
+    assert not folder.exists()
     made = []
 
     def stopped():
@@ -303,6 +284,5 @@ def test_an_empty_cache_is_a_folder_of_its_own_and_goes(monkeypatch, tmp_path):
 
     with pytest.raises(KeyboardInterrupt):
         stopped()
-    assert len(made) == 1
-    assert not made[0].exists()
+    assert [path.exists() for path in made] == [False]
     assert os.environ["TORCHINDUCTOR_CACHE_DIR"] == "/mine"

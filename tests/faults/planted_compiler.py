@@ -26,12 +26,14 @@ FAULTS = [
         'if artifact == "graph_breaks":',
         'if artifact == "graph_breaks" and not breaks:',
         "only the first break is counted",
+        tests=("tests/test_compile_inspect.py",),
     ),
     Fault(
         "compiler/graph_breaks",
         "breaks[at] = replace(breaks[at], lost=found.lost) if at in breaks else found",
         "breaks[at] = found",
         "a break that is told twice loses its line",
+        tests=("tests/test_compile_inspect.py",),
     ),
     Fault(
         "compiler/recompilation",

@@ -19,8 +19,7 @@ def test_too_little_memory_is_a_reason_and_not_a_crash(h, monkeypatch):
     monkeypatch.setattr(large_models, "lacks_memory", lambda *_: "needs more than there is")
     monkeypatch.setattr(large_models, "warm_up", lambda device: None)
     demo(h)
-    assert any("skipped: needs more than there is" in text for text in h.record.conclusions)
-    assert not h.record.tables
+    assert (len(h.record.conclusions), h.record.tables) == (1, [])
 
 
 def test_layers_share_their_compiled_code(h):

