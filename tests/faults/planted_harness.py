@@ -3,6 +3,7 @@
 from . import Fault
 
 CLI = "tests/harness/test_cli.py::"
+BENCH = "tests/harness/test_bench.py"
 
 FAULTS = [
     # check
@@ -56,33 +57,42 @@ FAULTS = [
         "statistics.median(base / own for base, own in pairs)",
         "statistics.median(own / base for base, own in pairs)",
         "the speed-up is upside down",
+        tests=(BENCH,),
     ),
     Fault(
         "harness/compare",
         "zip(medians[table.baseline], medians[row.variant], strict=True)",
         "zip(medians[names[-1]], medians[row.variant], strict=True)",
         "the last row is the baseline",
+        tests=(BENCH,),
     ),
     Fault(
         "harness/compare",
         "return not variant.startswith(LIBRARIES)",
         "return not variant.startswith(LIBRARIES[:2])",
         "a library's rows count as this repository's",
+        tests=(BENCH,),
     ),
     Fault(
         "harness/compare",
         "return max(times, default=None)",
         "return min(times, default=None)",
         "the floor is the faster of memory and arithmetic",
+        tests=(BENCH,),
     ),
     Fault(
         "harness/compare",
         "rewind()\nif seconds is not None:",
         "if seconds is not None:",
         "a variant does not find the random state that its reference finds",
+        tests=(BENCH,),
     ),
     Fault(
-        "harness/compare", "if error > 1:", "if error > 1000:", "a variant far from the baseline's error is let through"
+        "harness/compare",
+        "if error > 1:",
+        "if error > 1000:",
+        "a variant far from the baseline's error is let through",
+        tests=(BENCH,),
     ),
     # codegen, and what asks for it
     Fault(
@@ -90,7 +100,6 @@ FAULTS = [
         "if not any(kernel.found.get(name) for kernel in compiled):",
         "if not compiled:",
         "a missing instruction is accepted",
-        tests=("tests/harness/test_codegen.py",),
     ),
     Fault(
         "harness/codegen",
@@ -166,20 +175,21 @@ FAULTS = [
         'return min(rows, key=lambda row: row["ms"], default=None)',
         'return max(rows, key=lambda row: row["ms"], default=None)',
         "the best row is the slowest",
+        tests=("tests/companion/test_readme_tables.py",),
     ),
     Fault(
         "harness/cli",
         'return int(any("failed" in (each.status, each.study and each.study.status) for each in ran))',
         "return 0",
         "a run with a failure ends with 0",
-        tests=(CLI + "test_a_failing_technique_does_not_stop_the_others",),
+        tests=(CLI + "test_a_technique_that_fails_stops_no_other",),
     ),
     Fault(
         "harness/cli",
         "if not session.profile and not (record.checks or record.tables or record.codegen or record.facts):",
         "if False:",
         "a demo that shows nothing passes",
-        tests=(CLI + "test_a_demo_that_shows_nothing_fails",),
+        tests=(CLI + "test_a_technique_that_fails_stops_no_other",),
     ),
     # what the compiler's lessons look with
     Fault(
@@ -187,17 +197,20 @@ FAULTS = [
         "return [frame.reason for frame in self.frames if frame.reason]",
         "return [frame.reason for frame in self.frames[1:] if frame.reason][1:]",
         "the first recompilation is not counted",
+        tests=("tests/test_compile_inspect.py",),
     ),
     Fault(
         "compile_inspect/watching",
         'seen.breaks = [text.strip().splitlines()[0] for text in seen.counters.get("graph_break", {})]',
         'seen.breaks = [text.strip().splitlines()[0] for text in seen.counters.get("graph_break", {})][1:]',
         "the first graph break is not counted",
+        tests=("tests/test_compile_inspect.py",),
     ),
     Fault(
         "compile_inspect/fresh",
         "with patch.dict(os.environ, folders):",
         "if os.environ.update(folders) is None:",
         "the caches stay in a folder that is gone",
+        tests=("tests/test_compile_inspect.py",),
     ),
 ]

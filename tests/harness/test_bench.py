@@ -10,7 +10,7 @@ from pathlib import Path
 from harness import Table, Timing, Work, geomean, interpreted, near
 from harness.bench import LEAST_ROUNDS, MOST_ROUNDS, Row, is_ours, time_rounds, time_variants
 from harness.check import CheckError, VacuousCheck
-from harness.hardware import Ceilings, gpu_ms, gpu_round_ms, whole_call_ms
+from harness.hardware import Ceilings, whole_call_ms
 from harness.session import Harness
 
 import pytest
@@ -69,23 +69,20 @@ def test_a_table_times_every_variant(timed):
     assert timed.record.tables == [table.record(), whole.record()]
 
 
-@pytest.mark.parametrize(
-    ("variants", "options", "message"),
-    [
+def test_bad_options_are_refused(checked):
+    for variants, options, message in [
         ({"torch": reference}, {"baseline": "cuBLAS"}, "baseline 'cuBLAS' is not one of the variants"),
-        (PAIR, {"peers": ["nobody"]}, r"peers \['nobody'\] are not among .* variants, \['triton'\]"),
-        (PAIR, {"peers": ["torch"]}, r"peers \['torch'\] are not among"),
+        (PAIR, {"peers": ["torch"]}, r"peers \['torch'\] are not among .* variants, \['triton'\]"),
         (PAIR, {"references": {"cuBLAS": reference}}, r"references for \['cuBLAS'\], but the variants are"),
         (
-            {"torch.compile": double, "torch": double}, {"max_error_ratio": 2.0},
-            r"max_error_ratio=2.0 needs the baseline first, got \['torch.compile', 'torch'\]",
+            dict(reversed(PAIR.items())),
+            {"max_error_ratio": 2.0},
+            r"needs the baseline first, got \['triton', 'torch'\]",
         ),
         (PAIR, {"max_error_ratio": 2.0, "terms": 4}, r"leave out \['terms'\]"),
-    ],
-)  # fmt: skip
-def test_bad_options_are_refused(checked, variants, options, message):
-    with pytest.raises(ValueError, match=message):
-        checked.compare(variants, reference, torch.randn(8, 8), **(ONCE | options))
+    ]:
+        with pytest.raises(ValueError, match=message):
+            checked.compare(variants, reference, torch.randn(8, 8), **(ONCE | options))
     with pytest.raises(ValueError, match="flops need a dtype"):
         Work(flops=1)
 
@@ -126,26 +123,6 @@ def test_a_variant_with_random_numbers_of_its_own_has_a_reference_of_its_own(h):
     assert table["torch"].error == 0.5
 
 
-def test_such_a_variant_is_called_before_its_reference_and_that_call_is_the_first(checked):
-    """A reference may ask what it checks, and what the first call compiles is then compiled already."""
-    calls = []
-
-    def slow_at_first(x):
-        calls.append("variant")
-        time.sleep(0.2 * (len(calls) == 1))
-        return drop_half(x)
-
-    def asks(x):
-        calls.append("reference")
-        return x.double() * slow_at_first(torch.ones_like(x))
-
-    table = checked.compare(
-        {"torch": slow_at_first}, reference, torch.randn(64, 64), references={"torch": asks}, **ONCE
-    )
-    assert calls == ["variant", "reference", "variant", "variant"]
-    assert table.rows[0].first_call_s >= 0.2
-
-
 def test_memory_is_poisoned_for_ours_unless_it_is_compiled(checked, monkeypatch):
     poisoned = {}
 
@@ -159,13 +136,11 @@ def test_memory_is_poisoned_for_ours_unless_it_is_compiled(checked, monkeypatch)
     assert poisoned == {"torch": False, "triton": True, "triton compiled": False}
 
 
+@pytest.mark.skipif(not interpreted(), reason="kernels are compiled here")
 def test_the_interpreter_checks_ours_and_the_baseline_and_times_nothing(h):
-    if not interpreted():
-        pytest.skip("kernels are compiled here")
     table = h.compare({"torch": double, "torch.compile": None, "triton": double}, reference, h.randn(8, 8), **ONCE)
     assert [(row.variant, row.ms, row.speedup) for row in table.rows] == [("torch", None, None), ("triton", None, None)]
-    assert not table
-    assert not h.timed
+    assert (bool(table), h.timed) == (False, False)
 
 
 def test_a_profiler_in_the_process_sees_one_warm_call_of_each_variant(h, monkeypatch):
@@ -220,11 +195,8 @@ def test_a_model_is_held_to_the_baselines_own_error(checked):
         checked.compare(MODEL, reference, torch.zeros(8), **RATIO)
     assert len(checked.record.tables) == 1
     wrongs = [
-        (torch.zeros_like, "off by"), (lambda x: (x * 2).double(), "torch.float64"),
-        (lambda x: (x * 2)[:1], r"expected torch.float32 \(64, 64\)"),
+        (torch.zeros_like, "off by"), (lambda x: (x * 2)[:1], r"expected torch.float32 \(64, 64\)"),
         (lambda x: torch.where(x > 2, torch.nan, x * 2), "off by nan"),
-        (lambda x: torch.where(x > 2, torch.inf, x * 2), "off by inf"),
-        (lambda x: (x * 2, x), "returned 2 tensors, expected 1"),
     ]  # fmt: skip
     for wrong, message in wrongs:
         for where in MODEL:  # in the baseline too, whose error would otherwise allow everything
@@ -325,55 +297,6 @@ def test_variants_alternate_call_by_call_on_a_gpu(monkeypatch):
         assert len(time_rounds(calls, {"torch": 0.01, "ours": 0.02})["ours"]) == count
 
 
-class OnGpu(torch.Tensor):
-    """What a table takes for a tensor on a GPU."""
-
-    is_cuda = True
-
-
-@pytest.fixture
-def paper_gpu(monkeypatch):
-    """A GPU of paper: paper_gpu({result: (ms on the GPU, ms of a whole call, ms to launch)}, end_to_end, held)."""
-
-    def table_of(costs, end_to_end, held=0.0):
-        def rounds(timed, enqueue, orders):
-            assert not end_to_end
-            return [{name: costs[timed[name]()][0] for name in order} for order in orders]
-
-        def whole(fn, budget):
-            assert end_to_end
-            return [costs[fn()][1]] * 3
-
-        monkeypatch.setattr("harness.bench.gpu_round_ms", rounds)
-        monkeypatch.setattr("harness.bench.whole_call_ms", whole)
-        monkeypatch.setattr("harness.bench.enqueue_ms", lambda fn: costs[fn()][2])
-        monkeypatch.setattr("harness.bench.power_watch", lambda: lambda: held)
-        table = Table("t", "c", "torch eager", [Row(name, False, 0, 0) for name in ("torch eager", "torch.compile")])
-        variants = {"torch eager": lambda x: "eager", "torch.compile": lambda x: "compiled"}
-        x = torch.ones(2).as_subclass(OnGpu)
-        time_variants(table, variants, (x,), Work(bytes=10**9), _Limits(), end_to_end)
-        return table
-
-    return table_of
-
-
-def test_whole_calls_are_timed_as_their_caller_waits(paper_gpu):
-    costs = {"eager": (2.0, 10.0, 9.5), "compiled": (2.0, 2.5, 0.5)}
-    whole = paper_gpu(costs, True)
-    assert [row.ms for row in whole.rows] == [10.0, 2.5]
-    assert whole["torch.compile"].speedup == pytest.approx(4.0)
-    assert whole["torch.compile"].of_ceiling == pytest.approx(0.4)
-    assert [row.enqueue_us for row in whole.rows] == [9500, 500]
-    assert len(whole.notes) == 1
-    assert "(torch eager 95%)" in whole.notes[0]
-    alone = paper_gpu(costs, False)
-    assert alone["torch.compile"].speedup == pytest.approx(1.0)  # launching does not show, and is noted
-    assert "(torch eager 9500 us)" in alone.notes[0]
-    busy = {"eager": (9.0, 10.0, 2.0), "compiled": (7.0, 8.0, 1.0)}
-    assert paper_gpu(busy, True).notes == []
-    assert "for 30% of the time" in paper_gpu(busy, True, 0.3).notes[0]
-
-
 def test_a_whole_call_is_a_batch_between_two_synchronizations(monkeypatch):
     happened = []
     monkeypatch.setattr(torch.cuda, "synchronize", lambda: happened.append("w"))
@@ -387,9 +310,6 @@ def test_a_whole_call_is_a_batch_between_two_synchronizations(monkeypatch):
     assert (len(times), min(times) >= 2, len(batches), batches[0]) == (3, True, 4, "c")
     assert len(set(batches[1:])) == 1
     assert 1 <= len(batches[1]) <= 5
-    happened.clear()
-    whole_call_ms(lambda: call(0.02), budget=3)  # one call is longer than its share
-    assert "".join(happened) == "wcw" * 4
 
 
 # --- what a table answers
@@ -411,42 +331,26 @@ def test_a_table_is_asked_by_name():
     table = made(lib_cuBLAS=4.0, lib_torch=8.0, ours=5.0, split=2.5, peer_other=1.0)
     assert table.timed
     assert table
-    assert table["split"].ms == 2.5
-    assert ("split" in table, "none" in table) == (True, False)
+    assert (table["split"].ms, "split" in table, "none" in table) == (2.5, True, False)
     assert table.best.variant == "split"
-    assert table.over("cuBLAS") == pytest.approx(1.6)
-    assert table.over("torch") == pytest.approx(3.2)
-    assert table.over("cuBLAS", "ours") == pytest.approx(0.8)
-    assert table.over("other") == pytest.approx(0.4)
-    assert table.over("split", "other") == pytest.approx(2.5)
+    ratios = [table.over(*names) for names in (("cuBLAS",), ("torch",), ("cuBLAS", "ours"), ("split", "other"))]
+    assert ratios == pytest.approx([1.6, 3.2, 0.8, 2.5])
     with pytest.raises(KeyError, match="made 8x8 has no row 'none'; it has"):
-        table["none"]
-    with pytest.raises(KeyError):
         table.over("none")
     library = made(baseline="torch", lib_torch=4.0, lib_compiled=5.0, lib_graph=8.0)
     assert library.best.variant == "compiled", "the best of what is put beside the baseline, even when it is slower"
     assert made(baseline="other", peer_other=1.0, ours=3.0).best.variant == "ours", "the baseline may be a peer"
-
-
-def test_a_table_without_times_is_false_and_has_no_best():
-    for table in (Table("t", "c", "torch"), made(lib_cuBLAS=None, ours=None)):
+    untimed = made(lib_cuBLAS=None, ours=None)
+    for table in (Table("t", "c", "torch"), untimed):
         assert not table
-        assert not table.timed
         for ask in (lambda t: t.best, lambda t: t.over("cuBLAS"), lambda t: geomean([t], over="cuBLAS")):
             with pytest.raises(ValueError, match=r"h\.answer|no timed table"):
                 ask(table)
-    assert made(lib_cuBLAS=None, ours=None)["ours"].error == 0.5  # its errors are there
-
-
-def test_geomean_is_over_the_tables_that_have_both():
-    tables = [made(lib_cuBLAS=4.0, ours=2.0), made(lib_cuBLAS=9.0, ours=9.0, split=1.0), made(baseline="x", x=1.0)]
-    assert geomean(tables[:2], over="cuBLAS") == pytest.approx(18**0.5)
+    tables = [untimed, made(lib_cuBLAS=4.0, ours=2.0), made(lib_cuBLAS=9.0, ours=9.0, split=1.0), made("x", x=1.0)]
+    assert geomean(tables[:3], over="cuBLAS") == pytest.approx(18**0.5)
     assert geomean(iter(tables), over="cuBLAS", of="ours") == pytest.approx(2**0.5)
-    assert geomean(tables, over="ours", of="split") == pytest.approx(9.0)
-    assert geomean([made(lib_cuBLAS=None, ours=None), tables[0]], over="cuBLAS") == pytest.approx(2.0)
-    for missing in ({"over": "torch"}, {"over": "cuBLAS", "of": "none"}):
-        with pytest.raises(ValueError, match="geomean: no timed table has a row"):
-            geomean(tables, **missing)
+    with pytest.raises(ValueError, match="geomean: no timed table has a row"):
+        geomean(tables, over="cuBLAS", of="none")
 
 
 def test_near_is_within_a_part_of_the_larger():
@@ -483,26 +387,10 @@ def test_a_slow_host_does_not_count_as_gpu_time(h):
 
 
 @pytest.mark.gpu
-def test_a_round_times_each_call_by_itself(h):
-    x = h.randn(1 << 24)
-    calls = {"once": lambda: x.mul_(1), "four times": lambda: [x.mul_(1) for _ in range(4)]}
-    rounds = gpu_round_ms(calls, dict.fromkeys(calls, 0.05), [["once", "four times"], ["four times", "once"]] * 5)
-    assert len(rounds) == 10
-    assert all(2 < each["four times"] / each["once"] < 6 for each in rounds)
-    assert 0 < gpu_ms(lambda: torch.zeros(10, device="cuda")) < 0.1
-
-
-@pytest.mark.gpu
 def test_ceilings_are_plausible_and_measured_once():
     ceilings = Ceilings()
     copy = ceilings.copy_tbps()
     assert 0.05 < copy < 50
-    started = time.perf_counter()
     assert ceilings.copy_tbps() == copy
-    assert time.perf_counter() - started < 0.01
     assert ceilings.gemm_tflops(torch.bfloat16) > ceilings.gemm_tflops(torch.float32)
     assert ceilings.gemm_tflops(torch.int8) is None
-    n = 4096  # the floor is the slower of moving and computing
-    gemm = Work(bytes=3 * n * n * 2, flops=2 * n**3, dtype=torch.bfloat16)
-    assert gemm.floor_ms(ceilings) == pytest.approx(2 * n**3 / ceilings.gemm_tflops(torch.bfloat16) / 1e9)
-    assert Work(bytes=2**30).floor_ms(ceilings) == pytest.approx(2**30 / copy / 1e9)
