@@ -22,6 +22,7 @@ from examples.tma.blackwell import blackwell_matmul, reference
 from examples.tma.blackwell_compiled import LARGE, SMALL
 from examples.tma.blackwell_plan import COLUMNS, VARIANTS, budget, by_hand_plan, runnable, scale_columns
 from examples.tma.blackwell_scaled import blackwell_mx_matmul
+from tests.examples.tma.helpers import launches
 from tests.examples.tma.model import failures, use_model
 
 HALF, FP4 = torch.float16, torch.float4_e2m1fn_x2
@@ -133,14 +134,12 @@ def test_every_tile_is_taken_once(h, monkeypatch, variant, sms, sm):
 
 
 def test_a_step_of_k_is_128_bytes_of_a_row(monkeypatch):
-    launched = []
-    kernel = type("K", (), {"__getitem__": lambda self, grid: lambda *args, **more: launched.append((args, more))})
-    monkeypatch.setattr(blackwell_compiled, "matmul_persistent_kernel", kernel())
+    launched = launches(monkeypatch, blackwell_compiled, "matmul_persistent_kernel")
     for sm, tile, dtype in [(90, LARGE, HALF), (120, SMALL, E4M3)]:
         monkeypatch.setattr(blackwell_compiled, "device_limits", lambda device, sm=sm: Limits(132, SHARED_LIMIT[sm]))
         a, b, c = (torch.empty(512, 512, dtype=each) for each in (dtype, dtype, HALF))
         blackwell_compiled.launch_by_the_compiler(a, b, c, True)
-        (a_desc, b_desc, c_desc, *_), options = launched.pop()
+        options, (a_desc, b_desc, c_desc, *_) = launched[-1].options, launched[-1].args
         step = 128 // dtype.itemsize
         assert options["BLOCK_K"] == step
         assert [list(each.block_shape) for each in (a_desc, b_desc)] == [[tile[0], step], [tile[1], step]]

@@ -2,7 +2,7 @@
 
 import functools
 
-from harness.codegen import compile_for, dump
+from harness.codegen import dump
 
 import pytest
 import torch
@@ -17,6 +17,8 @@ from examples.tma.tma_epilogues_fp8 import linear_fp8
 from examples.tma.tma_epilogues_shared import GROUP_M, TILES, fitting_tile, runnable
 from examples.tma.tma_epilogues_swiglu import swiglu
 from studies.tma.tma_epilogues import FP8_BUDGET, read_back, reference_swiglu
+from tests.examples.tma.helpers import launches
+from tests.examples.triton.helpers import code, meta, refused
 
 LAUNCH = (tma_epilogues_hopper, shared)
 
@@ -60,12 +62,6 @@ def gpu_of(monkeypatch):
             monkeypatch.setattr(module, "device_limits", lambda device: limits)
 
     return pretend
-
-
-# One row, a tile and one more in each dimension, half a tile, a store of columns and 16 more, a prime of rows.
-@pytest.mark.parametrize("shape", [(1, 16, 8), (37, 80, 72), (128, 256, 64), (129, 272, 136), (5, 144, 16)])
-def test_shapes(h, shape):
-    check_all(h, *shape)
 
 
 def test_nothing_to_do(h):
@@ -117,7 +113,7 @@ def test_quantized_bits(h, variant):
     assert torch.equal(q.double(), 448 * (x.double() @ w.double().t()).sign()), "it saturates"
     q, scale = linear_fp8(0 * x, w, variant=variant)
     assert not q.view(torch.uint8).any()
-    assert torch.equal(scale, torch.full_like(scale, 2.0**-100 / 448))
+    assert (scale == 2.0**-100 / 448).all()
     assert torch.equal(linear(0 * x, w, bias, variant=variant), bias.expand(133, -1))
     for value in ("nan", "inf"):  # spoils its group alone
         bias[130] = float(value)
@@ -127,12 +123,14 @@ def test_quantized_bits(h, variant):
         assert back[:, 256:].isfinite().all()
 
 
-@pytest.mark.parametrize("sms", [1, 3, 1000])
-def test_every_tile_is_taken_once(h, sms, gpu_of):
+def test_every_tile_is_taken_once(h, gpu_of):
     """One program for all tiles, programs with more and fewer tiles than others, more SMs than tiles."""
-    gpu_of(sms)
-    check_all(h, 300, 528, 16)
-    check_all(h, (GROUP_M + 1) * TILES[0][0] + 1, 272, 8)  # a last group of one row of tiles
+    for sms in (1, 3, 1000):
+        gpu_of(sms)
+        check_all(h, 150, 272, 72)
+    x, w, bias = layer(h, (GROUP_M + 1) * TILES[0][0] + 1, 272, 8)  # a last group of one row of tiles
+    for variant in runnable(h.device):
+        check_linear(h, x, w, bias, "none", variant)
 
 
 @pytest.mark.parametrize("variant", [None, "persistent"])
@@ -140,7 +138,6 @@ def test_layouts(h, variant):
     """Columns apart: what lies between them must not be summed; a later start; every third row; one row."""
     x, w, bias = h.randn(140, 320, dtype=h.half), h.randn(300, 480, dtype=h.half), h.randn(301, dtype=h.half)
     for left, right in [
-        (x, w[:104, :320]),
         (x[:, 16:160], w[:264, 8:152]),
         (x[::3, :144], w[16:288:2, 32:176]),
         (x[:1, :144].as_strided((1, 144), (5, 1)), w[:40, :144]),
@@ -166,98 +163,69 @@ def test_which_tile_fits(h, gpu_of):
         linear(x, w)
 
 
-@pytest.mark.parametrize(
-    ("sm", "variant", "message"),
-    [(80, "persistent", r"TMA comes with sm_90 \(this is sm_80\)"),
-     (89, "warp specialized", r"TMA comes with sm_90 \(this is sm_89\)"),
-     (90, "warp specialized", r"needs sm_90, for its wgmma \(Gluon kernels are not interpreted\): use .*'persistent'")],
-)  # fmt: skip
-def test_other_gpus(h, monkeypatch, sm, variant, message):
+def test_other_gpus(h, monkeypatch):
     if not h.interpreted:
         pytest.skip("the architecture is real here")
-    monkeypatch.setattr(shared, "architecture", lambda device: sm)
     x, w, _ = layer(h, 16, 16, 16)
-    for fn, inputs in {linear: (x, w), swiglu: (x, w, w), linear_fp8: (x, w)}.items():
-        with pytest.raises(RuntimeError, match=f"{fn.__name__}: {message}"):
-            fn(*inputs, variant=variant)
+    for sm, variant, message in [
+        (80, "persistent", r"TMA comes with sm_90 \(this is sm_80\)"),
+        (90, "warp specialized", r"needs sm_90, for its wgmma \(Gluon .* not interpreted\): use .*'persistent'"),
+    ]:
+        monkeypatch.setattr(shared, "architecture", lambda device, sm=sm: sm)
+        for fn, inputs in {linear: (x, w), swiglu: (x, w, w), linear_fp8: (x, w)}.items():
+            refused(fn, RuntimeError, message, *inputs, variant=variant)
 
 
-@pytest.mark.parametrize(
-    ("fn", "bad", "error", "message"),
-    [(linear, {"activation": "relu"}, ValueError, r"activation 'relu' is not one of \('none', "),
-     (linear, {"variant": "fast"}, ValueError, "variant 'fast' is not one of .None, 'persis"),
-     (linear, {"x": (4, 12), "w": (16, 12)}, ValueError, "K is 12 and N 16; TMA .*8 and N to one of 8"),
-     (linear_fp8, {"w": (8, 32)}, ValueError, "N 8; .* and N to one of 16"),
-     (linear_fp8, {"scale": 1.0}, TypeError, "scale is float; pass a float32 tensor"),
-     (linear_fp8, {"scale": torch.ones(2)}, ValueError, r"scale has shape \[2\]; need \[1\]"),
-     (linear_fp8, {"scale": torch.zeros(1)}, ValueError, "scale has 1 of 1 values that are not"),
-     (swiglu, {"w_up": (8, 32)}, ValueError, r"w_gate \(16, 32\) and w_up \(8, 32\) must be alike")],
-)  # fmt: skip
-def test_bad_input(h, fn, bad, error, message):
-    names = ("x", "w_gate", "w_up") if fn is swiglu else ("x", "w")
-    shapes = dict(zip(names, ((4, 32), (16, 32), (16, 32)), strict=False)) | bad
-    made = {name: h.randn(*x, dtype=h.half) if isinstance(x, tuple) else x for name, x in shapes.items()}
-    made = {name: x.to(h.device) if isinstance(x, torch.Tensor) else x for name, x in made.items()}
-    with pytest.raises(error, match=f"{fn.__name__}: .*{message}"):
-        fn(**made)
-
-
-def meta(*shape, dtype=torch.bfloat16):
-    return torch.empty(shape, dtype=dtype, device="meta")
+def test_bad_input(h):
+    x, w, narrow = (h.randn(*shape, dtype=h.half) for shape in ((4, 32), (16, 32), (8, 32)))
+    refused(linear, ValueError, r"activation 'relu' is not one of \('none', ", x, w, activation="relu")
+    refused(linear, ValueError, "variant 'fast' is not one of .None, 'persis", x, w, variant="fast")
+    refused(linear, ValueError, "K is 12 and N 16; TMA .*8 and N to one of 8", x[:, :12], w[:, :12])
+    refused(linear_fp8, ValueError, "N 8; .* and N to one of 16", x, narrow)
+    refused(swiglu, ValueError, r"w_gate \(16, 32\) and w_up \(8, 32\) must be alike", x, w, narrow)
+    for scale, error, message in [
+        (1.0, TypeError, "scale is float; pass a float32 tensor"),
+        (torch.ones(2, device=h.device), ValueError, r"scale has shape \[2\]; need \[1\]"),
+        (torch.zeros(1, device=h.device), ValueError, "scale has 1 of 1 values that are not"),
+    ]:
+        refused(linear_fp8, error, message, x, w, scale=scale)
 
 
 X, WEIGHT, BIAS = meta(8192, 4096), meta(14336, 4096), meta(14336)
-CALLS = {
-    "silu": (linear, (X, WEIGHT, BIAS, "silu")),
-    "swiglu": (swiglu, (X, WEIGHT, WEIGHT)),
-    "group": (linear_fp8, (X, WEIGHT, BIAS, "gelu")),
-    "given": (linear_fp8, (X, WEIGHT, None, "none", meta(1, dtype=torch.float32))),
-}
-CORES = {90: "wgmma", 100: "tcgen05.mma", 120: "mma.sync"}
+CORES = {90: "wgmma", 100: "tcgen05.mma"}
 
 
 @pytest.mark.parametrize(
-    ("name", "variant", "sm"),
-    [("swiglu", None, 90), ("silu", None, 100), ("swiglu", "persistent", 100), ("given", "persistent", 90),
-     ("group", None, 120)],
+    ("fn", "args", "variant", "sm"),
+    [(swiglu, (X, WEIGHT, WEIGHT), None, 90), (linear, (X, WEIGHT, BIAS, "silu"), None, 100),
+     (linear_fp8, (X, WEIGHT, BIAS, "gelu"), "persistent", 90)],
 )  # fmt: skip
-def test_code(name, variant, sm):
+def test_code(fn, args, variant, sm):
     """Warp specialized on Hopper where nothing is asked for, and persistent elsewhere."""
-    fn, args = CALLS[name]
-    kwargs = {"variant": variant} | ({"check_scales": False} if fn is linear_fp8 else {})
-    (kernel,) = compile_for(fn, args, kwargs, sms=(sm,))
-    assert (kernel.error, kernel.spills, kernel.fits) == (None, 0, True)
-    assert {"cp.async.bulk.tensor", "mbarrier", CORES[sm]} <= kernel.found.keys()
+    kernel = code(sm, f"cp.async.bulk.tensor mbarrier {CORES[sm]}", fn, *args, variant=variant)
     assert ("cvt f8" in kernel.found) == (fn is linear_fp8)
     specialized = variant is None and sm == 90
     assert (kernel.kernel == "linear_warp_specialized_kernel") == ("setmaxnreg" in kernel.found) == specialized
     if specialized:
+        assert "serialized" not in dump(fn, args, sm=sm)["log"], "the assembler waits after each MMA"
         assert (kernel.warps, kernel.registers) == (12, 65536 // (32 * 12) // 8 * 8)  # all there are, by eights
 
 
-@pytest.mark.parametrize(("K", "loops"), [(128, 2), (136, 3)])
-def test_only_a_tile_as_long_as_the_ring_is_started_in_turn(K, loops):
+def test_only_a_tile_as_long_as_the_ring_is_started_in_turn(h, monkeypatch):
     """Else the first consumer could signal twice before the second looks once, which then waits for ever."""
-    text = dump(linear, (meta(4096, K), meta(4096, K), None, "none", "warp specialized"), sm=90)
-    # The second consumer has one loop, the first another for the step by which it leads.
-    assert text["ttgir"].count("ttng.warp_group_dot ") == loops
-    assert "serialized" not in text["log"], "the assembler waits after each MMA"
+    launched = launches(monkeypatch, tma_epilogues_hopper, "linear_warp_specialized_kernel")
+    for K in (128, 136):
+        x, w, _ = layer(h, 16, 32, K)
+        tma_epilogues_hopper.launch_warp_specialized(x, w, w, torch.empty_like(x), None, None, "none", "none")
+    assert [each.options["STAGGER"] for each in launched] == [False, True]
 
 
 @pytest.mark.gpu
-def test_shapes_and_barriers_on_the_gpu(h, gpu_of):
-    """The ring is shorter, as long and longer than a tile; a program has one tile, a few and all of them."""
+def test_on_the_gpu(h, gpu_of):
+    """The ring is shorter, as long and longer than a tile; a program has one tile, a few and all of them. Every launch
+    gives the same bits: a buffer that is read or written too early does not do so the same way every time."""
     for shape in [(4096, 4096, 4096), (1000, 5216, 776), (16, 8192, 4096), (8191, 272, 520)]:
         check_all(h, *shape)
-    for sms in (1, 2, 7, 132):
-        gpu_of(sms)
-        for steps in range(1, 8):
-            check_all(h, 700, 1296, 64 * steps - 32 * (steps % 2))
-
-
-@pytest.mark.gpu
-def test_every_launch_gives_the_same_bits(h):
-    """A buffer that is read too early or written too early does not do so the same way every time."""
     for shape in [(4096, 4096, 256), (1000, 8208, 1040), (16384, 512, 128), (300, 272, 8192)]:
         x, w, up, bias = layer(h, *shape, weights=2)
         for variant in runnable(h.device):
@@ -268,6 +236,10 @@ def test_every_launch_gives_the_same_bits(h):
             ):
                 first = fn()
                 assert all(torch.equal(fn(), first) for _ in range(30)), (variant, shape)
+    for sms in (1, 2, 7, 132):
+        gpu_of(sms)
+        for steps in range(1, 8):
+            check_all(h, 700, 1296, 64 * steps - 32 * (steps % 2))
 
 
 @pytest.mark.gpu
