@@ -1,9 +1,10 @@
-"""What several tests of FP8 need: pairs of formats, operands that are only shapes, operands with NaN and infinity."""
+"""What several tests of FP8 need: operands that are only shapes or not finite, bad input, the code, reading back."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 
+from harness.codegen import Kernel, compile_for
 from harness.session import Harness
 
 import pytest
@@ -44,3 +45,17 @@ def refused(cases: list[tuple], **good) -> None:
         args, options = ((), good | wrong) if isinstance(wrong, dict) else (wrong, {})
         with pytest.raises(error, match=f"{fn.__name__}: .*{message}"):
             fn(*args, **options)
+
+
+def code(sm: int, find: tuple, wrapper: Callable, *args, spills: int = 0, **options) -> Kernel:
+    """The one kernel of wrapper(*args), which compiles for sm, fits, has these instructions and spills no more."""
+    (kernel,) = compile_for(wrapper, args, options, sms=(sm,))
+    assert (kernel.error, kernel.fits) == (None, True)
+    assert all(kernel.found.get(name) for name in find), kernel.found
+    assert kernel.spills <= spills
+    return kernel
+
+
+def same_codes(h: Harness, q: torch.Tensor, want: torch.Tensor) -> bool:
+    """To the bit, but on sm_89, where Triton casts by way of float16: next to a tie it may be the other neighbour."""
+    return (q.view(torch.uint8).int() - want.view(torch.uint8).int()).abs().max() <= (h.machine.sm == 89)
