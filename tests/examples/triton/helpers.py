@@ -43,6 +43,12 @@ def matrices(h, M, N, K, dtype=None):
     return h.randn(M, K, dtype=dtype or h.half), h.randn(K, N, dtype=dtype or h.half)
 
 
+def check_product(h, fn, a, b, *args, **options) -> None:
+    """fn(a, b, *args, **options) against float64."""
+    what = f"{tuple(a.shape)} {a.stride()} {tuple(b.shape)} {b.stride()} {args} {options}"
+    h.check(lambda a, b: fn(a, b, *args, **options), reference, a, b, terms=a.shape[1], what=what)
+
+
 def layouts(h, tma: bool = False):
     """Pairs of matrices with strides that pointers can follow, or TMA."""
     a, b = h.randn(96, 160, dtype=h.half), h.randn(200, 320, dtype=h.half)
@@ -78,14 +84,14 @@ def products(h, *more, tma: bool = False):
     yield a, b
 
 
-def any_product(check, M=200, N=200, K=150, tma: bool = False, **draws):
-    """A test: check(h, a, b, **drawn) for matrices of any size up to this one."""
+def any_product(fn, M=200, N=200, K=150, tma: bool = False, **draws):
+    """A test: fn(a, b, **drawn) against float64 for matrices of any size up to this one."""
     unit = 8 if tma else 1
 
     @given(M=st.integers(0, M), N=st.integers(0, N // unit), K=st.integers(0, K // unit), **draws)
     def test(M, N, K, **drawn):
         h = harness()
-        check(h, *matrices(h, M, N * unit, K * unit, torch.float16), **drawn)
+        check_product(h, fn, *matrices(h, M, N * unit, K * unit, torch.float16), **drawn)
 
     return test
 

@@ -8,21 +8,18 @@ from hypothesis import strategies as st
 from examples.common.device import SHARED_LIMIT, Limits
 from examples.triton import matmul as lesson
 from examples.triton import matmul_tiles
-from examples.triton.matmul import DTYPES, matmul, reference
+from examples.triton.matmul import DTYPES, matmul
 from examples.triton.matmul_tiles import CONFIGS, fitting_configs
-from tests.examples.triton.helpers import any_product, check_beyond_int32, code, matrices, meta, products, refused
-
-
-def check(h, a, b, fn=matmul, **options):
-    h.check(lambda a, b: fn(a, b, **options), reference, a, b, terms=a.shape[1], what=f"{a.shape} {b.shape}")
+from tests.examples.triton import helpers
+from tests.examples.triton.helpers import check_product, code, matrices, meta, products, refused
 
 
 def test_edges_layouts_and_extremes(h):
     for a, b in (*products(h), *(matrices(h, *shape, torch.float32) for shape in [(37, 53, 61), (64, 257, 65)])):
-        check(h, a, b)
+        check_product(h, matmul, a, b)
 
 
-test_any_shape = any_product(check, group_m=st.integers(1, 9))
+test_any_shape = helpers.any_product(matmul, group_m=st.integers(1, 9))
 
 
 @pytest.mark.parametrize("config", CONFIGS, ids=lambda c: "x".join(map(str, c.kwargs.values())) + f"-{c.num_stages}")
@@ -39,19 +36,15 @@ def test_every_configuration(h, config):
         )  # fmt: skip
         return c
 
-    check(h, *matrices(h, 260, 130, 70, torch.float16 if k == 64 else torch.float32), one)
+    check_product(h, one, *matrices(h, 260, 130, 70, torch.float16 if k == 64 else torch.float32))
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("dtype", DTYPES)
-def test_shapes_on_the_gpu(h, dtype):
-    for shape in [(512, 768, 1024), (1000, 520, 777), (16, 4096, 4096), (4096, 16, 512), (1, 1, 50_000)]:
-        check(h, *matrices(h, *shape, dtype))
-
-
-@pytest.mark.gpu
-def test_more_elements_than_an_int32_counts(h, gpu_gib):
-    check_beyond_int32(h, gpu_gib, matmul, transposed=True)
+def test_real_sizes_and_more_elements_than_an_int32_counts(h, gpu_gib):
+    for dtype in DTYPES:
+        for shape in [(512, 768, 1024), (1000, 520, 777), (16, 4096, 4096), (4096, 16, 512), (1, 1, 50_000)]:
+            check_product(h, matmul, *matrices(h, *shape, dtype))
+    helpers.check_beyond_int32(h, gpu_gib, matmul, transposed=True)
 
 
 def test_pruning_leaves_what_fits_and_never_nothing(monkeypatch):
@@ -62,7 +55,6 @@ def test_pruning_leaves_what_fits_and_never_nothing(monkeypatch):
             assert left, (sm, dtype, M, N)
             for m, n, k, stages in ((*config.kwargs.values(), config.num_stages) for config in left):
                 assert (m + n) * k * dtype.itemsize * (stages - 1) <= limit
-                assert k * dtype.itemsize == 128
                 assert (m <= max(64, 2 * M), n <= max(64, 2 * N)) == (True, True)
     # A tile that suits one size, layout or precision is another's worst: all of them are in the key of the search.
     assert set(lesson.tuned_kernel.keys) == {"M", "N", "K", "stride_ak", "stride_bk", "PRECISION"}
@@ -70,7 +62,6 @@ def test_pruning_leaves_what_fits_and_never_nothing(monkeypatch):
 
 def test_bad_input(h):
     a, b = matrices(h, 4, 5, 8)
-    refused(matmul, ValueError, r"shapes \(4, 8\) and \(5, 8\)", a, b.t())
     refused(matmul, ValueError, "input_precision 'tf19' is not one of", a, b, "tf19")
     for group_m in (0, 1025, 1.5, "8"):
         refused(matmul, ValueError, "group_m is", a, b, "ieee", group_m)
@@ -78,8 +69,7 @@ def test_bad_input(h):
 
 @pytest.mark.parametrize(
     ("sm", "dtype", "config", "precision", "found"),
-    [(80, torch.bfloat16, 0, "ieee", "cp.async mma.sync"), (90, torch.bfloat16, 4, "ieee", "cp.async wgmma"),
-     (100, torch.float16, 0, "ieee", "cp.async tcgen05.mma kind::f16"), (90, torch.float32, 0, "tf32x3", "wgmma")],
+    [(90, torch.bfloat16, 4, "ieee", "cp.async wgmma"), (90, torch.float32, 0, "tf32x3", "wgmma")],
 )  # fmt: skip
 def test_generated_code(sm, dtype, config, precision, found):
     a, spills = meta(4096, 4096, dtype=dtype), 10**6 if dtype == torch.float32 else 0

@@ -1,46 +1,36 @@
 """pipelined_matmul: every count of stages at every edge, shared memory as predicted, copies in the code, bad input."""
 
-from functools import partial
-
 import pytest
 from hypothesis import strategies as st
 
 from examples.common.device import SHARED_LIMIT, Limits, architecture, device_limits
 from examples.triton import pipelined_matmul as lesson
-from examples.triton.pipelined_matmul import STAGES, matmul_pipelined, reference, shared_bytes, stages_that_fit
-from tests.examples.triton.helpers import any_product, check_beyond_int32, code, matrices, meta, products, refused
-
-
-def check(h, a, b, stages=3):
-    what = f"{tuple(a.shape)} {a.stride()} {tuple(b.shape)} {b.stride()}, {stages} stages"
-    h.check(partial(matmul_pipelined, num_stages=stages), reference, a, b, terms=a.shape[1], what=what)
+from examples.triton.pipelined_matmul import STAGES, matmul_pipelined, shared_bytes, stages_that_fit
+from tests.examples.triton import helpers
+from tests.examples.triton.helpers import check_product, code, matrices, meta, products, refused
 
 
 def test_edges_layouts_and_extremes(h):
     """More steps than stages too, and more rows of tiles than a group has, in two columns of tiles."""
     for a, b in products(h, (16, 16, 460), (9 * 128 + 1, 136, 8)):
-        check(h, a, b)
+        check_product(h, matmul_pipelined, a, b)
 
 
-test_any_shape = any_product(check, K=400, stages=st.sampled_from(STAGES[:4]))
-
-
-@pytest.mark.gpu
-@pytest.mark.parametrize("dtype", lesson.DTYPES)
-def test_shapes_on_the_gpu(h, dtype):
-    for shape in [(512, 768, 1024), (1000, 520, 777), (16, 4096, 4096), (1, 1, 50_000)]:
-        for stages in stages_that_fit(architecture(h.device), device_limits(h.device).shared_bytes):
-            check(h, *matrices(h, *shape, dtype), stages)
+test_any_shape = helpers.any_product(matmul_pipelined, K=400, num_stages=st.sampled_from(STAGES[:4]))
 
 
 @pytest.mark.gpu
-def test_more_elements_than_an_int32_counts(h, gpu_gib):
-    check_beyond_int32(h, gpu_gib, matmul_pipelined, transposed=True)
+def test_real_sizes_and_more_elements_than_an_int32_counts(h, gpu_gib):
+    for dtype in lesson.DTYPES:
+        for shape in [(512, 768, 1024), (1000, 520, 777), (16, 4096, 4096), (1, 1, 50_000)]:
+            for stages in stages_that_fit(architecture(h.device), device_limits(h.device).shared_bytes):
+                check_product(h, matmul_pipelined, *matrices(h, *shape, dtype), stages)
+    helpers.check_beyond_int32(h, gpu_gib, matmul_pipelined, transposed=True)
 
 
 @pytest.mark.parametrize(
     ("sm", "stages", "mma"),
-    [(80, 1, "mma.sync"), (80, 3, "mma.sync"), (90, 4, "wgmma"), (100, 2, "tcgen05.mma"), (120, 3, "mma.sync")],
+    [(80, 1, "mma.sync"), (90, 4, "wgmma"), (100, 2, "tcgen05.mma"), (120, 3, "mma.sync")],
 )
 def test_shared_memory_and_copies_by_stages(sm, stages, mma):
     """One buffer per stage where the tensor cores read shared memory late, one fewer elsewhere, as predicted."""

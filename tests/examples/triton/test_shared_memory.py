@@ -6,7 +6,6 @@ import torch
 from examples.triton.shared_memory import TILES, matmul_tile, reference, tile_bytes
 from examples.triton.shared_memory_single_use import (
     BLOCK,
-    DTYPES,
     HALF,
     WARPS,
     column_sum,
@@ -14,7 +13,7 @@ from examples.triton.shared_memory_single_use import (
     row_sum,
     scale,
 )
-from tests.examples.triton.helpers import INF, NAN, code, matrices, meta, products, refused
+from tests.examples.triton.helpers import INF, NAN, check_product, code, matrices, meta, products, refused
 
 
 def check_all(h, x):
@@ -27,9 +26,8 @@ def check_all(h, x):
 
 
 def check_products(h, a, b, tile, stages=3):
-    h.check(matmul_strip, reference, a[:5], b, what="strip", terms=a.shape[1])
-    what = f"{tuple(a.shape)} {tuple(b.shape)} {tile}, {stages} stages"
-    h.check(lambda a, b: matmul_tile(a, b, *tile, stages), reference, a, b, what=what, terms=a.shape[1])
+    check_product(h, matmul_strip, a[:5], b)
+    check_product(h, matmul_tile, a, b, *tile, stages)
 
 
 def test_sums(h):
@@ -44,24 +42,19 @@ def test_sums(h):
 
 
 def test_products(h):
-    h.check(matmul_strip, reference, *matrices(h, 2, BLOCK + 5, 3), what="strip", terms=3)
+    check_product(h, matmul_strip, *matrices(h, 2, BLOCK + 5, 3))
     for i, (a, b) in enumerate(products(h, (16, 257, 65))):
         small = a.shape[0] * b.shape[1] < 2000  # small tiles are slow where programs run one after the other
         check_products(h, a, b, list(TILES)[i % 2 if small else 2 + i % 3])
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("dtype", DTYPES)
-def test_shapes_on_the_gpu(h, dtype):
-    check_all(h, h.randn(5000, 8192, dtype=dtype))
-    for stages in (1, 2, 3, 4) if dtype in HALF else ():
-        for shape in ((512, 768, 1024), (1000, 520, 777)):
-            for tile in TILES:
-                check_products(h, *matrices(h, *shape, dtype), tile, stages)
-
-
-@pytest.mark.gpu
-def test_more_elements_than_an_int32_counts(h, gpu_gib):
+def test_real_sizes_and_more_elements_than_an_int32_counts(h, gpu_gib):
+    for dtype in (torch.float32, *HALF):
+        check_all(h, h.randn(5000, 8192, dtype=dtype))
+    for stages in (1, 2, 3, 4):
+        for tile in TILES:
+            check_products(h, *matrices(h, 1000, 520, 777, HALF[stages % 2]), tile, stages)
     gpu_gib(30)
     x = torch.empty(2**31 // 4096 + 5, 4096, dtype=torch.bfloat16, device=h.device).normal_()
     last, b = x[-100:].contiguous(), h.randn(4096, 8, dtype=torch.bfloat16)
@@ -77,9 +70,7 @@ def test_bad_input(h):
     x = h.randn(4, 8)
     a, b = x.half(), x.half().t()
     refused(row_sum, ValueError, "no columns", x[:, :0])
-    refused(row_sum, ValueError, r"strides \(1, 8\); .*x\.contiguous", x.t())
-    for stages in (0, 1.5, True):
-        refused(column_sum, ValueError, "num_stages .* is not one of", x, stages)
+    refused(column_sum, ValueError, "num_stages .* is not one of", x, 0)
     for rows in (16, 128.0, [128]):
         refused(matmul_tile, ValueError, "no tile .* x 256; there are", a, b, rows, 256)
     refused(matmul_tile, ValueError, "num_stages 5 is not one of", a, b, 16, 16, 5)
@@ -94,9 +85,8 @@ def test_zeros_take_no_shared_memory_and_stages_do():
 
 @pytest.mark.parametrize(
     ("sm", "tile", "stages", "mma"),
-    [(80, (128, 256), 3, "mma.sync"), (90, (128, 256), 1, "wgmma"), (90, (16, 16), 3, "mma.sync"),
-     (100, (128, 256), 3, "tcgen05.mma")],
-)  # fmt: skip
+    [(90, (128, 256), 1, "wgmma"), (90, (16, 16), 3, "mma.sync"), (100, (128, 256), 3, "tcgen05.mma")],
+)
 def test_shared_memory_of_a_tile_is_its_operands(sm, tile, stages, mma):
     # Spilled are some bytes of a thread, around its store.
     kernel = code(sm, mma, matmul_tile, *[meta(4096, 4096)] * 2, *tile, stages, spills=0 if sm == 90 else 32)
