@@ -13,10 +13,8 @@ Another Triton makes other PTX, so against its records only counts are compared.
 
 from __future__ import annotations
 
-import argparse
 import json
 import sys
-from collections import Counter
 from pathlib import Path
 
 HERE = Path(__file__).parent
@@ -27,27 +25,23 @@ COUNTS = ("registers", "spills", "shared", "warps", "found")
 def entries(example: dict) -> list[dict]:
     """The kernels of one recorded technique and of its study, each once, in a fixed order."""
     found = [*example.get("codegen", []), *(example.get("study") or {}).get("codegen", [])]
-    short = [
-        {"kernel": k["kernel"], "sm": k["sm"], "hash": k.get("ptx_hash")} | {name: k[name] for name in COUNTS[:4]}
-        | {"found": dict(sorted(k["found"].items())), "config": k["config"]}
-        | ({"error": k["error"]} if k["error"] else {})
-        for k in found
-    ]  # fmt: skip
-    unique = {json.dumps(each): each for each in short}
+    unique = {}
+    for k in found:
+        short = {name: k[name] for name in ("kernel", "sm", *COUNTS[:4])} | {"hash": k.get("ptx_hash")}
+        short |= {"found": dict(sorted(k["found"].items())), "config": k["config"]}
+        short |= {"error": k["error"]} if k["error"] else {}
+        unique[json.dumps(short)] = short
     return sorted(unique.values(), key=lambda k: (k["kernel"], k["sm"], k["config"], str(k["hash"]), json.dumps(k)))
 
 
-def read(paths: list[Path]) -> tuple[str, dict[str, list[dict]]]:
-    """(Triton's version, topic/technique -> kernels) of records; a topic is where the technique's file is."""
-    versions, techniques = set(), {}
-    for path in paths:
-        record = json.loads(path.read_text(encoding="utf-8"))
-        for example in record["examples"]:
-            versions.add((example.get("machine") or record["machine"])["triton"])
-            techniques[example["name"]] = entries(example)
+def read(paths: list[str]) -> tuple[str, dict[str, list[dict]]]:
+    """(Triton's version, technique -> kernels) of records."""
+    records = [json.loads(Path(path).read_text(encoding="utf-8")) for path in paths]
+    examples = [example for record in records for example in record["examples"]]
+    versions = {example["machine"]["triton"] for example in examples}
     if len(versions) != 1:
         raise SystemExit(f"these records are of Triton {sorted(map(str, versions))}; one version at a time")
-    return versions.pop(), techniques
+    return versions.pop(), {example["name"]: entries(example) for example in examples}
 
 
 def compare(old: list[dict], new: list[dict], hashes: bool = True) -> list[tuple[str, dict, dict | None]]:
@@ -72,49 +66,30 @@ def compare(old: list[dict], new: list[dict], hashes: bool = True) -> list[tuple
     return verdicts + [("missing", kernel, None) for kernel in todo]
 
 
-def reason(accepted: list[dict], technique: str, kernel: dict) -> str | None:
-    """Why a difference is meant, if somebody said so."""
-    for entry in accepted:
-        if entry["technique"] == technique and all(entry.get(x, kernel[x]) == kernel[x] for x in ("kernel", "sm")):
-            return entry["reason"]
-
-
-def main(argv: list[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(prog="python -m tests.baseline.ptx", description=__doc__.splitlines()[0])
-    parser.add_argument("records", nargs="+", type=Path)
-    parser.add_argument("--write", action="store_true", help="make these records the baseline of their techniques")
-    options = parser.parse_args(argv)
-    version, techniques = read(options.records)
+def main(argv: list[str]) -> int:
+    version, techniques = read([path for path in argv if path != "--write"])
     kept = json.loads(BASELINE.read_text(encoding="utf-8"))
-    if options.write:
-        rows = (
-            f'  "{name}": [\n    ' + ",\n    ".join(map(json.dumps, kernels)) + "\n  ]"
-            for name, kernels in sorted((kept["techniques"] | techniques).items())
-            if kernels
-        )
+    if "--write" in argv:
+        together = sorted((kept["techniques"] | techniques).items())
+        rows = (f'  "{name}": [\n    ' + ",\n    ".join(map(json.dumps, ks)) + "\n  ]" for name, ks in together if ks)
         BASELINE.write_text(f'{{"triton": "{version}", "techniques": {{\n' + ",\n".join(rows) + "\n}}\n")
         return 0
-    accepted = json.loads(ACCEPTED.read_text(encoding="utf-8"))
-    hashes, wrong = version == kept["triton"], 0
-    if not hashes:
-        print(f"Triton {version}, and the baseline is of {kept['triton']}: only counts are compared")
+    accepted, wrong = json.loads(ACCEPTED.read_text(encoding="utf-8")), 0
+    hashes = version == kept["triton"]
     for name, new in techniques.items():
-        if not (old := kept["techniques"].get(name, [])) and not new:
-            continue
-        verdicts = compare(old, new, hashes)
-        counted = Counter(verdict for verdict, _, _ in verdicts)
-        counted["new"] = len(new) - sum(now is not None for _, _, now in verdicts)
-        print(f"{name:28}" + ", ".join(f"{n} {what}" for what, n in counted.items() if n))
-        for verdict, was, now in verdicts:
+        for verdict, was, now in compare(kept["techniques"].get(name, []), new, hashes):
             if verdict == "same" or (verdict == "same counts" and not hashes):
                 continue
-            why = reason(accepted, name, was)
-            differing = [x for x in ("kernel", "hash", *COUNTS) if now and was.get(x) != now.get(x)]
-            details = [f"{x} {was.get(x)} -> {now.get(x)}" for x in differing] + [f"accepted: {why}"] * bool(why)
-            print(f"    {verdict}: {was['kernel']} sm_{was['sm']} {was['config']}", *details, sep="  ")
-            wrong += verdict != "same counts" and why is None
+            meant = [
+                entry["reason"] for entry in accepted
+                if entry["technique"] == name and all(entry.get(x, was[x]) == was[x] for x in ("kernel", "sm"))
+            ]  # fmt: skip
+            fields = [x for x in ("kernel", *COUNTS) if now and was.get(x) != now.get(x)]
+            differing = [f"{x} {was.get(x)} -> {now.get(x)}" for x in fields]
+            print(f"{name}: {verdict}: {was['kernel']} sm_{was['sm']} {was['config']}", *differing, *meant, sep="  ")
+            wrong += verdict in ("changed", "missing") and not meant
     return int(wrong > 0)
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(main(sys.argv[1:]))
