@@ -125,7 +125,7 @@ test_pipelined                               2 stages over 1 stage              
 test_pipelined                               3 stages over 1 stage                 1.76
 test_fusion                                  fused over torch eager                2.38
 test_fused_softmax                           fused over torch.softmax              1.90
-test_torch_compile                           torch.compile over torch eager        2.37
+test_fusion                                  torch.compile over torch eager        2.37
 test_cuda_graph                              CUDA graph over torch eager           6.63  0.50
 test_cuda_graph                              reduce-overhead over torch eager      13.4  0.50
 """)
@@ -158,14 +158,9 @@ def ratio_of(rounds: dict[str, list[float]], ratio: str) -> float | None:
 
 
 def shortfalls(rows: list[Row], found: dict[str, float | None], sm: int | None) -> list[str]:
-    """What is below its threshold on this architecture, or was asked for and not measured."""
-    short = []
-    for row in rows:
-        least, got = row.least(sm), found.get(row.ratio)
-        if least is not None and (got is None or not got >= least):
-            reached = "was not measured" if got is None else f"is {got:.3f}x"
-            short.append(f"{row.ratio} {reached}, at least {least:.3f}x is asked (once {row.measured[sm]:.3f}x)")
-    return short
+    """What is below its threshold on this architecture, or was asked for and not measured (0)."""
+    asked = [(row, row.least(sm), found.get(row.ratio) or 0.0) for row in rows if row.least(sm) is not None]
+    return [f"{row.ratio} is {got:.3f}x, at least {least:.3f}x is asked" for row, least, got in asked if got < least]
 
 
 class Speed:
@@ -218,12 +213,6 @@ def product(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
     return a.double() @ b.double()
 
 
-def square(h, n: int, dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Two matrices of n x n and their product in float64."""
-    a, b = h.randn(n, n, dtype=dtype), h.randn(n, n, dtype=dtype)
-    return a, b, product(a, b)
-
-
 def race_gemm(h, speed: Speed, size: str, variants: dict[str, Callable]) -> None:
     """cuBLAS and each variant on "MxNxK"."""
     M, N, K = map(int, size.split("x"))
@@ -231,10 +220,10 @@ def race_gemm(h, speed: Speed, size: str, variants: dict[str, Callable]) -> None
     race(speed, {"cuBLAS": torch.matmul} | variants, a, b, want=product(a, b), terms=K)
 
 
-def race(speed: Speed, calls: dict[str, Callable], *inputs, **options) -> None:
+def race(speed: Speed, calls: dict[str, Callable], *inputs, whole_calls: bool = False, **options) -> None:
     for name, fn in calls.items():
         speed.add(name, fn, *inputs, **options)
-    speed.race()
+    speed.race(whole_calls)
 
 
 # --- tensor-core formats
@@ -368,10 +357,10 @@ def test_tma_persistent_matmul(h, speed, case):
 @needs("TMA", (9, 0))
 def test_tma_descriptors(h, speed):
     """Made by the host for each call, or once: what a caller in a loop waits for."""
-    a, b, want = square(h, 1024, h.half)
+    a, b = h.randn(1024, 1024, dtype=h.half), h.randn(1024, 1024, dtype=h.half)
     prepared = persistent.prepare_matmul(a, b, torch.full_like(a, math.nan))
-    speed.add("prepared", prepared, want=want, dtype=h.half, terms=1024)
-    speed.add("each call", persistent.matmul_tma_persistent, a, b, want=want, terms=1024)
+    speed.add("prepared", prepared, want=product(a, b), dtype=h.half, terms=1024)
+    speed.add("each call", persistent.matmul_tma_persistent, a, b, want=product(a, b), terms=1024)
     speed.race(whole_calls=True)
 
 
@@ -409,14 +398,14 @@ def test_tma_blackwell_matmul(h, speed):
 @needs("warp specialization, loads by TMA", (9, 0))
 def test_warp_specialized(h, speed):
     """Triton's own, one word in tl.range: over the loop of K, over that of tiles, over both as one (64 rows: small)."""
-    a, b, want = square(h, 4096, h.half)
+    a, b = h.randn(4096, 4096, dtype=h.half), h.randn(4096, 4096, dtype=h.half)
+    calls = {}
     for word, asked in {"plain": False, "specialized": True}.items():
         for loop, rows in (("k", 64), ("k", 128), ("tiles", 128), ("flattened tiles", 64)):
             fn = functools.partial(specialized.matmul_specialized, loop=loop, warp_specialize=asked, block_m=rows)
-            if h.machine.sm != 90 and not specialized.runs(fn, a, b):  # sm_90 has these forms, others not all of them
-                continue
-            speed.add(f"{word} {loop} {rows} rows", fn, a, b, want=want, terms=4096)
-    speed.race()
+            if h.machine.sm == 90 or specialized.runs(fn, a, b):  # sm_90 has these forms, others not all of them
+                calls[f"{word} {loop} {rows} rows"] = fn
+    race(speed, calls, a, b, want=product(a, b), terms=4096)
 
 
 # --- fusion, torch.compile, CUDA graphs
@@ -424,16 +413,9 @@ def test_warp_specialized(h, speed):
 
 @needs("Triton")
 def test_fusion(h, speed):
+    """Three elementwise kernels as one, by hand and by the compiler."""
     x, y = (h.randn(h.fit(1 << 28, bytes_each=48)) for _ in range(2))
-    calls = {"torch eager": fused.eager, "fused": fused.fused_add_relu_mul}
-    race(speed, calls, x, y, 2.0, want=fused.reference(x, y, 2.0), terms=0, roundings=2)
-
-
-@needs("torch.compile")
-def test_torch_compile(h, speed):
-    """The same three elementwise kernels, fused by the compiler."""
-    x, y = (h.randn(h.fit(1 << 28, bytes_each=48)) for _ in range(2))
-    calls = {"torch eager": fused.eager, "torch.compile": h.compiled(fused.eager)}
+    calls = {"torch eager": fused.eager, "fused": fused.fused_add_relu_mul, "torch.compile": h.compiled(fused.eager)}
     race(speed, calls, x, y, 2.0, want=fused.reference(x, y, 2.0), terms=0, roundings=2)
 
 
@@ -449,15 +431,13 @@ def test_cuda_graph(h, speed):
     """A hundred tiny kernels: launched one by one, replayed as one graph, compiled, both. Whole calls are timed."""
     torch.compiler.reset()
     chain, x = cuda_graphs.make_chain(h), h.randn(cuda_graphs.WIDTH)
-    want, terms = chain.float64(x), cuda_graphs.STEPS
     captured = cuda_graphs.Captured(chain, h.randn(cuda_graphs.WIDTH))  # on other numbers than it is replayed with
-    speed.add("torch eager", chain, x, want=want, terms=terms)
-    speed.add("CUDA graph", captured, x, want=want, terms=terms)
-    speed.add("torch.compile", torch.compile(chain, fullgraph=True), x, want=want, terms=terms)
+    compiled = torch.compile(chain, fullgraph=True)
     reduced = torch.compile(chain, fullgraph=True, mode="reduce-overhead")
-    for _ in range(3):  # it runs, then records, then replays
-        speed.add("reduce-overhead", reduced, x, want=want, terms=terms)
-    speed.race(whole_calls=True)
+    for call in (compiled, reduced, reduced):  # the latter runs, then records, then replays
+        call(x)
+    calls = {"torch eager": chain, "CUDA graph": captured, "torch.compile": compiled, "reduce-overhead": reduced}
+    race(speed, calls, x, want=chain.float64(x), terms=cuda_graphs.STEPS, whole_calls=True)
 
 
 # --- under stress
@@ -509,58 +489,39 @@ def test_table_asks_for_what_it_can_notice():
     assert TABLE["test_tma_epilogues[FP8, scale given]"][0].least(90) == pytest.approx(1.079 * 0.95)
 
 
-MADE_UP = [Row("fast over slow", {90: 2.0, 100: 1.5}, 0.1), Row("fast over library", {100: 1.0}, 0.1)]
-
-
 def test_a_ratio_is_taken_within_rounds():
     """A GPU that slows down threefold from round to round slows both sides, and the ratio stays."""
     rounds = {"ours": [1.0, 3.0, 9.0], "theirs": [2.0, 6.0, 18.0]}
     assert ratio_of(rounds, "ours over theirs") == 2.0
-    assert ratio_of(rounds, "theirs over ours") == 0.5
     assert ratio_of(rounds, "ours over nobody") is None
     several = rounds | {"their slow": [5.0] * 3, "their fast": [3.0] * 3, "theirs too": [0.1] * 3}
     assert ratio_of(several, "their over ours") == 1.0  # the fastest of both, and none whose name begins otherwise
     assert ratio_of(several, "ours over theirs") == 2.0  # a name that is a variant's is that variant's
 
 
-@pytest.fixture
-def race_of(h, monkeypatch):
-    """Race two real calls on made-up times: race_of(sm, times of each measurement) -> what was kept."""
+def test_a_slow_or_wrong_variant_fails_where_something_is_asked(h, monkeypatch):
+    """What is fast at the second measurement passes; what is fast at the first is not measured again."""
+    module, x = sys.modules[__name__], h.randn(64, 64)
+    made_up = [Row("fast over slow", {90: 2.0, 100: 1.5}, 0.1), Row("fast over library", {100: 1.0}, 0.1)]
+    monkeypatch.setitem(TABLE, "made up", made_up)
+    monkeypatch.setattr(module, "enqueue_ms", lambda call: 0.0)
 
-    def run(sm: int | None, *measurements: dict[str, float]):
-        module, kept, left = sys.modules[__name__], [], list(measurements)
-        monkeypatch.setitem(TABLE, "made up", MADE_UP)
-        monkeypatch.setattr(module, "enqueue_ms", lambda call: call() is None and 0.0)
-        monkeypatch.setattr(module, "time_rounds", lambda calls, *_: {n: [[t] * 5] * 7 for n, t in left.pop(0).items()})
-        monkeypatch.setattr(h, "machine", dataclasses.replace(h.machine, capability=sm and divmod(sm, 10)))
+    def race_of(sm: int, *slow: float) -> list:
+        left, kept = list(slow), []
+        monkeypatch.setattr(module, "time_rounds", lambda *_: {"fast": [[1.0]], "slow": [[left.pop(0)]]})
+        monkeypatch.setattr(h, "machine", dataclasses.replace(h.machine, capability=divmod(sm, 10)))
         speed = Speed(h, "made up", lambda *row: kept.append(row))
-        x = h.randn(64, 64)
-        for name in measurements[0]:
-            speed.add(name, lambda x: x * 2, x, want=x.double() * 2)
         try:
-            speed.race()
+            race(speed, dict.fromkeys(("fast", "slow"), lambda x: x * 2), x, want=x.double() * 2)
         finally:
-            assert not left, "it was not measured again"
-            assert not speed.calls, "inputs would stay in memory"
+            assert (left, speed.calls) == ([], {}), "it was not measured again, or inputs would stay in memory"
         return kept
 
-    return run
-
-
-def test_a_slow_variant_fails_where_something_is_asked(race_of):
-    """What is fast at the second measurement passes; what is fast at the first is not measured again."""
     with pytest.raises(AssertionError, match=r"sm_90: fast over slow is 1\.000x, at least 1\.800x"):
-        race_of(90, {"fast": 1.0, "slow": 1.0}, {"fast": 1.0, "slow": 0.9})
-    kept = race_of(90, {"fast": 1.0, "slow": 1.0}, {"fast": 1.0, "slow": 2.0})
-    assert kept == [("fast over slow", 2.0, 2.0, 1.8), ("fast over library", None, None, None)]
-    assert race_of(90, {"fast": 1.0, "slow": 1.9})[0] == ("fast over slow", 1.9, 2.0, 1.8)
-    assert race_of(86, {"fast": 1.0, "slow": 0.1})[0] == ("fast over slow", 0.1, None, None)
-
-
-def test_a_wrong_variant_is_not_timed(h):
-    speed, x = Speed(h, "test_fusion", lambda *_: None), h.randn(64, 64)
-    with pytest.raises(CheckError, match="fused"):
-        speed.add("fused", lambda x: x * 2.001, x, want=x.double() * 2)
-    with pytest.raises(CheckError, match="nobody wrote"):
-        speed.add("fused", torch.empty_like, x, want=x.double() * 2)
-    assert not speed.calls
+        race_of(90, 1.0, 0.9)
+    assert race_of(90, 1.0, 2.0) == [("fast over slow", 2.0, 2.0, 1.8), ("fast over library", None, None, None)]
+    assert race_of(90, 1.9)[0] == ("fast over slow", 1.9, 2.0, 1.8)
+    assert race_of(86, 0.1)[0] == ("fast over slow", 0.1, None, None)
+    for wrong in (lambda x: x * 2.001, torch.empty_like):
+        with pytest.raises(CheckError, match=r"fused|nobody wrote"):
+            Speed(h, "made up", print).add("fused", wrong, x, want=x.double() * 2)
