@@ -157,9 +157,6 @@ class SettingsChanged(AssertionError):
     """A technique left a global setting of torch, or the environment, other than it found it."""
 
 
-UNREADABLE = object()  # a working folder that is gone, or precisions that contradict each other
-
-
 def settings() -> dict[str, object]:
     """torch's global settings now, by name."""
     return {name: _read(name) for name in SETTINGS if name not in UNTOLD}
@@ -170,8 +167,8 @@ def _read(name: str) -> object:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore", UserWarning)  # torch 2.9, on the old way to say it
             return SETTINGS[name][0]()
-    except Exception:
-        return UNREADABLE
+    except Exception as error:  # a working folder that is gone, or precisions that contradict each other
+        return error
 
 
 @contextmanager
@@ -199,7 +196,7 @@ def settings_kept(what: str, seed: int) -> Iterator[None]:
 def _differences(before: dict[str, object]) -> Iterator[str]:
     for name, new in settings().items():
         old = before[name]
-        if old is UNREADABLE or _meant(old) == _meant(new):
+        if isinstance(old, Exception) or _meant(old) == _meant(new):
             continue
         parts = [(name, old, new)]
         if isinstance(old, dict) and isinstance(new, dict):
@@ -216,7 +213,7 @@ def _put_back(before: dict[str, object]) -> Iterator[str]:
     for name, old in before.items():
         try:
             # What it is now: it may follow a setting that was put back before it.
-            if old is not UNREADABLE and (name in UNTOLD or repr(_read(name)) != repr(old)):
+            if not isinstance(old, Exception) and (name in UNTOLD or repr(_read(name)) != repr(old)):
                 SETTINGS[name][1](old)
         except Exception as error:  # the others are put back all the same; a GPU may have stopped working
             yield f"{name} cannot be put back: {type(error).__name__}: {error}"
