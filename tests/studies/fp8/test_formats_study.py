@@ -11,7 +11,6 @@ from hypothesis import strategies as st
 
 from examples.common.fp8 import E4M3, E5M2, FORMATS
 from examples.fp8.formats import LAYOUTS, cast, clamp_cast, numbers
-from studies.fp8 import formats as study_of
 from studies.fp8.formats import codes_of, differing, encode, hard_cases, rule_of
 
 every_format = pytest.mark.parametrize("dtype", FORMATS)
@@ -41,32 +40,13 @@ def truncated(x, dtype):
     return clamp_cast((x.view(torch.int32) // kept * kept).view(torch.float32), dtype)
 
 
-def half_saturating(x, dtype):
-    most = torch.finfo(dtype).max
-    q = torch.where((x > 0) & x.isfinite(), x.clamp(max=most), x).to(dtype)
-    if dtype == E4M3:  # where torch's own cast saturates
-        q = torch.where(x < -2 * most, torch.full_like(x, math.nan), q.float()).to(dtype)
-    return q
-
-
-def by_way_of_float16(x, dtype):
-    return clamp_cast(x.half().float(), dtype)
-
-
 @every_format
-def test_a_cast_that_rounds_wrongly_or_saturates_on_one_side_is_found(h, monkeypatch, dtype):
+def test_a_cast_that_rounds_wrongly_is_found(h, dtype):
     x = hard_cases(dtype)
-    for wrong in (truncated, by_way_of_float16):
+    for wrong in (truncated, lambda x, dtype: clamp_cast(x.half().float(), dtype)):
         with pytest.raises(CheckError, match="numbers are rounded wrongly"):
             rule_of("a cast", wrong, x, dtype)
-    with pytest.raises(CheckError, match="some numbers beyond the range become the largest number and some do not"):
-        rule_of("a cast", half_saturating, x[~x.isinf()], dtype)
-    assert rule_of("a cast", by_way_of_float16, x, dtype, via=torch.float16) == "largest"  # right when that is said
     assert h.machine.sm == 89 or rule_of("triton", cast, x.to(h.device), dtype) == "largest"
-    if dtype is E5M2:
-        monkeypatch.setattr(study_of, "cast", torch.Tensor.to)
-        with pytest.raises(CheckError, match=r"triton's cast to .* does not saturate"):
-            study_of.check_rules(h, dtype)
 
 
 @every_format
