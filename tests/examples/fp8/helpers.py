@@ -22,6 +22,10 @@ def meta(*shape: int, dtype: torch.dtype = E4M3) -> torch.Tensor:
     return torch.empty(shape, dtype=dtype, device="meta")
 
 
+def bits(x: torch.Tensor) -> torch.Tensor:
+    return x.contiguous().view(torch.uint8)
+
+
 def not_finite(h: Harness, M: int, N: int, K: int) -> Iterator[tuple[str, torch.Tensor, torch.Tensor]]:
     """a and b with a few NaN, also where a mask that is too wide reads after the end of a row; then infinities, too."""
     a, b = h.randn(M, K), h.randn(N, K)

@@ -8,6 +8,7 @@ from hypothesis import strategies as st
 from examples.common.fp8 import E4M3, E5M2, FLOOR, dequantize_reference, fp8_max, quantize_reference
 from examples.fp8.accuracy import RECIPES, accumulator
 from examples.fp8.accuracy_layer import FP8Linear, engine, multiply, product64, quantize, quantize_input, sized, spread
+from tests.examples.fp8.helpers import bits
 
 
 def randn(*shape, seed=0, dtype=torch.float32):
@@ -15,10 +16,8 @@ def randn(*shape, seed=0, dtype=torch.float32):
 
 
 def same_bits(a, b):
-    return a.dtype == b.dtype and torch.equal(a.contiguous().view(torch.uint8), b.contiguous().view(torch.uint8))
+    return a.dtype == b.dtype and torch.equal(bits(a), bits(b))
 
-
-# --- quantizers
 
 BLOCKS = [(None, None), (1, None), (1, 128), (128, 128), (1, 32), (3, 5)]
 
@@ -56,9 +55,6 @@ def test_scales_at_their_ends():
     assert quantize(x, (None, None), amax=torch.tensor(0.0))[0].float().isfinite().all()  # a batch of zeros
 
 
-# --- products
-
-
 @pytest.mark.parametrize("name", RECIPES)
 def test_products(name):
     for m, n, k in [(1, 1, 1), (17, 3, 131), (32, 48, 256)]:
@@ -81,9 +77,6 @@ def test_who_multiplies(monkeypatch):
         monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _, sm=sm: sm)
         assert engine(RECIPES[name], 64, 128, 512, torch.device("cuda", 0)) == want, (name, sm)
         assert engine(RECIPES[name], 64, 128, 512, torch.device("cpu")) == "torch emulated"
-
-
-# --- the layer
 
 
 @pytest.mark.parametrize("name", RECIPES)
@@ -121,9 +114,6 @@ def test_bad_input():
     ]:
         with pytest.raises(ValueError, match=message):
             call()
-
-
-# --- what only a GPU shows
 
 
 @pytest.mark.gpu

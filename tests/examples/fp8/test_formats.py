@@ -6,6 +6,7 @@ import torch
 from examples.common.fp8 import E4M3, E5M2, FORMATS
 from examples.common.rows import DTYPES
 from examples.fp8.formats import BLOCK, cast, clamp_cast, decode, properties
+from tests.examples.fp8.helpers import refused
 
 
 def test_the_definition_is_torchs():
@@ -39,9 +40,7 @@ def test_shapes_and_bad_input(h):
     x = h.randn(3, 5, 7)
     assert cast(x, E4M3).shape == (3, 5, 7)
     assert cast(x[0, 0, 0], E5M2).shape == ()
-    for args, error, message in [
-        ((x, torch.float64), TypeError, r"dtype is torch\.float64, which is not one of"),
-        ((x[0].t(), E4M3), ValueError, r"strides \(1, 7\); call \.contiguous\(\)"),
-    ]:
-        with pytest.raises(error, match=f"cast: .*{message}"):
-            cast(*args)
+    refused([
+        (cast, (x, torch.float64), TypeError, r"dtype is torch\.float64, which is not one of"),
+        (cast, (x[0].t(), E4M3), ValueError, r"strides \(1, 7\); call \.contiguous\(\)"),
+    ])  # fmt: skip

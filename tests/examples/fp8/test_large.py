@@ -1,7 +1,6 @@
 """More elements than an int32 counts: every quantizer, by its last rows alone; every GEMM, tall and wide."""
 
 import functools
-import itertools
 
 import pytest
 import torch
@@ -14,6 +13,7 @@ from examples.fp8.fused_gelu_quantize import fused_gelu_quantize
 from examples.fp8.fused_layer_norm_quantize import fused_layer_norm_quantize
 from examples.fp8.microscaling_quantize import mx_quantize
 from examples.fp8.quantize import GROUP, RECIPES
+from tests.examples.fp8.helpers import PER, bits
 
 pytestmark = pytest.mark.gpu
 
@@ -29,8 +29,8 @@ def microscaling(x, fmt):
 
 
 QUANTIZERS = dict(RECIPES)
-QUANTIZERS |= {f"gelu {per}": functools.partial(fused_gelu_quantize, per=per) for per in ("row", "group")}
-QUANTIZERS |= {f"norm {per}": functools.partial(layer_norm, per=per) for per in ("row", "group")}
+QUANTIZERS |= {f"gelu {per}": functools.partial(fused_gelu_quantize, per=per) for per in PER}
+QUANTIZERS |= {f"norm {per}": functools.partial(layer_norm, per=per) for per in PER}
 QUANTIZERS |= {fmt: functools.partial(microscaling, fmt=fmt) for fmt in FORMATS}
 
 
@@ -43,28 +43,26 @@ def test_quantizers(h, gpu_gib, name, cols):
     x[-1, -1] = 40.0  # the amax of all
     q, scale = QUANTIZERS[name](x)
     few, its = QUANTIZERS[name](x[-GROUP:])
-    assert torch.equal(q[-GROUP:].view(torch.uint8), few.view(torch.uint8))
+    assert torch.equal(bits(q[-GROUP:]), bits(few))
     assert torch.equal((scale[-len(its) :] if its.ndim else scale).float(), its.float())
 
 
 @pytest.mark.parametrize("tall", [True, False])
 @pytest.mark.parametrize("lesson", [matmul, blockwise], ids=["fp8_matmul", "blockwise_matmul"])
 def test_products(h, gpu_gib, lesson, tall):
+    """The last rows, or columns, of a @ w.t() or of w @ a.t()."""
     gpu_gib(60)
-    long, K = 2**31 // GROUP + 128, GROUP
-    a = torch.empty(long, K, dtype=torch.bfloat16, device=h.device).normal_().to(E4M3)
-    w, many = h.randn(136, K, dtype=E4M3), torch.rand(long, 1, device=h.device) + 0.5
-    for variant, edge in itertools.product(lesson.runnable(h.device), (slice(0, 256), slice(-256, None))):
-        if lesson is matmul:
-            fn, scales = matmul.fp8_matmul, (many[:136], many.t()) if not tall else (many, many[:136].t())
-            its = (many[edge], scales[1]) if tall else (scales[0], scales[1][:, edge])
+    long, last = 2**31 // GROUP + 128, slice(-256, None)
+    a = torch.empty(long, GROUP, dtype=torch.bfloat16, device=h.device).normal_().to(E4M3)
+    w, many = h.randn(136, GROUP, dtype=E4M3), torch.rand(long, 1, device=h.device) + 0.5
+    each = many[: long // GROUP] if lesson is blockwise else many  # a scale of `a` where it is the right operand
+    for variant in lesson.runnable(h.device):
+        fn = lesson.fp8_matmul if lesson is matmul else lesson.blockwise_matmul
+        if tall:
+            scale_b = many[:2].t() if lesson is blockwise else many[:136].t()
+            c, inputs = fn(a, w.t(), many, scale_b, variant=variant)[last], (a[last], w.t(), many[last], scale_b)
         else:
-            fn, blocks = blockwise.blockwise_matmul, many[: long // GROUP].t()
-            scales = (many, blocks[:, :2]) if tall else (many[:136], blocks)
-            its = (many[edge], scales[1]) if tall else (scales[0], blocks[:, :2] if edge.start == 0 else blocks[:, -2:])
-        c = fn(*((a, w.t()) if tall else (w, a.t())), *scales, variant=variant)
-        got = c[edge] if tall else c[:, edge].contiguous()
-        inputs = (a[edge], w.t(), *its) if tall else (w, a[edge].t(), *its)
-        budget = lesson.budget(h, K)
-        h.check(lambda *_, got=got: got, lesson.reference, *inputs, what=variant, dtype=c.dtype, **budget)
-        del c, got
+            c = fn(w, a.t(), many[:136], each.t(), variant=variant)[:, last].contiguous()
+            inputs = w, a[last].t(), many[:136], each[-2 if lesson is blockwise else -256 :].t()
+        h.check(lambda *_, c=c: c, lesson.reference, *inputs, what=variant, dtype=c.dtype, **lesson.budget(h, GROUP))
+        del c
