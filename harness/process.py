@@ -16,11 +16,10 @@ import re
 import signal
 import subprocess
 import sys
-import threading
 import time
 import weakref
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager, suppress
+from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
 
 from harness.catalog import ROOT
@@ -69,15 +68,14 @@ class Child:
         }
         code = f"from harness.process import _child; _child({file!r}, {self.name!r}, {json.dumps(args)!r})"
         self.started = time.perf_counter()
-        with interrupts_held():  # Ctrl-C between starting it and knowing how to end it would leave it behind
-            self.process = subprocess.Popen(
-                [*before, sys.executable, "-c", code],
-                stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True,
-                errors="replace", env=environment,
-                start_new_session=True,  # a group of its own: a tool and the process it watches end together
-            )  # fmt: skip
-            # Also when Ctrl-C comes in before the `with` has begun, and at the end of this process.
-            self._end = weakref.finalize(self, _end, self.process)
+        self.process = subprocess.Popen(
+            [*before, sys.executable, "-c", code],
+            stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True,
+            errors="replace", env=environment,
+            start_new_session=True,  # a group of its own: a tool and the process it watches end together
+        )  # fmt: skip
+        # Also when Ctrl-C comes in before the `with` has begun, and at the end of this process.
+        self._end = weakref.finalize(self, _end, self.process)
 
     def output(self) -> str:
         """All that it printed, once it has ended, and what is in its log."""
@@ -121,19 +119,3 @@ def _child(file: str, function: str, args: str) -> None:
     from harness.catalog import load_module
 
     getattr(load_module(Path(file)), function)(*json.loads(args))
-
-
-@contextmanager
-def interrupts_held() -> Iterator[None]:
-    """Ctrl-C within waits for the end of it."""
-    if threading.current_thread() is not threading.main_thread():  # there Ctrl-C never arrives
-        yield
-        return
-    asked = []
-    before = signal.signal(signal.SIGINT, lambda *_: asked.append(True))
-    try:
-        yield
-    finally:
-        signal.signal(signal.SIGINT, before)
-    if asked:
-        raise KeyboardInterrupt

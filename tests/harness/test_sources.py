@@ -38,11 +38,8 @@ def root(tmp_path):
     ("file", "old", "new", "changes"),
     [
         (LESSON, "STAGES = 4", "STAGES = 5", True),
-        (LESSON, "STAGES = 4", "STAGES = 4.0", True),
-        (LESSON, "return order(x)", "return order(-x)", True),
         (LESSON, "return order(x)", "order(x)", True),
         ("examples/common/tiles.py", "n + 1", "n - 1", True),
-        ("examples/common/tiles.py", "(n)", "(n=2)", True),
         ("examples/triton/softmax_fused.py", "tiles\n", "tiles\nA = None\n", True),
         ("harness/bench.py", "3", "4", True),
         (OTHER, "graphs", "graphs, torch", True),  # a peer
@@ -50,7 +47,6 @@ def root(tmp_path):
         (LESSON, "A lesson.", "Another sentence.", False),
         (LESSON, "'''Rows.'''", "'Columns.'\n    'and more'", False),
         (LESSON, "# of the ring", "# of the ring, which is shared", False),
-        (LESSON, "return order(x)", "return (\n        order(\n            x,\n        )\n    )", False),
         (LESSON, "STAGES = 4", "\n\n\nSTAGES = (0x4)", False),
         ("harness/session.py", "bench", "hardware", False),  # nothing that checks or times
         (STUDY, "softmax\n", "softmax\nA = 1\n", False),  # it is the study's
