@@ -8,7 +8,6 @@ from __future__ import annotations
 import argparse
 import difflib
 import gc
-import os
 import shlex
 import sys
 import time
@@ -55,20 +54,13 @@ def skip_without_packages() -> None:
     except (CatalogError, OSError, ValueError):  # a topic script, a test runner, a reader's own program
         return
     (technique,) = topic.techniques
-    if _missing(technique.needs):
-        sys.exit(_status(topic))
-    if technique.needs.xla:
-        try:
+    if not _missing(technique.needs):
+        if not technique.needs.xla:
+            return
+        with suppress(ImportError):
             import_module("examples.common.xla")
-        except ImportError as error:
-            sys.exit(_status(topic, demos={technique.name: _raising(error)}))
-
-
-def _raising(error: Exception) -> Callable:
-    def demo(h) -> None:
-        raise error
-
-    return demo
+            return
+    sys.exit(_status(topic))
 
 
 def _topic_of_one(path: Path) -> Topic:
@@ -103,9 +95,9 @@ def _xla():
     return xla if xla.in_use() else None
 
 
-def _status(topic: Topic, argv: list[str] | None = None, demos: dict[str, Callable] | None = None) -> int:
+def _status(topic: Topic, argv: list[str] | None = None) -> int:
     try:
-        return _run_topic(topic, sys.argv[1:] if argv is None else argv, demos or {})
+        return _run_topic(topic, sys.argv[1:] if argv is None else argv)
     except KeyboardInterrupt:  # before the first technique, or a second time
         print("interrupted", file=sys.stderr)
         return INTERRUPTED
@@ -130,18 +122,8 @@ def _parser(topic: Topic) -> argparse.ArgumentParser:
     parser.add_argument("--study", action="store_true", help="after each lesson its study: how we know")
     parser.add_argument("-v", "--verbose", action="store_true", help="every check, every table, all generated code")
     parser.add_argument("--json", type=Path, metavar="PATH", help="record the run here; what it did not run is kept")
-    parser.add_argument("--seed", type=_seed, default=0, metavar="N", help="seed of the inputs (default 0)")
+    parser.add_argument("--seed", type=int, default=0, metavar="N", help="seed of the inputs (default 0)")
     return parser
-
-
-def _seed(text: str) -> int:
-    try:
-        value = int(text)
-    except ValueError:
-        raise argparse.ArgumentTypeError(f"{text!r} is not an integer") from None
-    if abs(value) >= 2**62:
-        raise argparse.ArgumentTypeError(f"{text} is beyond 2**62")
-    return value
 
 
 def _list(title: str, techniques: tuple[Technique, ...]) -> None:
@@ -162,21 +144,7 @@ def _choose(topic: Topic, names: list[str]) -> tuple[Technique, ...] | str:
     return tuple(t for t in topic.techniques if not names or t.name in names)
 
 
-def _json_problem(path: Path) -> str | None:
-    """Why the record cannot be written to this (resolved) path; None when it can."""
-    try:
-        if path.is_dir():
-            return f"--json {path}: is a folder; name a file"
-        if not path.parent.is_dir():
-            return f"--json {path}: the folder {path.parent} does not exist; make it first"
-        if not os.access(path if path.exists() else path.parent, os.W_OK):
-            return f"--json {path}: cannot be written; choose a place where you may write"
-    except OSError as error:
-        return f"--json {path}: {error.strerror}"
-    return None
-
-
-def _run_topic(topic: Topic, argv: list[str], demos: dict[str, Callable]) -> int:
+def _run_topic(topic: Topic, argv: list[str]) -> int:
     parser = _parser(topic)
     try:
         options = parser.parse_args(argv)
@@ -189,8 +157,6 @@ def _run_topic(topic: Topic, argv: list[str], demos: dict[str, Callable]) -> int
         _list(topic.title, chosen)
         return 0
     path = options.json.resolve() if options.json else None  # now: a technique may change the working folder
-    if path and (problem := _json_problem(path)):
-        return _usage(problem)
 
     from harness import console as show
     from harness.hardware import machine
@@ -199,6 +165,7 @@ def _run_topic(topic: Topic, argv: list[str], demos: dict[str, Callable]) -> int
     this = machine()
     try:
         record = Record(path, topic.name, this.gpu)
+        record.save()  # what cannot be written is known before anything runs
     except (ValueError, OSError) as error:
         return _usage(f"--json {error}")
     console = show.make_console()
@@ -229,7 +196,7 @@ def _run_topic(topic: Topic, argv: list[str], demos: dict[str, Callable]) -> int
             record.running = technique.name
             record.save()  # before as well: a run that is killed says in which technique
             try:
-                _run_technique(topic, technique, options, console, how, demos.get(technique.name), ran, keep)
+                _run_technique(topic, technique, options, console, how, ran, keep)
             finally:
                 record.running = None
                 keep()
@@ -245,7 +212,7 @@ def _run_topic(topic: Topic, argv: list[str], demos: dict[str, Callable]) -> int
     return int(any("failed" in (each.status, each.study and each.study.status) for each in ran))
 
 
-def _run_technique(topic: Topic, technique: Technique, options, console, how: dict, demo, ran: list, keep) -> None:
+def _run_technique(topic: Topic, technique: Technique, options, console, how: dict, ran: list, keep) -> None:
     """Run a lesson, and its study if asked; what becomes of them is in the record that is appended to `ran`.
 
     `keep` saves that record before the study too: a study that is killed takes only itself along.
@@ -264,7 +231,7 @@ def _run_technique(topic: Topic, technique: Technique, options, console, how: di
     session = Harness(technique.name, technique.needs, **given)
     ran.append(session.record)
     technique_heading(console, technique)
-    _run_one(technique, session, how, [technique.path], "demo", demo)
+    _run_one(technique, session, how, [technique.path], "demo")
     if not (options.study and session.record.status == "passed"):
         return
     if technique.studies:
@@ -275,9 +242,7 @@ def _run_technique(topic: Topic, technique: Technique, options, console, how: di
         _run_one(technique, study, how, list(technique.studies), "study")
 
 
-def _run_one(
-    technique: Technique, session, how: dict, files: list[Path], function: str, given: Callable | None = None
-) -> None:
+def _run_one(technique: Technique, session, how: dict, files: list[Path], function: str) -> None:
     """Run demo(h) or study(h) of these files; whatever goes wrong becomes its status, and the next one runs."""
     from harness.console import say
     from harness.faults import explain, where
@@ -304,7 +269,7 @@ def _run_one(
             from examples.common import xla  # before torch_xla, which then knows its device
 
             xla.device()  # before any backward pass on the CPU: after one, XLA's own would fail
-        functions = [given] if given else [getattr(load_module(file), function) for file in files]
+        functions = [getattr(load_module(file), function) for file in files]
         # The interpreter computes with numpy, which warns where a GPU makes a NaN.
         with np.errstate(all="ignore"), warnings.catch_warnings(), settings_kept(technique.name, session.seed):
             # Inductor's advice at each compilation; TF32 is a technique of its own (numerics).

@@ -34,10 +34,8 @@ class _Console(Console):
 
 def make_console() -> Console:
     """As wide as the terminal; in a pipe or a file as COLUMNS says, or 100 columns."""
-    console = _Console(highlight=False)
-    if console.is_terminal or os.environ.get("COLUMNS"):
-        return console
-    return _Console(highlight=False, width=PIPE_WIDTH)
+    fits = sys.stdout.isatty() or os.environ.get("COLUMNS")
+    return _Console(highlight=False, width=None if fits else PIPE_WIDTH)
 
 
 def say(console: Console, text: str, style: str = "") -> None:
@@ -77,18 +75,17 @@ def paragraph(console: Console, text: str, style: str = "", indent: str = "  ") 
 def header(console: Console, machine: dict, title: str, commit: str | None, dirty: bool | None) -> None:
     m, host = machine, machine["host"]
     say(console, title, style="bold")
+    parts = [host["cpu"], f"{host['cores']} cores", "no GPU"]
     if m["gpu"]:
-        parts = [m["gpu"], "sm_{}{}".format(*m["capability"]), f"{m['sms']} SMs", f"{m['memory_gib']:.0f} GiB"]
-        parts += [f"{m['power_limit_w']:.0f} W limit"] if m["power_limit_w"] else []
-        parts += [f"{m['max_clock_mhz']} MHz max"] if m["max_clock_mhz"] else []
-        parts += [f"driver {m['driver']}"] if m["driver"] else []
-    else:
-        parts = [host["cpu"], f"{host['cores']} cores", "no GPU"]
+        parts = [
+            m["gpu"], "sm_{}{}".format(*m["capability"]), f"{m['sms']} SMs", f"{m['memory_gib']:.0f} GiB",
+            m["power_limit_w"] and f"{m['power_limit_w']:.0f} W limit",
+            m["max_clock_mhz"] and f"{m['max_clock_mhz']} MHz max", m["driver"] and f"driver {m['driver']}",
+        ]  # fmt: skip
     parts += [f"torch {m['torch']}", f"triton {m['triton']}" if m["triton"] else "no triton"]
-    parts += [f"torch_xla {m['torch_xla']}"] if m["torch_xla"] else []
-    parts += [f"python {m['python']}"]
+    parts += [m["torch_xla"] and f"torch_xla {m['torch_xla']}", f"python {m['python']}"]
     parts += [f"commit {(commit or 'unknown')[:12]}" + " (modified)" * bool(dirty)]
-    paragraph(console, "  ".join(parts), "dim", indent="")
+    paragraph(console, "  ".join(filter(None, parts)), "dim", indent="")
 
 
 def technique_heading(console: Console, technique: Technique, part: str = "") -> None:

@@ -102,14 +102,12 @@ def _forget_compiled(_) -> None:
         torch.compiler.reset()
 
 
-FLOAT32 = tuple(  # the one that others follow first
-    f"backends{unit}.fp32_precision" for unit in (
-        "", ".cudnn", ".mkldnn", ".cuda.matmul", ".cudnn.conv", ".cudnn.rnn",
-        ".mkldnn.matmul", ".mkldnn.conv", ".mkldnn.rnn",
-    )
+FLOAT32 = (  # the one that others follow first
+    "", ".cudnn", ".mkldnn", ".cuda.matmul", ".cudnn.conv", ".cudnn.rnn", ".mkldnn.matmul", ".mkldnn.conv",
+    ".mkldnn.rnn",
 )  # fmt: skip
 ATTRIBUTES = (
-    *FLOAT32,
+    *(f"backends{unit}.fp32_precision" for unit in FLOAT32),
     "backends.cuda.matmul.allow_bf16_reduced_precision_reduction",
     "backends.cuda.matmul.allow_fp16_reduced_precision_reduction",
     "backends.cudnn.deterministic", "backends.cudnn.benchmark", "utils.deterministic.fill_uninitialized_memory",
