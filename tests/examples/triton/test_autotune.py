@@ -1,4 +1,4 @@
-"""autotune: every configuration on poisoned outputs, every edge of a tile, what pruning keeps, bad input, the code."""
+"""autotune: every edge of a tile, every configuration on a GPU, what pruning keeps, bad input, the code."""
 
 import functools
 from collections import Counter
@@ -6,17 +6,13 @@ from unittest.mock import MagicMock
 
 import pytest
 
-from examples.common.device import SHARED_LIMIT, device_limits
+from examples.common.device import SHARED_LIMIT
 from examples.triton import autotune_pruned as pruned
 from examples.triton.autotune import FIXED, launch, matmul_config, matmul_tuned, tuned_kernel
 from examples.triton.autotune_pruned import LARGE, candidates, configuration, numbers, shared_bytes
 from tests.examples.triton.helpers import any_product, check_product, code, matrices, meta, products, refused
 
 THIN = configuration(16, 64, 128, 4, 5)
-# Warps and stages mean nothing to the interpreter: there each tile is checked once.
-TILES = sorted({numbers(config)[:3] for config in LARGE})
-
-
 small = functools.partial(matmul_config, block_m=64, block_n=32, block_k=64, num_warps=4, num_stages=3)
 
 
@@ -32,13 +28,6 @@ def test_edges_layouts_and_extremes(h):
 
 
 test_any_shape = any_product(small, 150, 150, 150)
-
-
-@pytest.mark.parametrize("tile", TILES, ids=lambda tile: "x".join(map(str, tile)))
-def test_every_tile(h, tile):
-    if shared_bytes(configuration(*tile, 8, 3), 2, h.machine.sm or 90) > device_limits(h.device).shared_bytes:
-        pytest.skip("does not fit shared memory")
-    check_product(h, matmul_config, *matrices(h, 70, 130, 192), *tile, 8, 3)
 
 
 @pytest.mark.gpu

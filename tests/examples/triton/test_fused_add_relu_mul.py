@@ -38,19 +38,16 @@ def test_bad_input(h):
     x = h.randn(8)
     for scale in (x[0], None):
         refused(fused_add_relu_mul, TypeError, "scale is a .*; pass a Python number", x, x, scale)
-    refused(fused_add_relu_mul, ValueError, r"strides \(2,\).*contiguous", h.randn(16)[::2], x, 1.0)
 
 
 @pytest.mark.gpu
 def test_more_elements_than_an_int32_counts(h, gpu_gib):
     gpu_gib(24)
-    n = 2**31 + BLOCK + 7
-    x, y = (torch.empty(n, dtype=torch.bfloat16, device=h.device).normal_() for _ in range(2))
+    x, y = (torch.empty(2**31 + BLOCK + 7, dtype=torch.bfloat16, device=h.device).normal_() for _ in range(2))
     got = fused_add_relu_mul(x, y, 2.0)  # doubling is exact, so the one rounding is that of torch's first kernel
     assert torch.equal(got, eager(x, y, 2.0))
 
 
-@pytest.mark.parametrize(("sm", "dtype"), [(80, torch.float32), (90, torch.float16)])
-def test_one_128_bit_access_per_thread_and_tensor(sm, dtype):
-    x = meta(1 << 20, dtype=dtype)
-    assert code(sm, "", fused_add_relu_mul, x, x, 2.0).found == {"ld.global.v4": 2, "st.global.v4": 1}
+def test_one_128_bit_access_per_thread_and_tensor():
+    x = meta(1 << 20, dtype=torch.float16)
+    assert code(90, "", fused_add_relu_mul, x, x, 2.0).found == {"ld.global.v4": 2, "st.global.v4": 1}

@@ -55,20 +55,15 @@ def tile_for(sm, variant):
 
 
 @pytest.mark.parametrize(
-    ("sm", "variant", "mma"), [(90, "split", "wgmma"), (100, "flattened", "tcgen05.mma"), (120, "split", "mma.sync")]
+    ("sm", "variant", "mma", "tile"),
+    [(90, "split", "wgmma", (256, 4)), (90, "persistent", "wgmma", (256, 3)), (120, "split", "mma.sync", (128, 2))],
 )
-def test_generated_code(sm, variant, mma):
-    """What the wrapper reckons with is enough, and on Hopper the kernel uses all of it but a few barriers."""
+def test_the_tile_that_fits_takes_what_is_reckoned(sm, variant, mma, tile):
+    """On sm_90 half the tile pays for a fourth stage. There the kernel uses all of it but a few barriers."""
+    assert tile_for(sm, variant) == tile
     kernel = code(sm, f"cp.async.bulk.tensor mbarrier {mma}", matmul_persistent, *[meta(4096, 4096)] * 2, variant)
-    reckoned = lesson.shared_bytes(*tile_for(sm, variant), variant == "split")
+    reckoned = lesson.shared_bytes(*tile, variant == "split")
     assert reckoned - (256 if sm == 90 else reckoned) < kernel.shared <= reckoned <= SHARED_LIMIT[sm]
-
-
-def test_which_tile_fits():
-    """The lesson: on sm_90 and sm_100 half the tile pays for a fourth stage."""
-    for sm, whole, split in [(80, (256, 2), (256, 2)), (90, (256, 3), (256, 4)), (100, (256, 3), (256, 4)),
-                             (120, (128, 2), (128, 2))]:  # fmt: skip
-        assert (tile_for(sm, "persistent"), tile_for(sm, "split")) == (whole, split)
 
 
 def test_bad_input(h):

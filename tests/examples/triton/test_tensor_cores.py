@@ -1,13 +1,11 @@
 """tensor_cores: every precision at every edge of its tile, int8 exactly, bad input, the instructions."""
 
-from harness.check import CheckError
-
 import pytest
 import torch
 
 from examples.common.device import interpreted
 from examples.triton.tensor_cores import MAX_K_INT8, dot, matrices, product, reference, rms_error
-from examples.triton.tensor_cores_precisions import PRECISIONS, TENSOR_CORES, TF32_EPS, budget, convert
+from examples.triton.tensor_cores_precisions import PRECISIONS, TENSOR_CORES, budget, convert
 from tests.examples.triton.helpers import INF, NAN, code, meta, refused
 
 NAMES = [name for name in PRECISIONS if not (interpreted() and name == "bfloat16")]
@@ -17,9 +15,9 @@ def operands(h, name, *shape):
     return convert(name, *matrices(h, name, *shape))
 
 
-def run(h, name, a, b, **more):
+def run(h, name, a, b):
     precision = PRECISIONS[name].input_precision
-    h.check(lambda a, b: dot(a, b, precision), reference, a, b, what=name, **(budget(name, a.shape[1]) | more))
+    h.check(lambda a, b: dot(a, b, precision), reference, a, b, what=name, **budget(name, a.shape[1]))
 
 
 @pytest.mark.parametrize("name", NAMES)
@@ -42,17 +40,12 @@ def test_edges_layouts_and_extremes(h, name):
 
 
 def test_int8_is_exact_up_to_its_last_term(h):
-    a = torch.full((3, 1000), -128, dtype=torch.int8, device=h.device)
-    b = operands(h, "int8", 3, 5, 1000)[1]
-    run(h, "int8", a, torch.full((1000, 5), -128, dtype=torch.int8, device=h.device))
-    other = b.clone()
-    other[999, 4] ^= 1  # one in 5000 numbers, by one
-    with pytest.raises(CheckError, match=r"3 of 15 elements are wrong, the first at \[0, 4\]"):
-        h.check(lambda a, b: dot(a, other), reference, a, b, what="int8", dtype=torch.int32)
+    smallest = torch.full((3, 1000), -128, dtype=torch.int8, device=h.device)
+    run(h, "int8", smallest, smallest.t())
 
 
 @pytest.mark.gpu
-def test_shapes_and_the_error_by_precision_on_the_gpu(h):
+def test_real_sizes_the_error_by_precision_and_more_elements_than_an_int32_counts(h, gpu_gib):
     for name in PRECISIONS:
         for shape in [(512, 768, 1024), (1000, 520, 777), (16, 4096, 4096), (4096, 16, 512)]:
             run(h, name, *operands(h, name, *shape))
@@ -60,13 +53,6 @@ def test_shapes_and_the_error_by_precision_on_the_gpu(h):
     error = {name: rms_error(product(a, b, name), reference(a, b)) for name in ("ieee", "tf32", "tf32x3")}
     assert max(error["ieee"], error["tf32x3"]) < error["tf32"] / 50
     assert rms_error(dot(a, b).double(), reference(a, b)) == pytest.approx(error["tf32"], rel=0.01)
-    with pytest.raises(CheckError):  # the budget of float32 is not one that tf32 meets
-        run(h, "tf32", a, b, operand_eps=0.0)
-    run(h, "tf32", a, b, operand_eps=TF32_EPS)
-
-
-@pytest.mark.gpu
-def test_more_elements_than_an_int32_counts(h, gpu_gib):
     gpu_gib(12)
     a = torch.randint(-128, 128, (2**31 // 64 + 64, 64), dtype=torch.int8, device=h.device)
     b = operands(h, "int8", 1, 8, 64)[1]
@@ -80,25 +66,17 @@ def test_more_elements_than_an_int32_counts(h, gpu_gib):
 def test_bad_input(h):
     a, b = h.randn(4, 8), h.randn(8, 5)
     long = torch.zeros(1, MAX_K_INT8 + 1, dtype=torch.int8, device=h.device)
-    for message, *args in [
-        ("input_precision 'tf19' is not one of", a, b, "tf19"),
-        (r"for float32, not torch\.float16; leave it", a.half(), b.half(), "tf32"),
-        (r"for float32, not torch\.int8", a.char(), b.char(), "ieee"),
-        (rf"K is {MAX_K_INT8 + 1}, .* may overflow; split K", long, long.t()),
-    ]:
-        refused(dot, ValueError, message, *args)
+    refused(dot, ValueError, "input_precision 'tf19' is not one of", a, b, "tf19")
+    refused(dot, ValueError, r"for float32, not torch\.float16; leave it", a.half(), b.half(), "tf32")
+    refused(dot, ValueError, rf"K is {MAX_K_INT8 + 1}, .* may overflow; split K", long, long.t())
 
 
-@pytest.mark.parametrize(
-    ("name", "sm"),
-    [("tf32x3", 90), ("bfloat16", 100), ("int8", 90), ("default", 90)],
-)
-def test_the_instruction_of_each_precision(name, sm):
+@pytest.mark.parametrize("name", ["tf32x3", "int8", "default"])
+def test_the_instruction_of_each_precision(name):
     """On Hopper, where the tiles were chosen, nothing spills; float32 that is left to Triton is tf32."""
     precision = PRECISIONS["tf32" if name == "default" else name]
     options = {} if name == "default" else {"input_precision": precision.input_precision}
     a = meta(4096, 4096, dtype=precision.dtype)
-    kernel = code(sm, "", dot, a, a.t() if precision.k_major else a, spills=128 if sm == 100 else 0, **options)
-    assert [unit for unit in TENSOR_CORES.values() if unit in kernel.found] == [TENSOR_CORES[sm]]
+    kernel = code(90, TENSOR_CORES[90], dot, a, a.t() if precision.k_major else a, **options)
     assert all(each in kernel.found for each in precision.code)
     assert ("cvt tf32" in kernel.found) == (name == "tf32x3")
