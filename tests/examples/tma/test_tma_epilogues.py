@@ -66,9 +66,8 @@ def gpu_of(monkeypatch):
 
 def test_nothing_to_do(h):
     x, w = h.randn(0, 16, dtype=h.half), h.randn(32, 16, dtype=h.half)
-    assert linear(x, w).shape == swiglu(x, w, w).shape == (0, 32)
-    q, scale = linear_fp8(x, w)
-    assert (q.shape, q.dtype, scale.shape) == ((0, 32), E4M3, (0, 1))
+    assert linear(x, w).shape == swiglu(x, w, w).shape == linear_fp8(x, w)[0].shape == (0, 32)
+    assert linear_fp8(x, w)[1].shape == (0, 1)
     assert linear(h.randn(3, 16, dtype=h.half), w[:0]).shape == (3, 0)
 
 
@@ -93,6 +92,10 @@ def whole(h, *shape):
     return (h.randint(5, *shape) - 2).to(h.half)
 
 
+def same_bytes(q, want):
+    return torch.equal(q.view(torch.uint8), want.to(E4M3).view(torch.uint8))
+
+
 @pytest.mark.parametrize("variant", [None, "persistent"])
 def test_quantized_bits(h, variant):
     """Where sums are exact, q and scales are those of the reference quantizer, bit for bit, and so is a bias alone."""
@@ -103,14 +106,12 @@ def test_quantized_bits(h, variant):
     want, scales = quantize_reference(y, (1, 128))
     assert (scale.shape, scale.stride()) == ((133, 3), (1, 133))
     assert torch.equal(scale, scales)
-    assert torch.equal(q.view(torch.uint8), want.view(torch.uint8))
-    given_scale = torch.full((1,), 0.3, device=h.device)
-    q, same = linear_fp8(x, w, bias, scale=given_scale, variant=variant)
-    assert same is given_scale
-    want = (y * (1.0 / given_scale)).clamp(-448, 448).to(E4M3)
-    assert torch.equal(q.view(torch.uint8), want.view(torch.uint8))
-    q, _ = linear_fp8(x, w, scale=torch.full((1,), 2.0**-10, device=h.device), variant=variant)
-    assert torch.equal(q.double(), 448 * (x.double() @ w.double().t()).sign()), "it saturates"
+    assert same_bytes(q, want)
+    for value in (0.3, 2.0**-10):  # the second saturates
+        given = torch.full((1,), value, device=h.device)
+        q, same = linear_fp8(x, w, bias, scale=given, variant=variant)
+        assert same is given
+        assert same_bytes(q, (y * (1.0 / given)).clamp(-448, 448))
     q, scale = linear_fp8(0 * x, w, variant=variant)
     assert not q.view(torch.uint8).any()
     assert (scale == 2.0**-100 / 448).all()
@@ -156,7 +157,7 @@ def test_which_tile_fits(h, gpu_of):
         gpu_of(4, sm)
         assert fitting_tile(torch.device("cpu"), out) == tile
     if h.interpreted:  # in the memory of the last
-        check_all(h, 200, 272, 144)
+        check_all(h, 130, 144, 72)
     gpu_of(40, shared_bytes=16 * 1024)
     x, w, _ = layer(h, 16, 16, 16)
     with pytest.raises(RuntimeError, match="tma_epilogues: no tile fits the 16384 bytes of shared memory of"):
@@ -253,7 +254,7 @@ def test_more_elements_than_an_int32_counts(h, gpu_gib):
         for rows in (slice(0, 300), slice(-300, None)):
             want = functools.partial(reference, activation="silu")
             h.check(lambda *_, p=rows, y=y: y[p], want, x[rows], w, bias, what="tall", **budget(h, K))
-            back = read_back(q[rows], scale[rows])
             more = FP8_BUDGET | {"operand_eps": torch.finfo(h.half).eps / 2}
+            back = read_back(q[rows], scale[rows])
             h.check(lambda *_, b=back: b, reference, x[rows], w, what="tall, FP8", **more)
         del y, q, scale
