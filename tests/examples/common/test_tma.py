@@ -14,16 +14,13 @@ DTYPES = (torch.float32, torch.float16, torch.bfloat16, torch.uint8)
 def test_layouts_that_pass(dtype):
     rows = torch.zeros(40, 64, dtype=dtype)
     for x in (
-        rows,
         rows[:, 16:32],  # rows apart, and a start 16 elements later
         rows[::3, :5],  # a width that is no multiple of anything: only strides count
         rows[0],
         rows[:1, :3].as_strided((1, 3), (7, 1)),  # a stride nobody steps by
-        rows[:, :1],
         rows.view(5, 8, 64).transpose(0, 1),
         rows.as_strided((30, 16), (16, 1)),
         rows.as_strided((40, 1), (64, 9)),  # a last dimension of one element
-        rows[3:3],
         rows[:0].t(),  # nothing will be loaded
     ):
         require_tma_layout("probe", x=x)
@@ -49,26 +46,22 @@ def test_layouts_that_are_refused(dtype):
             require_tma_layout("probe", x=x)
 
 
-def test_the_argument_at_fault_is_named():
+def test_the_argument_at_fault_is_named_and_the_way_out_works():
     good, bad = torch.zeros(4, 8), torch.zeros(8, 4).t()
     with pytest.raises(ValueError, match="probe: b has"):
         require_tma_layout("probe", a=good, b=bad, c=good)
-    require_tma_layout("probe")
-
-
-def test_the_way_out_works():
-    """Padded as the message says, sliced back if the rest is not wanted: what was refused passes."""
-    x = torch.randn(6, 50, dtype=torch.float64).half()
+    x = torch.zeros(6, 50, dtype=torch.float16)
     with pytest.raises(ValueError, match="multiple of 8"):
         require_tma_layout("probe", x=x)
-    padded = torch.nn.functional.pad(x, (0, 6))
-    require_tma_layout("probe", x=padded, part=padded[:, :50])
+    padded = torch.nn.functional.pad(x, (0, 6))  # as the message says, and sliced back
+    require_tma_layout("probe", x=padded, part=padded[:, :50], shape=padded.to("meta"))
+    with pytest.raises(ValueError, match="strides"):  # wrappers run on meta tensors for another GPU
+        require_tma_layout("probe", x=padded.to("meta").t())
 
 
 @given(shape=st.lists(st.integers(1, 4), min_size=1, max_size=5), data=st.data())
 def test_what_passes_triton_accepts_too(shape, data):
     """Every layout, however strange: either it is refused by name or triton's own assertions hold."""
-    pytest.importorskip("triton")
     steps = st.sampled_from([0, 1, 2, 7, 8, 16, 24, 64])
     strides = [data.draw(steps) for _ in shape]
     if data.draw(st.booleans()):
@@ -88,18 +81,9 @@ def test_what_passes_triton_accepts_too(shape, data):
 
 
 def test_a_descriptor_for_dimensions_of_one():
-    pytest.importorskip("triton")
     x = torch.zeros(80, dtype=torch.float16).as_strided((1, 5, 1, 3), (7, 16, 5, 1))
     descriptor = tma_descriptor(x, [1, 4, 1, 8])
     assert descriptor.strides == [16, 16, 16, 1]
     assert descriptor.shape == [1, 5, 1, 3]
     assert descriptor.block_shape == [1, 4, 1, 8]
     assert tma_descriptor(x.as_strided((5, 1), (16, 9)), [4, 8]).strides == [16, 1]
-
-
-def test_tensors_that_are_only_shapes():
-    """Wrappers run on meta tensors where kernels are compiled for another GPU; a start is an offset there too."""
-    x = torch.empty(16, 64, dtype=torch.bfloat16, device="meta")
-    require_tma_layout("probe", x=x)
-    with pytest.raises(ValueError, match="strides"):
-        require_tma_layout("probe", x=x.t())
