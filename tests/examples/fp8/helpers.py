@@ -10,6 +10,7 @@ from harness.session import Harness
 import pytest
 import torch
 
+from examples.common.device import SHARED_LIMIT, Limits
 from examples.common.fp8 import E4M3, E5M2
 from examples.common.quantize import READ_BACK, read_back, scales_of
 
@@ -24,6 +25,12 @@ def meta(*shape: int, dtype: torch.dtype = E4M3) -> torch.Tensor:
 
 def bits(x: torch.Tensor) -> torch.Tensor:
     return x.contiguous().view(torch.uint8)
+
+
+def as_if(monkeypatch, sms: int, *modules) -> None:
+    """The modules see a GPU of so many SMs."""
+    for module in modules:
+        monkeypatch.setattr(module, "device_limits", lambda device: Limits(sms, SHARED_LIMIT[90]))
 
 
 def not_finite(h: Harness, M: int, N: int, K: int) -> Iterator[tuple[str, torch.Tensor, torch.Tensor]]:

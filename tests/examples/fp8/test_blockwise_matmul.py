@@ -11,16 +11,15 @@ import torch
 
 from examples.common import gluon as common
 from examples.common import operands as checks
-from examples.common.device import SHARED_LIMIT, Limits
 from examples.common.fp8 import E4M3, OUT_DTYPES
 from examples.common.fp8_gemm import m_major
 from examples.common.quantize import GROUP
 from examples.fp8 import blockwise_matmul as lesson
 from examples.fp8 import blockwise_matmul_warp_specialized as hopper
 from examples.fp8.blockwise_matmul import TILE, VARIANTS, blockwise_matmul, budget, choose, operands, reference
-from examples.fp8.blockwise_matmul_warp_specialized import CONFIGS, choose_warpgroups, efficiency
+from examples.fp8.blockwise_matmul_warp_specialized import CONFIGS, choose_warpgroups
 from studies.fp8.blockwise_matmul import CODE
-from tests.examples.fp8.helpers import FORMATS, code, meta, not_finite, refused
+from tests.examples.fp8.helpers import FORMATS, as_if, code, meta, not_finite, refused
 
 SPECIALIZED = VARIANTS[1]
 
@@ -41,15 +40,6 @@ def variant(request, h, monkeypatch):
         pytest.skip("warp specialized needs sm_90")
     monkeypatch.setattr(hopper, "choose_warpgroups", lambda M, N, K, sms: request.param)
     return SPECIALIZED
-
-
-@pytest.fixture
-def gpu_of(monkeypatch):
-    """As if the GPU had so many SMs."""
-    return lambda sms: [
-        monkeypatch.setattr(module, "device_limits", lambda device: Limits(sms, SHARED_LIMIT[90]))
-        for module in (lesson, hopper)
-    ]
 
 
 # One row, one column, one tile, one more in each dimension; nothing to sum, no result. K of 1 to 5 groups.
@@ -78,13 +68,13 @@ def test_group_sums_are_added_in_float32(h, variant):
     assert torch.equal(got, torch.full_like(got, 64 * 64 * GROUP + (groups - 1) * GROUP))
 
 
-def test_every_tile_is_taken_once(h, variant, gpu_of, monkeypatch):
+def test_every_tile_is_taken_once(h, variant, monkeypatch):
     """One program for all tiles, programs with more and fewer tiles than others, more SMs than tiles; a group of rows
     of tiles that is not full. The ring starts anywhere, its phase in either state."""
     for config in (TILE, *CONFIGS.values()):
         monkeypatch.setitem(config, "GROUP_M", 2)
     for sms, groups in itertools.product((1, 3, 1000), (1, 2, 5, 7)) if variant == SPECIALIZED else [(1, 1)]:
-        gpu_of(sms)
+        as_if(monkeypatch, sms, lesson, hopper)
         check(h, operands(h, 300, 264, groups * GROUP), variant)
 
 
@@ -178,9 +168,6 @@ def test_how_many_warpgroups():
     assert [choose_warpgroups(n, n, n, sms=132) for n in (2048, 4096, 8192, 16384)] == [2, 2, 3, 3]
     for shape in ((4096, 14336, 4096), (4096, 4096, 14336), (1, 8, 128), (16, 8192, 2**23)):
         assert choose_warpgroups(*shape, sms=132) == 2
-    # A share: all of it where tiles fill waves; else what lies over the edges and the empty SMs are missing.
-    assert efficiency(64 * 3 * 132, GROUP, 3, 132) == efficiency(128 * 12, GROUP * 11, 2, 132) == 1
-    assert efficiency(128 + 64, GROUP, 2, 1) == efficiency(128 * 3, GROUP, 2, 2) == pytest.approx(0.75)
 
 
 def test_bad_input(h, monkeypatch):

@@ -13,14 +13,13 @@ import torch
 
 from examples.common import gluon as common
 from examples.common import operands as checks
-from examples.common.device import SHARED_LIMIT, Limits
 from examples.common.fp8 import E4M3, E5M2, OUT_DTYPES
 from examples.fp8 import fp8_matmul as lesson
 from examples.fp8 import fp8_matmul_persistent as persistent
 from examples.fp8 import fp8_matmul_warp_specialized as hopper
 from examples.fp8.fp8_matmul import VARIANTS, budget, fp8_matmul, operands, reference, runnable
 from studies.fp8.fp8_matmul import CODE
-from tests.examples.fp8.helpers import FORMATS, code, meta, not_finite, refused
+from tests.examples.fp8.helpers import FORMATS, as_if, code, meta, not_finite, refused
 
 
 @pytest.fixture(params=VARIANTS)
@@ -28,15 +27,6 @@ def variant(request, h):
     if request.param not in runnable(h.device):
         pytest.skip(f"{request.param} needs another GPU")
     return request.param
-
-
-@pytest.fixture
-def gpu_of(monkeypatch):
-    """As if the GPU had so many SMs."""
-    return lambda sms: [
-        monkeypatch.setattr(module, "device_limits", lambda device: Limits(sms, SHARED_LIMIT[90]))
-        for module in (persistent, hopper)
-    ]
 
 
 def check(h, inputs, variant=None, out=torch.bfloat16, what=None):
@@ -79,12 +69,12 @@ def test_scales_of_every_shape(h, variant):
     check(h, (a, b, scale_a, scale_b, bias), variant, torch.float32, what=f"{variant}, bias from 4 bytes on")
 
 
-def test_every_tile_is_taken_once(h, variant, gpu_of, monkeypatch):
+def test_every_tile_is_taken_once(h, variant, monkeypatch):
     """By one program, by programs with more and fewer tiles, by more SMs than tiles; a group that is not full."""
     for module in (lesson, persistent, hopper):
         monkeypatch.setattr(module, "GROUP_M", 2)
     for sms in (1, 3, 1000):
-        gpu_of(sms)
+        as_if(monkeypatch, sms, persistent, hopper)
         check(h, operands(h, 300, 520, 16, rows=True), variant)
 
 
@@ -147,97 +137,56 @@ def test_bad_input(h):
     assert fp8_matmul(a, b, scale_a, nan, check_scales=False).isnan().all()  # not looked at, so not refused
 
 
-# --- code
-
-
 def layer(n=4096):
     scales = meta(n, 1, dtype=torch.float32), meta(1, n, dtype=torch.float32)
     return meta(n, n), meta(n, n, dtype=E5M2).t(), *scales
 
 
-@pytest.mark.parametrize(("variant", "sm"), [("pointers", 89), ("persistent", 90)])
+@pytest.mark.parametrize(("variant", "sm"), [("pointers", 89), ("persistent", 90), ("warp specialized", 90)])
 def test_generated_code(variant, sm):
     """Scales and bias fit the registers, and nothing but FP8 multiplies."""
     args = (*layer(), meta(4096, dtype=torch.float32), torch.float32, variant)
     found = code(sm, CODE[variant][sm], fp8_matmul, *args).found
     assert found["mma f8"] == found["mma.sync" if sm == 89 else "wgmma"]
+    if variant == "warp specialized":
+        text = dump(fp8_matmul, args, sm=90)
+        assert not re.search("serialized|C75", text["log"])  # ptxas could wait for each before the next is started
+        # Each step waits with one in flight; all are waited for where a tile ends, and by the second before its pause.
+        waits = re.findall(r"wgmma\.wait_group\.sync\.aligned (\d);", text["ptx"])
+        assert sorted(waits) == ["0"] * 3 + ["1"] * 5
+        assert "ld.global" not in text["ptx"], "all of it comes by TMA"
 
 
-def test_the_partitions_code():
-    """With scales and bias there is room, the MMAs of a step are issued together, and neither format is converted."""
-    args = (*layer(), meta(4096, dtype=torch.float32), torch.float32)  # it is what is chosen
-    found = code(90, CODE["warp specialized"][90], fp8_matmul, *args).found
-    text = dump(fp8_matmul, args, sm=90)
-    assert not re.search("serialized|C75", text["log"])  # ptxas could wait for each before the next is started
-    # The first step, which nothing was added to before, and one loop; the second consumer has another after its pause.
-    assert text["ptx"].count("wgmma.commit_group") == 5
-    assert found["wgmma"] == found["mma f8"] == 4 * 5 == text["ptx"].count(".f32.e4m3.e5m2")
-    # Each waits with one in flight; all are waited for where a tile ends, and by the second before its pause.
-    waits = re.findall(r"wgmma\.wait_group\.sync\.aligned (\d);", text["ptx"])
-    assert sorted(waits) == ["0"] * 3 + ["1"] * 5
-    assert "ld.global" not in text["ptx"], "all of it comes by TMA"
-
-
-# --- the ring
-
-
-def consume(half, steps, tiles, stages, behind):
-    """A consumer's own Python: each MMA takes the next slot of the ring, and is done before that slot is released."""
-    taken, flight, finished, released, stored = itertools.count(), [], [], [], []
-
-    def piece(name, i=0, shape=None):
-        index = lambda i: piece(name, i)  # noqa: E731
-        return SimpleNamespace(name=name, at=i, shape=shape, index=index, permute=lambda order: None)
-
-    def wait(barrier, phase):
-        if barrier.name == "full":
-            step = next(taken)
-            assert (barrier.at, phase) == (step % stages, step // stages % 2)
-            flight.append(step)
-
-    def arrive(barrier, pred=True):
-        if barrier.name == "empty" and pred:
-            assert finished[len(released)] % stages == barrier.at
-            released.append(barrier.at)
-
-    def multiply(a, b, acc, use_acc=True, is_async=False):
-        assert a.at == 2 * (flight[-1] % stages) + half
-        return (*(acc if use_acc else ()), flight[-1])
+def test_a_slot_is_released_when_its_mmas_are_done(monkeypatch):
+    """The consumers' own Python, from any slot on: each step takes the next one, and it is released a step later."""
+    flight, finished, released = [], [], []
 
     def mmas_done(pending, deps):
         while len(flight) > pending:
             finished.append(flight.pop(0))
         return deps[0]
 
-    gl = SimpleNamespace(
-        program_id=lambda axis: 0, num_programs=lambda axis: 1, cdiv=lambda x, y: -(-x // y), maximum=max,
-        where=lambda which, x, y: x if which else y, zeros=lambda *_: (), load=float, float32=None,
-        NVMMADistributedLayout=lambda **_: None, SliceLayout=lambda *_: None,
-    )  # fmt: skip
-    fakes = {
-        "gl": gl, "mbarrier": SimpleNamespace(wait=wait, arrive=arrive), "warpgroup_mma": multiply,
-        "warpgroup_mma_wait": mmas_done, "tma": SimpleNamespace(store_wait=lambda pending: None),
-        "tile_coords": lambda tile, *_: (128 * tile, 0), "_store_parts": lambda *args: stored.append(args[4]),
-    }  # fmt: skip
-    ring = piece("a", shape=(0, 64, 128)), piece("b", shape=(0, 256, 128)), piece("full"), piece("empty")
-    last = None, None, None, piece("last full"), piece("last empty")
-    with pytest.MonkeyPatch.context() as patch:
-        for module, name in itertools.product((hopper, common), (*fakes, "next_slot", "release_previous")):
-            patch.setattr(module, name, fakes.get(name) or getattr(common, name).fn, raising=False)
-        patch.setattr(common, "previous_slot", common.previous_slot.fn)
-        patch.setattr(hopper, "_add_steps", hopper._add_steps.fn)
-        hopper._consume.fn(
-            ring, last, None, piece("c", shape=(64, 256)), 1, 1, piece("read"), piece("done"),
-            128 * tiles, 256, 128 * steps, False, False, stages, behind, 2, half,
-        )  # fmt: skip
-    assert stored == [tuple(range(steps * tile, steps * (tile + 1))) for tile in range(tiles)]
-    assert released == [step % stages for step in range(steps * tiles)], "each slot once"
+    def arrive(slot, pred):
+        if pred:
+            assert slot == finished[-1]
+            released.append(slot)
 
-
-def test_a_slot_is_released_when_its_mmas_are_done():
-    """Tiles of one step, too, and of fewer than the pause; a tile that ends anywhere in the ring."""
-    for half, steps, behind in itertools.product((0, 1), (1, 2, 3, 4, 5, 9), (hopper.HOPPER_BEHIND, 1, 4)):
-        consume(half, steps, 5, hopper.HOPPER_STAGES, behind)
+    plain, turned = (
+        SimpleNamespace(index=index) for index in (int, lambda i: SimpleNamespace(permute=lambda order: i))
+    )
+    for module in (hopper, common):
+        monkeypatch.setattr(module, "gl", SimpleNamespace(where=lambda which, x, y: x if which else y))
+        monkeypatch.setattr(module, "mbarrier", SimpleNamespace(wait=lambda slot, phase: None, arrive=arrive))
+    for module, name in ((hopper, "next_slot"), (hopper, "release_previous"), (common, "previous_slot")):
+        monkeypatch.setattr(module, name, getattr(common, name).fn)
+    monkeypatch.setattr(hopper, "warpgroup_mma", lambda a, b, acc, is_async: flight.append(b))
+    monkeypatch.setattr(hopper, "warpgroup_mma_wait", mmas_done)
+    for first, fresh in itertools.product(range(4), (True, False)):
+        finished.clear()
+        released.clear()
+        flight[:] = [] if fresh else [(first - 1) % 4]
+        hopper._add_steps.fn(None, (plain, turned, plain, plain), first, 0, 0, 9 * 128, fresh, 128, 0, 4)
+        assert released == finished == [slot % 4 for slot in range(first - (not fresh), first + 8)]
 
 
 @pytest.mark.gpu

@@ -97,9 +97,7 @@ def test_what_is_not_finite_is_seen_in_what_shares_its_scale(h, kernel, value):
         assert per == "group" or torch.equal(got[others], clean[others])
     bias[130] = value
     lost = read_back(*layer_norm(x, weight, bias, per="group"), "group")[others].isnan()
-    assert lost[:, 128:256].all()
-    assert not lost[:, :128].any()
-    assert not lost[:, 256:].any()
+    assert (lost == torch.arange(300, device=h.device).floor_divide(GROUP).eq(1)).all()
 
 
 @pytest.mark.parametrize("cols", [1024, 3000])

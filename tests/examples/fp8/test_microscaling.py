@@ -2,8 +2,6 @@
 
 import functools
 
-from harness.codegen import compile_for
-
 import pytest
 import torch
 
@@ -193,12 +191,6 @@ def test_generated_code(fmt, sm):
         assert not found.get("block_scale"), "an emulation is not to be taken for the instruction"
     else:
         assert found["tcgen05.mma"] == found["block_scale"] == found[KINDS[fmt][0]]
-
-
-def test_quantizers_load_16_bytes_a_thread():
-    kernels = compile_for(mx_quantize, (meta(4096, 4096, dtype=torch.bfloat16), "nvfp4"), {"swizzled": True}, sms=(90,))
-    assert len(kernels) == 2, "one for the tensor's largest value"
-    assert all((kernel.error, kernel.spills) == (None, 0) and kernel.found.get("ld.global.v4") for kernel in kernels)
 
 
 def test_bad_input(h):
