@@ -54,10 +54,14 @@ def changed(wrapper: Wrapper, arguments: tuple):
                 yield f"shorter in dimension {dim}", i, x.narrow(dim, 0, x.shape[dim] - 1)
 
 
-def call(wrapper: Wrapper, arguments: tuple, i: int, other):
-    """The result with `other` for argument i."""
-    result = wrapper.fn(*arguments[:i], other, *arguments[i + 1 :])
-    return result() if callable(result) else result  # prepare_matmul's
+def outcome(wrapper: Wrapper, arguments: tuple, i: int, other):
+    """With `other` for argument i: (refused, what is wrong with how, or None), or (False, the result)."""
+    try:
+        result = wrapper.fn(*arguments[:i], other, *arguments[i + 1 :])
+        return False, result() if callable(result) else result  # prepare_matmul's
+    except REFUSALS as error:
+        named = re.match(rf"{wrapper.says}\w*: ", str(error))
+        return True, None if named else f"{type(error).__name__}: {str(error).splitlines()[0][:200]}"
 
 
 @pytest.mark.parametrize("wrapper", WRAPPERS, ids=str)
@@ -65,16 +69,10 @@ def test_a_bad_operand_is_refused_by_name(h, wrapper):
     arguments = wrapper.arguments(h)
     wrong = []
     for what, i, bad in changed(wrapper, arguments):
-        if what in wrapper.takes:
-            continue
-        try:
-            call(wrapper, arguments, i, bad)
-        except REFUSALS as error:
-            if not re.match(rf"{wrapper.says}\w*: ", str(error)):
-                wrong.append(f"argument {i}, {what}: {type(error).__name__}: {str(error).splitlines()[0][:200]}")
-        else:
-            if what != "optional":
-                wrong.append(f"argument {i}, {what}: taken")
+        if what not in wrapper.takes:
+            refused, complaint = outcome(wrapper, arguments, i, bad)
+            if complaint if refused else what != "optional":
+                wrong.append(f"argument {i}, {what}: {complaint if refused else 'taken'}")
     assert not wrong, "\n".join(wrong)
 
 
@@ -105,12 +103,9 @@ def test_elements_apart_in_memory_are_refused_or_read_right(h, wrapper):
         codes = x.view(torch.uint8) if x.dtype.itemsize == 1 else x
         apart = torch.stack([codes, codes], -1).flatten(-2)[..., ::2].view(x.dtype)
         for what, other in (("apart", apart), ("one for all", x[:1].expand(x.shape))):
-            try:
-                got = call(wrapper, arguments, i, other)
-            except REFUSALS as error:
-                if not re.match(rf"{wrapper.says}\w*: ", str(error)):
-                    wrong.append(f"argument {i}, {what}: {type(error).__name__}: {str(error).splitlines()[0][:200]}")
-            else:
-                if not same(got, call(wrapper, arguments, i, other.contiguous())):
-                    wrong.append(f"argument {i}, {what}: another result")
+            refused, got = outcome(wrapper, arguments, i, other)
+            if not refused and not same(got, outcome(wrapper, arguments, i, other.contiguous())[1]):
+                wrong.append(f"argument {i}, {what}: another result")
+            elif refused and got:
+                wrong.append(f"argument {i}, {what}: {got}")
     assert not wrong, "\n".join(wrong)
