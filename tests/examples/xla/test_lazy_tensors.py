@@ -1,16 +1,11 @@
 """Lazy tensors: each stage counted exactly, what is found again, numbers that compile, and the sync that is missing."""
 
 import pytest
-import torch
-from hypothesis import given
-from hypothesis import strategies as st
 from torch_xla.experimental.eager import is_eager_mode
 
-from examples.common import xla
 from examples.xla import lazy_tensors as example
-from examples.xla.lazy_tensors import OPS, STEPS, chain, train_like
+from examples.xla.lazy_tensors import STEPS
 from studies.xla import lazy_tensors as study
-from studies.xla.lazy_tensors import programs
 from tests.quiet import ran
 
 
@@ -43,14 +38,6 @@ def test_stages(facts):
         "the same again": {"run": 1, "found again": 1, "syncs": 1},
     }
     assert facts["what XLA did"]["recording and sync"]["s"] > 0
-
-
-def test_texts(facts):
-    operations = facts["operations"]
-    assert {name: n for name, n in operations["IR"].items() if name.startswith("aten")} == {
-        "aten::mm": 1, "aten::add": 1, "aten::gelu": 1, "aten::mean": 1,
-    }  # fmt: skip
-    assert operations["HLO"]["dot"] == operations["StableHLO"]["dot_general"] == operations["HLO"]["erf"] == 1
 
 
 def test_what_is_found_again(facts):
@@ -88,32 +75,3 @@ def test_a_forgotten_sync(facts):
     # A step's own graph was compiled with one output more: its x.
     assert (forgot["compiles"], forgot["executions"]) == (STEPS, STEPS)
     assert forgot["matrix products run"] == STEPS * (STEPS + 1) // 2
-
-
-@given(st.lists(st.floats(2, 100, width=32), min_size=1, max_size=6))
-def test_a_float_is_an_input_of_one_program(values):
-    x = torch.randn(5, 71)
-    _, results = programs(lambda x, value: (x * value).cos(), x.to(xla.device()), values)
-    warm, _ = programs(lambda x, value: (x * value).cos(), x.to(xla.device()), values)
-    assert (warm.compiles, warm.executions) == (0, len(values))
-    for value, result in zip(values, results, strict=True):
-        torch.testing.assert_close(result.cpu(), (x * value).cos(), rtol=1e-4, atol=1e-4)
-
-
-@given(st.integers(1, 3), st.integers(1, 7))
-def test_a_chain_records_its_operations_once_each(layers, rows):
-    x, weights = torch.randn(rows, 9), [torch.randn(9, 9) for _ in range(layers)]
-    y = chain(x.to(xla.device()), *(w.to(xla.device()) for w in weights))
-    recorded = {name: n for name, n in xla.operations(xla.ir(y)).items() if name.startswith("aten")}
-    assert sum(recorded.values()) == layers * OPS
-    torch.testing.assert_close(y.cpu(), chain(x, *weights), rtol=1e-4, atol=1e-4)
-
-
-@given(st.integers(1, 5))
-def test_without_sync_each_step_holds_all_before_it(steps):
-    x, w = torch.randn(3, 13), torch.randn(13, 13) / 4
-    y, told = train_like(x.to(xla.device()), w.to(xla.device()), steps, synced=False)
-    assert told == list(range(1, steps + 1))
-    z, told = train_like(x.to(xla.device()), w.to(xla.device()), steps, synced=True)
-    assert told == [1] * steps
-    torch.testing.assert_close(y.cpu(), z.cpu())

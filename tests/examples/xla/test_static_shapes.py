@@ -2,14 +2,13 @@
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from examples.common import xla
 from examples.xla import static_shapes
-from examples.xla.static_shapes import LARGEST, POLICIES, POWERS, break_even, pad_batch
+from examples.xla.static_shapes import POLICIES, POWERS, break_even, pad_batch
 from studies.xla import static_shapes as study
-from studies.xla.static_shapes import normalize
 from tests.quiet import ran
 
 
@@ -28,8 +27,6 @@ def test_compiles_and_wasted_rows(facts):
     useful = sum(range(1, 65))
     rows = {name: row["rows computed"] for name, row in sweep.items()}
     assert rows == dict(zip(POLICIES, (useful, 64 * 64, 2731), strict=True))
-    for policy, row in sweep.items():
-        assert row["wasted %"] == pytest.approx(100 * (1 - useful / rows[policy]), abs=0.05)
 
 
 def test_padding_and_cutting_on_the_device_compile_for_each_size(facts):
@@ -45,13 +42,6 @@ def test_padding_leaks_only_without_the_mask(facts):
     (changed,) = (fact for name, fact in facts.items() if "changed by NaN" in name)
     assert changed["batch norm, masked"] == 0 < changed["batch norm, not masked"]
     assert facts["compiles of the masked one"] == 1
-
-
-def test_torch_compile_has_one_graph_with_a_symbol_and_xla_compiles_each_size(facts):
-    assert facts["torch.compile(backend=openxla), eight batches of 2 to 9 rows"] == {
-        "default": {"Dynamo's graphs": 8, "XLA's compiles": 8},
-        "dynamic=True": {"Dynamo's graphs": 1, "XLA's compiles": 8},
-    }
 
 
 @given(
@@ -74,23 +64,6 @@ def test_pad_batch(rows, inner, sizes, dtype):
     assert mask.tolist() == [True] * rows + [False] * (len(mask) - rows)
 
 
-@given(rows=st.integers(1, 64))
-def test_powers_of_two_waste_less_than_half(rows):
-    padded, _ = pad_batch(torch.ones(rows, 1))
-    assert rows <= len(padded) < 2 * rows
-    assert len(padded) in POWERS
-
-
-@settings(deadline=None)
-@given(rows=st.integers(2, 64), width=st.integers(1, 5), fill=st.sampled_from([0.0, 1e30, float("inf"), float("nan")]))
-def test_normalize_does_not_see_the_padding(rows, width, fill):
-    x = torch.randn(rows, width, dtype=torch.float64)
-    padded, mask = pad_batch(x, (LARGEST,))
-    padded = torch.where(mask[:, None], padded, fill)
-    want = torch.nn.functional.batch_norm(x, None, None, training=True)
-    torch.testing.assert_close(normalize(padded, mask)[:rows], want)
-
-
 @given(st.lists(st.tuples(st.integers(0, 9), st.integers(0, 9)), max_size=20))
 def test_break_even_is_the_first_call_ahead_for_good(times):
     ours, theirs = [a for a, _ in times], [b for _, b in times]
@@ -103,21 +76,13 @@ def test_break_even_is_the_first_call_ahead_for_good(times):
         assert calls == 1 or not ahead[calls - 2]
 
 
-@pytest.mark.parametrize(
-    ("x", "sizes", "error", "message"),
-    [
+def test_pad_batch_says_what_is_wrong():
+    for x, sizes, error, message in (
         ([1.0, 2.0], POWERS, TypeError, r"pad_batch: got list, need a tensor .*torch\.as_tensor"),
         (torch.ones(2), (), ValueError, r"into sizes \(\)"),
         (torch.ones(()), POWERS, ValueError, r"shape \(\) into sizes"),
         (torch.ones(0, 3), POWERS, ValueError, r"shape \(0, 3\) into sizes"),
-        (torch.ones(65, 3), POWERS, ValueError, "split the batch, or add a larger size"),
-    ],
-)
-def test_pad_batch_says_what_is_wrong(x, sizes, error, message):
-    with pytest.raises(error, match=message):
-        pad_batch(x, sizes)
-
-
-def test_pad_batch_is_for_the_host():
-    with pytest.raises(ValueError, match=r"x is on xla:0, where padding compiles for each size; pad, then move it"):
-        pad_batch(torch.ones(3, 2, device=xla.device()))
+        (torch.ones(3, 2, device=xla.device()), POWERS, ValueError, "x is on xla:0, where padding compiles for each"),
+    ):
+        with pytest.raises(error, match=message):
+            pad_batch(x, sizes)
