@@ -14,12 +14,6 @@ def test_determinism_is_put_back():
         assert torch.is_deterministic_algorithms_warn_only_enabled()
     finally:
         torch.use_deterministic_algorithms(False)
-
-    def fails_within():
-        with deterministic(warn_only=True):
-            assert torch.is_deterministic_algorithms_warn_only_enabled()
-            raise ZeroDivisionError
-
-    with pytest.raises(ZeroDivisionError):
-        fails_within()
+    with pytest.raises(ZeroDivisionError), deterministic(warn_only=True):
+        raise ZeroDivisionError
     assert not torch.are_deterministic_algorithms_enabled()
