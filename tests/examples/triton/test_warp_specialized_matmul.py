@@ -1,10 +1,7 @@
 """warp_specialized_matmul: every loop right whatever the compiler makes of it, what it makes of it, bad input."""
 
-import contextvars
-
 import pytest
 import torch
-import triton
 from hypothesis import strategies as st
 
 from examples.common.device import SHARED_LIMIT, Limits
@@ -45,21 +42,6 @@ def test_every_tile_is_taken_once(h, monkeypatch):
     for loop, sms in (("tiles", 1), ("tiles", 1000), ("flattened tiles", 3)):
         monkeypatch.setattr(lesson, "device_limits", lambda device, sms=sms: Limits(sms, SHARED_LIMIT[90]))
         check_product(h, specialized, *matrices(h, 130, 264, 8), loop)
-
-
-def test_the_setting_of_the_allocator_stays_the_callers(h):
-    """The kernel's descriptors need workspace; what the caller has set for that is neither used nor replaced."""
-    from triton.runtime import _allocation
-
-    def refuse(size, alignment, stream):
-        raise AssertionError("the caller's allocator was asked")
-
-    def call():
-        triton.set_allocator(refuse)
-        matmul_specialized(*matrices(h, 8, 8, 8))
-        assert _allocation._allocator.get() is refuse
-
-    contextvars.copy_context().run(call)
 
 
 @pytest.mark.gpu
