@@ -4,9 +4,7 @@ import functools
 import re
 
 from harness.bench import Row, Table
-from harness.catalog import Needs
-from harness.codegen import compile_for, dump
-from harness.session import Harness
+from harness.codegen import dump
 
 import pytest
 import torch
@@ -19,7 +17,9 @@ from examples.tma import gluon_matmul as module
 from examples.tma import gluon_matmul_ring as ring
 from examples.tma.gluon_matmul import BEHIND, BUFFERS, DTYPES, PARTS, STAGES, STEPS, TILE, gluon_matmul, reference
 from examples.tma.gluon_matmul_ring import gluon_matmul_one_buffer, gluon_matmul_ring
+from tests.examples.tma.helpers import check_tall_and_wide
 from tests.examples.tma.model import no_shrinking, use_model
+from tests.examples.triton.helpers import code, harness, meta, refused
 
 TOGETHER = {"one buffer": gluon_matmul_one_buffer, "ring": gluon_matmul_ring}  # all warps load and multiply
 KERNELS = TOGETHER | {step: functools.partial(gluon_matmul, step=step) for step in STEPS}
@@ -47,7 +47,7 @@ def on_model(monkeypatch, seed=0, sms=1):
     sms=st.integers(1, 3), seed=st.integers(0, 10**6),
 )  # fmt: skip
 def test_any_order_of_events_is_right(step, M, N, K, columns, sms, seed):
-    h = Harness("test", Needs.parse("triton"))
+    h = harness()
     a, b = h.randn(M, 8 * K, dtype=h.half), h.randn(8 * K, 8 * N, dtype=h.half)
     with pytest.MonkeyPatch.context() as patch:
         on_model(patch, seed, sms)
@@ -70,34 +70,19 @@ def test_the_second_consumer_waits_once_a_tile_where_a_tile_fills_the_ring(h, mo
 # --- code# --- code
 
 
-@pytest.mark.parametrize(
-    ("step", "columns", "dtype"),
-    [("one buffer", False, DTYPES[1]), ("ring", True, DTYPES[1]), ("staggered", True, DTYPES[0])],
-)
-def test_generated_code(step, columns, dtype):
-    x = torch.empty(4096, 4096, dtype=dtype, device="meta")
-    wrapper, args = TOGETHER.get(step, gluon_matmul), (x, x.t() if columns else x, *[step] * (step in STEPS))
-    (kernel,), text = compile_for(wrapper, args, sms=(90,)), dump(wrapper, args, sm=90)
-    m, n, k = TILE
-    assert (kernel.error, kernel.spills, kernel.fits) == (None, 0, True)
-    together = step in TOGETHER
-    assert kernel.warps == (8 if together else 12)  # the producer's one is given a warpgroup
-    assert bool(kernel.found.get("setmaxnreg")) != together
-    # A step of K is BLOCK_K / 16 instructions; each of two consumers has its first step before its loop.
-    assert kernel.found["wgmma"] == k // 16 * (1 if together else 4)
-    assert not re.search(r"serialized|C75\d\d", text["log"]), "the assembler waits after each MMA"
-    assert f"m64n256k16.f32.{'f16.f16' if dtype is torch.float16 else 'bf16.bf16'}" in text["ptx"]
+def test_generated_code():
+    x, (m, n, k) = meta(4096, 4096), TILE
+    for fn in (*TOGETHER.values(), gluon_matmul):
+        kernel, text = code(90, "cp.async.bulk.tensor", fn, x, x.t()), dump(fn, (x, x.t()), sm=90)
+        assert not re.search(r"serialized|C75\d\d", text["log"]), "the assembler waits after each MMA"
+        # A step of K is BLOCK_K / 16 instructions; each of two consumers has its first step before its loop.
+        assert kernel.found["wgmma"] == k // 16 * (4 if fn is gluon_matmul else 1)
+        assert (kernel.warps, "setmaxnreg" in kernel.found) == ((12, True) if fn is gluon_matmul else (8, False))
     # What the source allocates: a ring, barriers, and parts of each half through buffers of each half.
-    stored = 0 if together else 2 * m * n // PARTS * BUFFERS
-    if step == "one buffer":  # the result lies where operands were
-        assert 2 * m * n <= kernel.shared < 2 * m * n + 2 * (m + n) * k
-    else:
-        assert 0 <= kernel.shared - STAGES * (2 * (m + n) * k + 8) - stored < 256
-    if not together:  # one group of MMAs is left to run after each step, and none at the end of a tile
-        assert sorted(re.findall(r"wgmma\.wait_group\S* +(\d+)", text["ptx"])) == ["0"] * 2 + ["1"] * 4
-        registers = module.CONSUMER_REGISTERS, module.PRODUCER_REGISTERS
-        assert "requestedRegisters = array<i32: {}, {}>".format(*registers) in text["ttgir"]
-        assert 128 * (2 * registers[0] + registers[1]) == 168 * 384, "what the launch takes"
+    assert 0 <= kernel.shared - STAGES * (2 * (m + n) * k + 8) - 2 * m * n // PARTS * BUFFERS < 256
+    # One group of MMAs is left to run after each step, and none at the end of a tile.
+    assert sorted(re.findall(r"wgmma\.wait_group\S* +(\d+)", text["ptx"])) == ["0"] * 2 + ["1"] * 4
+    assert 128 * (2 * module.CONSUMER_REGISTERS + module.PRODUCER_REGISTERS) == 168 * 384, "what the launch takes"
 
 
 # --- the wrappers
@@ -105,17 +90,12 @@ def test_generated_code(step, columns, dtype):
 
 def test_what_is_refused(h, monkeypatch):
     """What needs sm_90 is refused elsewhere also where there is nothing to compute."""
-    b = h.randn(16, 8, dtype=h.half)
-    for step in ("faster", None):
-        with pytest.raises(ValueError, match=f"gluon_matmul: step {step!r} is not one of"):
-            gluon_matmul(h.randn(4, 16, dtype=h.half), b, step)
+    a, b = h.randn(4, 16, dtype=h.half), h.randn(16, 8, dtype=h.half)
+    refused(gluon_matmul, ValueError, "step 'faster' is not one of", a, b, "faster")
     monkeypatch.setattr(common, "gluon_architecture", lambda device: None)
     for fn in (gluon_matmul, *TOGETHER.values()):
-        for M in (0, 4):
-            with pytest.raises(RuntimeError, match=f"{fn.__name__}: needs sm_90, .*Gluon kernels are not interpreted"):
-                fn(h.randn(M, 16, dtype=h.half), b)
-        with pytest.raises(ValueError, match=f"{fn.__name__}: K is 12"):
-            fn(h.randn(4, 16, dtype=h.half)[:, :12], b[:12])
+        refused(fn, RuntimeError, "needs sm_90, .*Gluon kernels are not interpreted", a[:0], b)
+        refused(fn, ValueError, "K is 12", a[:, :12], b[:12])
 
 
 def test_the_answer_on_hopper():
@@ -181,14 +161,5 @@ def test_on_the_gpu(hopper, monkeypatch, dtype):
 @pytest.mark.gpu
 def test_more_elements_than_an_int32_counts(hopper, gpu_gib):
     gpu_gib(40)
-    long = 2**31 // 64 + 64
-    a = torch.empty(long, 64, dtype=torch.bfloat16, device=hopper.device).normal_()
-    b = hopper.randn(64, 64, dtype=torch.bfloat16)
-    for step in ("ring", "staggered"):
-        for left, right, rows in ((a, b, True), (b, a.view(64, long), False), (b, a.t(), False)):
-            c = KERNELS[step](left, right)
-            for part in (slice(0, 300), slice(-300, None)):
-                got = c[part] if rows else c[:, part].contiguous()
-                inputs = (left[part].contiguous(), right) if rows else (left, right[:, part].contiguous())
-                hopper.check(lambda *_, got=got: got, reference, *inputs, terms=64, what="tall" if rows else "wide")
-            del c, got
+    for fn in (gluon_matmul_ring, gluon_matmul):
+        check_tall_and_wide(hopper, lambda x, w, fn=fn: fn(x, w.t()))

@@ -1,5 +1,6 @@
 """tma_persistent_matmul: every schedule, both layouts of b, the rule, what is prepared, the code."""
 
+import functools
 import math
 import re
 
@@ -23,6 +24,7 @@ from examples.tma.tma_persistent_matmul_schedules import (
     plan,
     runnable,
 )
+from tests.examples.tma.helpers import check_tall_and_wide
 from tests.examples.triton.helpers import code, harness, meta, refused
 
 LATE_K = schedules.PARTS["late"] * TILES[0][2] + 8  # the least K that schedule late takes
@@ -207,16 +209,9 @@ def test_late_waits_for_the_tensor_cores_only_at_the_end_of_a_tile():
 @pytest.mark.gpu
 def test_more_elements_than_an_int32_counts(h, gpu_gib):
     gpu_gib(60)
-    few = h.randn(64, LATE_K, dtype=torch.bfloat16)
-    tall = torch.empty(2**31 // 64 + 64, LATE_K, dtype=torch.bfloat16, device=h.device).normal_()
     for schedule in {"tile", "split", "late"} & set(runnable(h.device)):
-        for rows in (True, False):
-            c = matmul_tma_persistent(*((tall, few.t()) if rows else (few, tall.t())), schedule=schedule)
-            for part in (slice(0, 300), slice(-300, None)):
-                got, end = c[part] if rows else c[:, part].contiguous(), tall[part].contiguous()
-                inputs = (end, few.t()) if rows else (few, end.t())
-                h.check(lambda *_, got=got: got, reference, *inputs, terms=LATE_K, what="tall" if rows else "wide")
-            del c, got
+        fn = functools.partial(matmul_tma_persistent, schedule=schedule)
+        check_tall_and_wide(h, lambda x, w, fn=fn: fn(x, w.t()), LATE_K if schedule == "late" else 64)
 
 
 @pytest.mark.gpu
