@@ -24,7 +24,7 @@ from harness.bench import (
 from harness.catalog import ROOT, Needs, load_module
 from harness.check import check as check_once
 from harness.codegen import CodegenError, Kernel, compile_for
-from harness.hardware import Machine, Skip, ceilings, machine
+from harness.hardware import Machine, ceilings, machine
 from harness.record import ExampleRecord, recorded_answer
 
 import torch
@@ -311,14 +311,3 @@ class Harness:
 
     def progress(self, what: str):
         return show.progress(self.console, what)
-
-    # --- skips
-
-    def skip_unless(self, sm: tuple[int, int] | None = None, gib: float | None = None, gpu: bool = False) -> None:
-        """End this technique as skipped, with one line, unless the machine has what is asked.
-
-        Without arguments: what its docstring's `Needs` says. `sm` and `gib` are asked of a GPU only.
-        """
-        needs = Needs(sm=sm, gib=gib, gpu=gpu) if sm or gib or gpu else self.needs
-        if reason := self.machine.lacks(needs):
-            raise Skip(reason)

@@ -8,9 +8,9 @@ from contextlib import contextmanager
 from pathlib import Path
 
 from harness import Table, Timing, Work, geomean, interpreted, near
-from harness.bench import LEAST_ROUNDS, MOST_ROUNDS, Row, is_ours, time_rounds, time_variants
+from harness.bench import Row, is_ours, time_variants
 from harness.check import CheckError, VacuousCheck
-from harness.hardware import Ceilings, whole_call_ms
+from harness.hardware import Ceilings
 from harness.session import Harness
 
 import pytest
@@ -273,43 +273,6 @@ def test_the_ratio_is_the_median_of_the_ratios_of_each_round(monkeypatch):
     assert (own.p20, own.ms, own.p80) == pytest.approx((fifths[0], statistics.median(pooled), fifths[3]))
     rounds = [tuple(calls[i : i + 2]) for i in range(0, len(calls), 2)]
     assert set(rounds) == {("torch", "ours"), ("ours", "torch")}  # each is first now and then
-
-
-def test_variants_alternate_call_by_call_on_a_gpu(monkeypatch):
-    """Clocks that wander from call to call bend neither the ratio nor the choice of rounds."""
-    cost, clock, rounds = {"torch": 3.0, "ours": 1.0}, iter(range(1, 10**6)), []
-
-    def timer(calls, enqueue, orders):
-        assert enqueue == {"torch": 0.01, "ours": 0.02}
-        rounds.append([list(order) for order in orders])
-        return [{name: slow * cost[calls[name]()] for name in order} for order in rounds[-1] for slow in [next(clock)]]
-
-    monkeypatch.setattr("harness.bench.gpu_round_ms", timer)
-    calls = {"torch": lambda: "torch", "ours": lambda: "ours"}
-    samples = time_rounds(calls, {"torch": 0.01, "ours": 0.02})
-    warm, timed = rounds
-    assert warm == [["torch", "ours"]] * 3
-    assert len(timed) == 75  # 2 variants of 300 ms each, by 8 ms a round: the warm ones took 4, 8 and 12
-    assert {tuple(order) for order in timed} == {("torch", "ours"), ("ours", "torch")}
-    assert all(ours[0] * 3 == torch[0] for torch, ours in zip(samples["torch"], samples["ours"], strict=True))
-    for factor, count in ((1e3, LEAST_ROUNDS), (1e-12, MOST_ROUNDS)):
-        cost |= {"torch": 3.0 * factor, "ours": factor}
-        assert len(time_rounds(calls, {"torch": 0.01, "ours": 0.02})["ours"]) == count
-
-
-def test_a_whole_call_is_a_batch_between_two_synchronizations(monkeypatch):
-    happened = []
-    monkeypatch.setattr(torch.cuda, "synchronize", lambda: happened.append("w"))
-
-    def call(seconds):
-        happened.append("c")
-        time.sleep(seconds)
-
-    times = whole_call_ms(lambda: call(0.002), budget=30)
-    batches = "".join(happened).strip("w").split("ww")  # one call to see how long it takes, and three batches
-    assert (len(times), min(times) >= 2, len(batches), batches[0]) == (3, True, 4, "c")
-    assert len(set(batches[1:])) == 1
-    assert 1 <= len(batches[1]) <= 5
 
 
 # --- what a table answers

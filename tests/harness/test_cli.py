@@ -140,7 +140,7 @@ REASONS = {
 
 def test_a_technique_that_fails_stops_no_other(main, topic, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    skips = "h.skip_unless()\nraise Skip('has nothing to do')"
+    skips = "raise Skip('has nothing to do')"
     script = topic(first=f"{GOOD}\nh.fact('answer', 42)", **BAD, skips=skips, last=GOOD)
     done = main(script, "--json", "r.json")
     assert (done.returncode, done.stderr) == (1, "")
@@ -169,7 +169,6 @@ def test_a_topic_that_cannot_start_says_so_in_one_line(main, topic, tmp_path):
         assert {(e["status"], e["reason"]) for e in examples.values()} == {("skipped", NOT_THERE)}
         assert all(e["machine"]["torch"] == machine().torch for e in examples.values())
         assert all(e["command"].endswith(f"{option} --json {path}") for e in examples.values())
-    assert main(script, "frist").returncode == main(script, "--json", tmp_path / "no" / "r.json").returncode == 2
     topic(second=GOOD)  # where one technique can start, each speaks for itself
     script.write_text(TOPIC.format(files=["first.py", "second.py"], main="pass"))
     path.unlink()
@@ -338,26 +337,13 @@ def test_one_lesson_run_as_a_script_is_its_topics_and_shares_its_kernels_with_it
     assert examples["one"]["facts"]["where"][0] == "one"
 
 
-def test_interrupted_keeps_what_was_measured(main, topic, tmp_path):
-    path = tmp_path / "r.json"
-    main(topic(done=GOOD, slow=GOOD, never=GOOD, later=GOOD), "later", "--json", path)
-    script = topic(done=GOOD, slow=f"{TABLE}raise KeyboardInterrupt", never=GOOD, later=GOOD)
-    done = main(script, "done", "slow", "never", "--json", path)
-    assert (done.returncode, done.stderr) == (130, "")
-    assert (statuses(path), record.load(path)["running"]) == (
-        {"done": "passed", "slow": "failed", "later": "passed"}, None
-    )  # fmt: skip
-    slow = examples_of(path)["slow"]
-    assert (slow["reason"], slow["answer"], slow["tables"][0]["rows"][1]["ms"]) == ("interrupted", None, 1.2)
-    assert "x torch" in done.stdout, "what was kept back is shown"
-
-
 # --- processes of their own
 
 
 @pytest.mark.parametrize("sent", [signal.SIGINT, signal.SIGKILL])
-def test_ctrl_c_and_kill(topic, tmp_path, sent):
-    script, path = topic(done=GOOD, slow="print('sleeping', flush=True)\ntime.sleep(60)", never=GOOD), tmp_path / "r"
+def test_ctrl_c_and_kill_keep_what_was_done(topic, tmp_path, sent):
+    sleep, path = "import time\nprint('sleeping', flush=True)\ntime.sleep(60)", tmp_path / "r"
+    script = topic(done=GOOD, slow=f"{TABLE}{sleep}", never=GOOD)
     environment = os.environ | {"PYTHONPATH": str(ROOT), "PYTHONUNBUFFERED": "1"}
     line = [sys.executable, script, "--json", path]
     process = subprocess.Popen(line, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=environment)
@@ -368,8 +354,10 @@ def test_ctrl_c_and_kill(topic, tmp_path, sent):
     out, err = process.communicate(timeout=60)
     assert "Traceback" not in err
     if sent is signal.SIGINT:
-        assert (process.returncode, "interrupted" in out) == (130, True), out + err
+        assert (process.returncode, "interrupted" in out, "x torch" in out) == (130, True, True), out + err
         assert statuses(path) == {"done": "passed", "slow": "failed"}
+        slow = examples_of(path)["slow"]
+        assert (slow["reason"], slow["answer"], slow["tables"][0]["rows"][1]["ms"] > 0) == ("interrupted", None, True)
     else:
         assert (statuses(path), record.load(path)["running"]) == ({"done": "passed"}, "slow")
 
@@ -489,17 +477,6 @@ def test_faults_of_xla_are_explained_and_leave_nothing_behind(cli, topic, tmp_pa
     assert re.search(r"stayed.py:\d+ in demo: a @ torch.ones\(83, 3\): Expected XLA", examples["stayed"]["reason"])
     first = examples["first"]
     assert (first["status"], first["facts"]) == ("passed", {"ran": [1, 1]})  # and nothing of the others
-    assert "Traceback" not in done.stdout + done.stderr
-
-
-@needs_xla
-def test_a_device_that_xla_does_not_have_fails_each_technique_alike(cli, topic, tmp_path):
-    path = tmp_path / "r.json"
-    done = cli(topic(**XLA, **XLA_FAULTS), "--json", path, PJRT_DEVICE="FOO")
-    assert done.returncode == 1, done.stderr
-    assert statuses(path) == dict.fromkeys(XLA_FAULTS, "failed")
-    (said,) = {example["reason"] for example in examples_of(path).values()}
-    assert said.startswith("PJRT_DEVICE=FOO: there is no such device")
     assert "Traceback" not in done.stdout + done.stderr
 
 
