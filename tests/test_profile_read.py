@@ -440,6 +440,3 @@ def test_the_text_file_has_what_was_printed_and_what_it_is_of(tmp_path, capsys, 
     assert body in out
     assert "measured here, now: copy 4.00 TB/s" in body
     assert f"table: {tmp_path}/x.ncu.txt" in out
-
-
-# --- ncu beside compare

@@ -35,6 +35,7 @@ def test_layouts_that_are_refused(dtype):
         (rows[:, ::2], r"strides \(64, 2\)"),
         (rows[:, 1:], f"starts {size} bytes past"),
         (rows.view(-1)[1:], f"starts {size} bytes past"),
+        (rows.as_strided((3, 8), (8 // size, 1)), rf"strides \({8 // size}, 1\)"),
         (rows.as_strided((3, 4, 8), (64, 9, 1)), r"strides \(64, 9, 1\)"),
         (rows.as_strided((3, 4, 8), (9, 16, 1)), r"strides \(9, 16, 1\)"),
         (rows[:1].expand(5, 64), r"strides \(0, 1\)"),
