@@ -23,7 +23,7 @@ from triton.runtime.jit import JITFunction
 from examples.common.fp8 import E4M3
 from examples.common.microscaling import FORMATS, dequantize
 
-no_shrinking = settings(phases=[Phase.generate])  # of a failure: what is drawn from a seed has no smaller one
+no_shrinking = settings(phases=[Phase.generate])  # it takes minutes, and what is drawn from a seed has nothing smaller
 
 
 class Dtype(NamedTuple):

@@ -26,6 +26,7 @@ from examples.tma.descriptors_rules import (
     require_descriptor,
 )
 from examples.tma.descriptors_window import FORMS, default_block, window, window_reference
+from tests.examples.tma.model import no_shrinking
 from tests.examples.triton.helpers import harness, meta, refused
 
 EXACT = {"terms": 0, "constant_ok": True}
@@ -39,6 +40,7 @@ def check(h, x, starts, sizes, block=None, **options):
             h.check(functools.partial(fn, form=form), want, x, starts, sizes, block, what=what, **EXACT)
 
 
+@no_shrinking
 @given(data=st.data(), rank=st.integers(1, 5))
 def test_any_window(data, rank):
     shape = tuple(data.draw(st.lists(st.integers(1, 5), min_size=rank - 1, max_size=rank - 1)))
