@@ -9,7 +9,7 @@ import torch
 import triton
 import triton.language as tl
 
-from examples.common.rows import DTYPES, column_sums
+from examples.common.rows import DTYPES
 from examples.common.training import forward_backward
 from examples.triton import layer_norm as lesson
 from examples.triton import layer_norm_backward as backwards
@@ -117,13 +117,6 @@ def test_extreme_rows(h, forward):
     check_forward(forward, x, weight[:781], bias[:781], constant_ok=True)  # without variance a row is the bias
 
 
-def test_column_sums_of_more_parts_than_a_step_takes(h):
-    for cols in (70, 4200):
-        parts, like = h.randn(2, 130, cols), h.randn(cols, dtype=torch.float16)
-        h.check(lambda p, like=like: column_sums(p, like), lambda p: p.double().sum(1).unbind(), parts,
-                dtype=torch.float16, terms=130)  # fmt: skip
-
-
 def test_autograd(h):
     """Any number of dimensions, also some that cannot be merged; gradients of one number expanded, or transposed; and
     no second derivative, of a linear loss neither, whose dy requires no grad: there 0 would go unnoticed."""
@@ -201,17 +194,17 @@ def test_benchmark_widths_and_more_elements_than_an_int32_counts(h, gpu_gib):
             check_forward(lesson.layer_norm_forward, x, weight, bias)
             check_backward(lesson.layer_norm_backward, dy, x, weight)
     gpu_gib(40)
+    half = torch.bfloat16
     for cols in (1000, 12000, 50000):
-        rows, half = 2**31 // cols + 5, torch.bfloat16
-        x, dy = (torch.empty(rows, cols, dtype=half, device=h.device).normal_() for _ in range(2))
+        x, dy = (torch.empty(2**31 // cols + 5, cols, dtype=half, device=h.device).normal_() for _ in range(2))
         weight, bias = (h.randn(cols, dtype=half) for _ in range(2))
         y, mean, rstd = lesson.layer_norm_forward(x, weight, bias)
         dx, _, dbias = lesson.layer_norm_backward(dy, x, weight, mean, rstd)
-        for part in (slice(0, 3), slice(rows // 2, rows // 2 + 3), slice(-3, None)):
+        for part in (slice(0, 3), slice(-3, None)):
             want = reference_backward(dy[part], x[part], weight, mean[part], rstd[part])[0]
             judge(dx[part], want, what="dx", dtype=half, terms=cols)
             judge(y[part], reference(x[part], weight, bias), what="y", dtype=half, terms=cols)
-        judge(dbias, dy.sum(0, dtype=torch.float64), what="dbias", dtype=half, terms=rows)
+        judge(dbias, dy.sum(0, dtype=torch.float64), what="dbias", dtype=half, terms=len(x))
         del x, dy, y, dx
 
 
