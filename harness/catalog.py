@@ -37,11 +37,11 @@ class Needs:
 
     @property
     def triton(self) -> bool:
-        return any(name == "triton" for name, _ in self.packages)
+        return "triton" in dict(self.packages)
 
     @property
     def xla(self) -> bool:
-        return any(name == "torch_xla" for name, _ in self.packages)
+        return "torch_xla" in dict(self.packages)
 
     @classmethod
     def parse(cls, text: str, where: str = "Needs") -> Needs:

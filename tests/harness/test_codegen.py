@@ -4,6 +4,7 @@ import os
 import queue
 import re
 import textwrap
+from types import SimpleNamespace
 
 from harness import codegen
 from harness.catalog import load_module
@@ -190,6 +191,14 @@ def test_what_a_program_takes_too_much_of_is_said():
     assert (over.fits, over.too_much) == (False, "164.0 KiB of shared memory, and there are 163")
     over = Kernel("k", 100, shared=0, shared_limit=1, tensor_memory=544)
     assert over.too_much == "544 columns of tensor memory, and there are 512"
+
+
+def test_spills_are_those_of_the_assemblers_report():
+    made = SimpleNamespace(shared=0, num_warps=4, tmem_size=0)
+    kernel = SimpleNamespace(hash="of a test", asm={"ptx": ""}, metadata=made)
+    log = "Used 24 registers\n8 bytes stack frame, 8 bytes spill stores, 4 bytes spill loads\n"
+    found = codegen._read(SimpleNamespace(fn=compile_for), kernel, log, "", 90)
+    assert (found.registers, found.spills) == (24, 8)
 
 
 def test_tensor_memory_is_what_the_program_allocates(others):

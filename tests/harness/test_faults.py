@@ -66,6 +66,10 @@ KNOWN = [
     (ChildFailed(f"{LAST}InvalidCxxCompiler: x.cpp.cxx: (None, 'g++')\n\nSet"), "and g++ does not work"),
     (RuntimeError(f"{CPP}/a.h:3:10: fatal error: Python.h: No such file or directory"), "install Python's headers"),
     (RuntimeError(f"{CPP}x.cpp:1:2: error: what is this\n"), "error: what is this; install"),
+    (
+        RuntimeError("Unexpected optimization option zzz, known options are ['a']"),
+        "no option zzz; torch._inductor.list",
+    ),
     # PyTorch/XLA's own words, as torch_xla 2.9 says them
     (RuntimeError(NO_PLUGIN.format("FOO")), f"PJRT_DEVICE=FOO: there is no such device here; {UNSET}"),
     (RuntimeError(NO_PLUGIN.format("CUDA")), "PJRT_DEVICE=CUDA: torch_xla has no CUDA plugin any more"),
