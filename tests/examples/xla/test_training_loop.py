@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from examples.common import xla
 from examples.xla import training_loop
-from examples.xla.training_loop import EAGER, FIRST, LAZY, OPENXLA, eager, lazy, train
+from examples.xla.training_loop import EAGER, FIRST, LAZY, OPENXLA, eager, lazy
 from examples.xla.training_loop_model import CONFIG, sequences
 from studies.xla import training_loop as study
 from studies.xla.training_loop import EARLY, LOOP, PARTS, micro_batches
@@ -41,11 +41,8 @@ def data(rows: int = 8, tokens: int = 5) -> torch.Tensor:
 
 
 def test_all_is_right(record, studied):
-    what = [check["what"] for check in record.checks]
-    assert len(what) == 5
-    for way in (EAGER, LAZY, OPENXLA):
-        assert any(each.startswith(f"{way}: losses") for each in what)
-    assert len(studied.checks) == 3
+    assert (len(record.checks), len(studied.checks)) == (5, 3)
+    assert {check["what"].partition(":")[0] for check in record.checks} >= {EAGER, LAZY, OPENXLA}
 
 
 def test_one_program_for_each_shape(record):
@@ -72,13 +69,6 @@ def test_what_reading_costs(studied):
     assert studied.facts["matrix products"]["of its forward pass"] == 4 * CONFIG.layers + 2 * CONFIG.layers + 1
 
 
-def test_without_a_sync(studied):
-    told = studied.facts["without a sync"]
-    first, second, third = map(int, told["nodes recorded after steps 1, 2, 3"].strip("[]").split(","))
-    assert second - first == third - second > 0.8 * first
-    assert told["run"] == 0
-
-
 def test_accumulation(studied):
     whole, each, loop = studied.facts[f"gradients of 30 rows in {PARTS} parts"].values()
     assert (whole["compiled"], whole["run"], whole["loops"]) == (1, 1, 0)
@@ -88,14 +78,6 @@ def test_accumulation(studied):
     assert loop["products in the largest"] == each["products in the largest"]
 
 
-def test_a_second_loop_compiles_nothing():
-    given = data(4)
-    first, again = (train(lazy(SMALL), [given, given])[0] for _ in range(2))
-    _, seen = train(lazy(SMALL), [given, given])
-    assert [ran.compiles for ran in seen] == [0, 0]
-    assert all(torch.equal(a, b) for a, b in zip(first, again, strict=True))
-
-
 def test_save_and_load(tmp_path):
     trainer = lazy(SMALL)
     given = data(4)
@@ -103,10 +85,8 @@ def test_save_and_load(tmp_path):
     path = tmp_path / "checkpoint.pt"
     save(trainer, path)
     state = load(path)
-    assert set(state) == {"model", "optimizer", "xla_rng"}
     moments = [t for each in state["optimizer"]["state"].values() for t in each.values()]
     assert {t.device.type for t in [*state["model"].values(), *moments]} == {"cpu"}
-    assert {float(each["step"]) for each in state["optimizer"]["state"].values()} == {1.0}
     resumed = eager(SMALL)
     resume(resumed, state)
     resumed(given)
@@ -115,19 +95,14 @@ def test_save_and_load(tmp_path):
     torch.testing.assert_close(resumed(given), trainer(given.to(trainer.device)).cpu(), rtol=1e-4, atol=1e-5)
 
 
-@given(rows=st.integers(1, 9), tokens=st.integers(3, 12), vocab=st.integers(2, 50))
-def test_sequences_follow_their_rule(rows, tokens, vocab):
-    made = sequences(rows, tokens, vocab, torch.Generator().manual_seed(rows))
-    assert made.shape == (rows, tokens)
+@given(parts=st.integers(1, 8), rows=st.integers(1, 8), tokens=st.integers(3, 12), vocab=st.integers(2, 50))
+def test_sequences_follow_their_rule_and_are_cut_into_parts(parts, rows, tokens, vocab):
+    made = sequences(parts * rows, tokens, vocab, torch.Generator().manual_seed(rows))
+    assert made.shape == (parts * rows, tokens)
     assert torch.equal(made[:, 2:], (made[:, 1:-1] + 2 * made[:, :-2] + 3) % vocab)
-
-
-@given(parts=st.integers(1, 8), rows=st.integers(1, 8))
-def test_micro_batches(parts, rows):
-    tokens = torch.arange(parts * rows).view(-1, 1)
-    made = micro_batches(tokens, parts)
-    assert [len(each) for each in made] == [rows] * parts
-    assert torch.equal(torch.cat(made), tokens)
+    cut = micro_batches(made, parts)
+    assert [len(each) for each in cut] == [rows] * parts
+    assert torch.equal(torch.cat(cut), made)
 
 
 def test_bad_input():

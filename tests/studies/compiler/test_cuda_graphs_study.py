@@ -5,7 +5,7 @@ from types import SimpleNamespace
 import pytest
 
 from examples.compiler import cuda_graphs as lesson
-from examples.compiler.cuda_graphs import BY_HAND, EAGER, FUSED, REDUCED, STEPS, UNFUSED
+from examples.compiler.cuda_graphs import BY_HAND, EAGER, FUSED, REDUCED, UNFUSED
 from studies.compiler import cuda_graphs, cuda_graphs_replay
 from studies.compiler.cuda_graphs import explain, idle
 from tests.quiet import ran
@@ -29,21 +29,11 @@ def test_on_a_gpu():
     tables = ran(lesson.demo, finish=False).tables
     record = ran(cuda_graphs.study, cuda_graphs_replay.study, timing=True, lesson=tables).record
     assert all(check["passed"] for check in record.checks)
-    if shown := record.facts.get("where the time goes"):
-        counts = {name: row["kernels and copies"] for name, row in shown.items()}
-        assert [counts[n] for n in (EAGER, UNFUSED, BY_HAND, FUSED)] == [STEPS, STEPS, STEPS + 1, 1]
-        assert shown[BY_HAND]["GPU waits, %"] < shown[EAGER]["GPU waits, %"]
     kept = record.facts["reduce-overhead, a result read after the next call"]
     assert kept["call 1"] == "RuntimeError"
     assert "right" not in kept.values()
     assert set(record.facts["the same, cloned before that call"].values()) == {"right"}
-    steps = record.facts["two calls in a step that cudagraph_mark_step_begin() began, both read at its end"]
-    assert steps["step 3"] == ["right", "right"]
     held = record.facts["bytes held by graphs of 3 sizes"]
     assert held["own pools"] > held["one pool"] > 0
-    assert held["own pools, graphs deleted"] <= 4 << 20
-    assert held["one pool, graphs deleted"] <= 4 << 20
-    found = record.facts["reduce-overhead, graphs skipped"]
-    assert found["all on the cuda"]["skips"] == 0
-    assert "mutated inputs" in found["an input changed in place"]["message"]
-    assert found["a tensor on the CPU"]["skips"] or found["a tensor on the CPU"]["partitions"]
+    assert max(held[f"{pools}, graphs deleted"] for pools in ("own pools", "one pool")) <= 4 << 20
+    assert record.facts["reduce-overhead, graphs skipped"]["all on the cuda"]["skips"] == 0
