@@ -28,11 +28,8 @@ def _export(options: argparse.Namespace) -> int:
     return 0
 
 
-def _ratio(text: str) -> float:
-    try:
-        value = float(text)
-    except ValueError:
-        value = math.nan
+def ratio(text: str) -> float:
+    value = float(text)
     if not 0 < value < math.inf:
         raise argparse.ArgumentTypeError(f"{text!r} is not a number above 0; 0.95 lets a ratio be 5 % lower")
     return value
@@ -78,7 +75,7 @@ def _parser() -> argparse.ArgumentParser:
     compare.add_argument("techniques", nargs="*", metavar="TECHNIQUE", help="only these; all of them by default")
     compare.add_argument("--all", action="store_true", help="every row, not only what differs")
     compare.add_argument(
-        "--fail-under", type=_ratio, metavar="RATIO",
+        "--fail-under", type=ratio, metavar="RATIO",
         help="exit 1 when a speed-up over the baseline is under RATIO times the reference's, or a technique failed",
     )  # fmt: skip
     readme = commands.add_parser("readme", help="renew the tables of README.md and docs/ from docstrings and results/")

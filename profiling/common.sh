@@ -42,7 +42,7 @@ read_arguments() {
     if [ ! -f "$script" ] && [ -f "$root/$script" ]; then script=$root/$script; fi
     [ -f "$script" ] || refuse "$script: no such script"
     script=$(cd "$(dirname "$script")" && pwd)/$(basename "$script")
-    "$python" -m profiling.read names "$script" ${techniques[@]+"${techniques[@]}"} || exit 2
+    "$python" -m profiling.read kernels "$script" ${techniques[@]+"${techniques[@]}"} >/dev/null || exit 2
     local name
     name=$(basename "$script" .py)
     if [ ${#techniques[@]} -gt 3 ]; then

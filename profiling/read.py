@@ -1,7 +1,6 @@
 """What a profiler or the sanitizer wrote, as one short table: profiling/*.sh call this when the tool is done.
 
-    python -m profiling.read names SCRIPT [TECHNIQUE ...]     are there such techniques? else exit status 2
-    python -m profiling.read kernels SCRIPT [TECHNIQUE ...]   the names of their Triton kernels
+    python -m profiling.read kernels SCRIPT [TECHNIQUE ...]   the names of their Triton kernels; 2: no such technique
     python -m profiling.read rest RECORD SCRIPT [TECHNIQUE ...]   those after the one that ended the process
     python -m profiling.read sanitizer OUT TOOL ... -- KERNEL ...   OUT.memcheck.log, ... by compute-sanitizer
     python -m profiling.read ncu RECORD CSV ...     `ncu --import FILE --page raw --csv --print-units base`
@@ -589,19 +588,15 @@ def rest(record: Path, script: Path, names: list[str]) -> list[str]:
 def main(argv: list[str]) -> int:
     verb, *more = argv
     first, more = Path(more[0]), more[1:]
-    try:
-        if verb == "names":
-            techniques(first, more)
-            return 0
-        if verb == "kernels":
+    if verb == "kernels":
+        try:
             chosen = techniques(first, more)
-            files = [path for t in chosen if not t.error for path in (t.path, *t.variants)]
-            names = dict.fromkeys(name for path in files for name in kernels_of(path))
-            print("".join(f"{name}\n" for name in names), end="")
-            return 0
-    except CatalogError as error:
-        print(f"error: {error}", file=sys.stderr)
-        return USAGE_ERROR
+        except CatalogError as error:
+            print(f"error: {error}", file=sys.stderr)
+            return USAGE_ERROR
+        files = [path for t in chosen if not t.error for path in (t.path, *t.variants)]
+        print(*dict.fromkeys(f"{name}\n" for path in files for name in kernels_of(path)), sep="", end="")
+        return 0
     if verb == "rest":
         print("".join(f"{name}\n" for name in rest(first, Path(more[0]), more[1:])), end="")
         return 0
