@@ -9,7 +9,7 @@ import torch
 
 from examples.common.device import interpreted
 from examples.triton import debugging
-from examples.triton.debugging import BLOCK, reference, scale, scale_overrun, total
+from examples.triton.debugging import BLOCK, programs_in_reverse, reference, scale, scale_overrun, total
 from tests.examples.triton.helpers import INF, NAN
 
 FLOATS = [torch.float32, torch.float16] + ([] if interpreted() else [torch.bfloat16])
@@ -37,6 +37,14 @@ def test_the_bug_is_one_mask(h):
     right, wrong = (inspect.getsource(kernel.fn).splitlines()[2:] for kernel in kernels)
     assert [a == b for a, b in zip(right, wrong, strict=True)] == [True, True, False]
     assert right[2].split(", mask=")[0] == wrong[2].split(", mask=")[0]
+
+
+@pytest.mark.skipif(not interpreted(), reason="needs the interpreter")
+def test_programs_in_reverse_are_the_same_programs():
+    ones = torch.ones(3 * BLOCK)
+    with programs_in_reverse():
+        assert total(ones, racy=True).item() == BLOCK
+    assert total(ones, racy=True).item() == 3 * BLOCK  # put back
 
 
 def test_nothing_is_planted_under_a_sanitizer(h, monkeypatch):
