@@ -8,7 +8,7 @@ import pytest
 
 from examples.triton.debugging import NothingFound, scale_overrun_kernel
 from studies.triton import debugging, debugging_ir
-from studies.triton.debugging import sqrt_checked_kernel, squares
+from studies.triton.debugging import sqrt_checked, sqrt_checked_kernel, squares
 from studies.triton.debugging_memcheck import place_of, read_memcheck
 
 fails = (NothingFound, ChildFailed)
@@ -22,6 +22,10 @@ def test_passes_are_found_by_what_they_change(header):
     assert debugging_ir.passes_of(text, "b") == (4, "Coalesce")
     with pytest.raises(NothingFound, match="no pass of 4 introduces"):
         debugging_ir.passes_of(text, "a\n")
+
+
+def test_the_checked_square_root_is_right(h):
+    h.check(sqrt_checked, lambda x: x.double().sqrt(), h.randn(32).abs(), terms=0)
 
 
 def test_what_the_device_prints(h):
