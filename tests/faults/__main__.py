@@ -120,6 +120,8 @@ def tests(fault: Fault, runner: Runner, limit: float) -> dict:
     status, output = runner.run("pytest", *options, *files, limit=limit)
     if status in (0, 5):
         return {"tests": False}
+    if status == 4:
+        return {"tests": None, "by": f"pytest does not find {' '.join(files)}"}
     crashed = f"crashed: signal {-status}" if status is not None and status < 0 else ""
     return {"tests": True, "by": "hang" if status is None else crashed or _first(output, "FAILED |ERROR ")}
 
