@@ -16,6 +16,7 @@ from examples.compiler.custom_ops_isotonic import (
     isotonic_with_blocks,
     pool,
     reference,
+    write_isotonic,
 )  # fmt: skip
 from tests.quiet import ran
 
@@ -93,6 +94,8 @@ def test_gradcheck_and_opcheck():
     assert torch.autograd.gradgradcheck(isotonic, (x,))
     for case in (x.detach().t(), torch.randn(2, 0)):
         assert set(torch.library.opcheck(isotonic_with_blocks, (case,)).values()) == {"SUCCESS"}
+    into = x.detach(), torch.empty(3, 7, dtype=x.dtype)
+    assert set(torch.library.opcheck(write_isotonic, into).values()) == {"SUCCESS"}
 
 
 def test_bad_input(h):
