@@ -139,9 +139,9 @@ def answer(tables: dict, library: str, beyond_l2: set[int]) -> str:
     speeds = ", ".join(f"{table.over(library, 'triton grouped'):.2f}x at {n}" for n, table in tables.items())
     gains = {n: table.over("triton row by row", "triton grouped") for n, table in tables.items()}
     moved = {n for n, gain in gains.items() if not near(gain, 1.0)}
-    where = "not at all" if not moved else "within L2 too" if moved - beyond_l2 else "only beyond L2"
+    how = f"matters {'within L2 too' if moved - beyond_l2 else 'only beyond L2'}" if moved else "did not matter here"
     return (
-        f"Against {library} {speeds}. The order of tiles matters {where}: groups of {GROUP_M} rows of tiles are "
+        f"Against {library} {speeds}. The order of tiles {how}: groups of {GROUP_M} rows of tiles are "
         f"{min(gains.values()):.2f} to {max(gains.values()):.2f}x as fast as row by row."
     )
 

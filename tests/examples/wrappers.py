@@ -118,7 +118,7 @@ WRAPPERS = [
     *(Wrapper(fn, "MK KN", GEMM) for fn in (matmul, matmul_persistent, matmul_pipelined, dot)),
     Wrapper(matmul_fixed, "MK KN", GEMM, says="matmul_config"),
     Wrapper(matmul_tuned, "MK KN", GEMM),
-    Wrapper(matmul_config, "MK KN", lambda h: (*GEMM(h), 32, 32, 32, 4, 2)),
+    Wrapper(matmul_config, "MK KN", lambda h: (*GEMM(h), 64, 32, 64, 4, 3)),
     Wrapper(matmul_specialized, "MK KN", GEMM),
     Wrapper(shared_memory.matmul_tile, "MK KN", lambda h: (*GEMM(h), 32, 32, 2)),
     Wrapper(matmul_strip, "MK KN", randoms((3, 8), (8, 16))),
