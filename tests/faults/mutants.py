@@ -146,10 +146,13 @@ def sample(root: Path = ROOT) -> list[Fault]:
     """A few of each technique, chosen by a hash of what they are: the same in every run."""
     chosen = []
     for topic in TOPICS:
-        for path in sorted((root / "examples" / topic).glob("*.py")):
+        paths = sorted((root / "examples" / topic).glob("*.py"))
+        lessons = [p for p in paths if not any(p.stem.startswith(f"{other.stem}_") for other in paths)]
+        for lesson in lessons:
             by_operator = defaultdict(list)
-            for operator, fault in mutants(f"{topic}/{path.stem}", path.read_text(encoding="utf-8")):
-                by_operator[operator].append(fault)
+            for path in (lesson, *sorted(lesson.parent.glob(f"{lesson.stem}_*.py"))):  # with its variants
+                for operator, fault in mutants(f"{topic}/{lesson.stem}", path.read_text(encoding="utf-8")):
+                    by_operator[operator].append(fault)
             for faults in by_operator.values():  # what a CPU can run comes first, and what launches last
                 faults.sort(key=lambda f: (f.gpu, "kernel" not in f.within, zlib.crc32(f.id.encode())))
             queues = [by_operator[name] for name in ("mask", "comparison", "constant") if by_operator[name]]
