@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from difflib import get_close_matches
 from pathlib import Path
 
 from harness import console as show
@@ -16,7 +17,9 @@ def technique_named(name: str) -> tuple[str, Technique]:
     """The topic's name and the technique. Raises ValueError when there is none of that name."""
     known = {technique.name: (topic.name, technique) for topic in topics() for technique in topic.techniques}
     if name not in known:
-        raise ValueError(f"there is no technique {name!r}; `python TOPIC.py --list` names those of a topic")
+        near = get_close_matches(name, known, 3, 0.5)
+        meant = f"did you mean {' or '.join(near)}? " if near else ""
+        raise ValueError(f"there is no technique {name!r}; {meant}`python -m companion show` lists them all")
     return known[name]
 
 
@@ -40,6 +43,17 @@ def example_of(name: str, path: Path | None = None) -> dict:
     return found
 
 
+def list_techniques() -> int:
+    """Every technique with its question, by topic."""
+    console = show.make_console()
+    for topic in topics():
+        show.say(console, topic.file, "bold")
+        for technique in topic.techniques:
+            show.paragraph(console, f"{technique.name}: {technique.question or technique.error}")
+    show.say(console, "python -m companion show TECHNIQUE shows what was recorded of one")
+    return 0
+
+
 def show_example(name: str, path: Path | None = None, study: bool = False, verbose: bool = False) -> int:
     example, console = example_of(name, path), show.make_console()
     _, technique = technique_named(name)
@@ -57,8 +71,11 @@ def show_example(name: str, path: Path | None = None, study: bool = False, verbo
         show.technique_heading(console, technique, ", study")
         _show_part(console, example["study"], verbose)
     elif study:
-        show.paragraph(console, f"Its study is not recorded; python {technique.file} --study --json PATH records it.")
+        unrecorded = f"its study is not recorded; python {technique.file} --study --json PATH records it"
+        show.paragraph(console, unrecorded if technique.studies else f"{name} has no study")
     show.say(console, "")
+    if technique.wins_when:
+        show.paragraph(console, f"wins when: {technique.wins_when}")
     show.paragraph(console, f"lesson: {technique.file}", "dim")
     for label, files in (("variant", technique.variants), ("study", technique.studies)):
         for file in files:
@@ -67,14 +84,6 @@ def show_example(name: str, path: Path | None = None, study: bool = False, verbo
 
 
 def _show_part(console, example: dict, verbose: bool) -> None:
-    machine = example["machine"]
-    versions = f"torch {machine['torch']}" + (f", Triton {machine['triton']}" if machine.get("triton") else "")
-    show.paragraph(
-        console,
-        f"recorded on {machine['gpu'] or machine['host']['cpu']}, {example['when'][:10]}, {versions}, commit "
-        f"{(example['commit'] or 'unknown')[:12]}: {example['command']}",
-        "dim",
-    )
     if example["answer"]:
         show.show_answer(console, example["answer"])
     found: dict[int, dict[str, None]] = {}
@@ -82,7 +91,7 @@ def _show_part(console, example: dict, verbose: bool) -> None:
         found.setdefault(kernel["sm"], {}).update(dict.fromkeys(kernel["found"]))
     errors = [each["error"] for each in example["checks"]] + [r["error"] for t in example["tables"] for r in t["rows"]]
     if errors := [error for error in errors if error is not None]:
-        show.paragraph(console, f"{len(errors)} checks passed, largest error {max(errors):.2f} of what rounding allows")
+        show.show_checks(console, errors)
     if found and verbose:
         code = " | ".join(f"sm_{sm} {', '.join(names)}" for sm, names in sorted(found.items()))
         show.paragraph(console, f"in the code: {code}")
@@ -98,3 +107,12 @@ def _show_part(console, example: dict, verbose: bool) -> None:
             show.show_rows(console, fact, value)  # what the run printed as a table
         elif verbose:
             show.show_fact(console, fact, value)
+    show.say(console, "")
+    machine = example["machine"]
+    versions = f"torch {machine['torch']}" + (f", Triton {machine['triton']}" if machine.get("triton") else "")
+    show.paragraph(
+        console,
+        f"recorded on {machine['gpu'] or machine['host']['cpu']}, {example['when'][:10]}, {versions}, commit "
+        f"{(example['commit'] or 'unknown')[:12]}: {example['command']}",
+        "dim",
+    )

@@ -77,6 +77,7 @@ class Technique:
     needs: Needs = Needs()
     variants: tuple[Path, ...] = ()
     studies: tuple[Path, ...] = ()
+    wins_when: str = ""
     source: str = ""
     error: str | None = None
 
@@ -145,7 +146,8 @@ def read_technique(path: Path) -> Technique:
     if missing := [str(each) for each in (*variants, *studies) if not each.is_file()]:
         raise CatalogError(f"{path}: its docstring names {', '.join(missing)}, which does not exist")
     needs = Needs.parse(found["Needs"], str(path))
-    return Technique(path.stem, path, lesson, found["Question"], needs, variants, studies, found.get("Source", ""))
+    wins_when, source = found.get("Wins when", ""), found.get("Source", "")
+    return Technique(path.stem, path, lesson, found["Question"], needs, variants, studies, wins_when, source)
 
 
 def _read_or_explain(path: Path) -> Technique:

@@ -94,13 +94,17 @@ def technique_heading(console: Console, technique: Technique, part: str = "") ->
         paragraph(console, technique.question or technique.lesson, indent="")
 
 
+def show_checks(console: Console, errors: list[float]) -> None:
+    checks = f"{len(errors)} check{'s' if len(errors) > 1 else ''}"
+    paragraph(console, f"{checks} passed; the largest error is {max(errors):.0%} of what rounding allows")
+
+
 def show_evidence(console: Console, record: ExampleRecord, evidence: dict[int, list[str]]) -> None:
     """One line for all checks, and one for the instructions that were required of the code and found in it."""
     errors = [check["error"] for check in record.checks if check["passed"]]
     errors += [row["error"] for table in record.tables for row in table["rows"]]
     if errors:
-        checks = f"{len(errors)} check{'s' if len(errors) > 1 else ''}"
-        say(console, f"  {checks} passed, largest error {max(errors):.2f} of what rounding allows")
+        show_checks(console, errors)
     by_code: dict[str, list[str]] = {}
     for sm, names in sorted(evidence.items()):
         by_code.setdefault(", ".join(names), []).append(f"sm_{sm}")
@@ -110,7 +114,7 @@ def show_evidence(console: Console, record: ExampleRecord, evidence: dict[int, l
 
 
 def show_answer(console: Console, answer: str) -> None:
-    paragraph(console, answer, "bold")
+    paragraph(console, f"Answer: {answer}", "bold")
 
 
 def show_fact(console: Console, name: str, value) -> None:
@@ -146,8 +150,9 @@ def _show_one(console: Console, table: Table, whole: bool = False) -> None:
     say(console, f"  {table.title}  {table.case}", style="bold")
     rates = {name: head for name, head in RATES.items() if any(getattr(row, name) for row in table.rows)}
     ceiling = any(row.of_ceiling for row in table.rows)
+    of_baseline = f"x {table.baseline}" if len(table.baseline) <= 20 else "x baseline"  # the row that has 1.00
     heads = ["ms", "p20 - p80" if whole else "spread", *rates.values(), *(["% of ceiling"] if ceiling else [])]
-    out = _grid("", *heads, f"x {table.baseline}", *(["error", "first call s"] if whole else []))
+    out = _grid("", *heads, of_baseline, *(["error", "first call s"] if whole else []))
     for row in table.rows:
         spread = f"{row.p20:.4f} - {row.p80:.4f}" if whole else f"{(row.p80 - row.p20) / row.ms:.0%}"
         cells = [f"{row.ms:.4f}" if whole else f"{row.ms:.4g}", spread, *(_rate(getattr(row, name)) for name in rates)]
@@ -161,16 +166,15 @@ def _show_one(console: Console, table: Table, whole: bool = False) -> None:
 
 
 def _show_several(console: Console, tables: list[Table]) -> None:
-    """Cases beside each other: as rows, unless only as columns they fit the width."""
+    """Cases beside each other: as rows, as columns where only those fit the width, in several grids where neither."""
     baseline = tables[0].baseline
     variants = list(dict.fromkeys(row.variant for table in tables for row in table.rows if row.variant != baseline))
     ceiling = any(row.of_ceiling for table in tables for row in table.rows)
     ends = {table.case.rpartition(" ")[2] for table in tables}
     end = f" {ends.pop()}" if len(ends) == 1 else ""  # the dtype that all have in common stands in the title
-    cases = [table.case.removesuffix(end) for table in tables]
     # Ours are all Triton's: their heads need not say so.
     short = [name.removeprefix("triton ") for name in variants]
-    head = [f"{baseline} ms", *short, *(["best % of ceiling"] if ceiling else [])]
+    head = [f"{baseline} ms", *short, *(["fastest, % of ceiling"] if ceiling else [])]
     columns = {}
     for table in tables:
         cells = [f"{table[baseline].ms:.4g}"]
@@ -178,14 +182,24 @@ def _show_several(console: Console, tables: list[Table]) -> None:
         cells += [f"{table.best.of_ceiling:.0%}" if table.best.of_ceiling else ""] if ceiling else []
         columns[table.case.removesuffix(end)] = cells
     say(console, f"  {tables[0].title}{end}, times as fast as {baseline}", style="bold")
-    by_case = _grid("", *head)
-    for case in cases:
-        by_case.add_row(Text(case), *columns[case])
-    by_variant = _grid("", *cases)
-    for i, name in enumerate(head):
-        by_variant.add_row(Text(name), *(columns[case][i] for case in cases))
-    narrow = _least(console, by_case) > console.width >= _least(console, by_variant)
-    show_grid(console, by_variant if narrow else by_case)
+    _show_cases_that_fit(console, head, columns)
+
+
+def _show_cases_that_fit(console: Console, head: list[str], columns: dict[str, list[str]]) -> None:
+    """One cell of `columns` for each of `head`, by case."""
+    by_case, by_variant = _grid("", *head), _grid("", *columns)
+    for case, cells in columns.items():
+        by_case.add_row(Text(case), *cells)
+    for name, *cells in zip(head, *columns.values(), strict=True):
+        by_variant.add_row(Text(name), *cells)
+    if _least(console, by_case) <= console.width or len(columns) == 1 or not head:
+        show_grid(console, by_case)
+    elif _least(console, by_variant) <= console.width:
+        show_grid(console, by_variant)
+    else:
+        cases, half = list(columns), len(columns) // 2
+        for part in (cases[:half], cases[half:]):
+            _show_cases_that_fit(console, head, {case: columns[case] for case in part})
 
 
 RATES = {"tbps": "TB/s", "tflops": "TFLOP/s"}
@@ -211,7 +225,7 @@ def show_comparison(console: Console, table: Table) -> None:
         return
     _show_one(console, table, whole=True)
     for note in table.notes:
-        say(console, f"  {note}", style="dim")
+        paragraph(console, note, "dim")
 
 
 def _rate(value: float) -> str:
@@ -222,9 +236,12 @@ LONGEST_NUMBER = 24  # of the cells that stand at the right
 
 
 def show_rows(console: Console, title: str, rows: dict[str, dict]) -> None:
-    """Rows of named cells; a cell that a row lacks stays empty, a list reads a / b, a sentence is broken at words."""
+    """Rows of named cells; a cell that a row lacks stays empty, a list reads a / b, a sentence is broken at words.
+
+    What is wider than the console with all its words whole is shown row after row, each cell beside its name.
+    """
     say(console, "")
-    say(console, title, style="bold")  # not as the table's title, which would be broken to the table's width
+    paragraph(console, title, "bold", indent="")
     out = plain_grid()
     out.add_column("", no_wrap=True)
     columns = list(dict.fromkeys(column for cells in rows.values() for column in cells))
@@ -232,10 +249,19 @@ def show_rows(console: Console, title: str, rows: dict[str, dict]) -> None:
         longest = max((len(str(cells.get(column, ""))) for cells in rows.values()), default=0)
         justify = "right" if longest <= LONGEST_NUMBER else "left"
         out.add_column(Text(column), justify=justify, min_width=max(map(len, column.split()), default=0))
-    for name, cells in rows.items():
-        shown = (cells.get(column, "") for column in columns)
-        out.add_row(Text(name), *(Text(" / ".join(map(str, c)) if isinstance(c, list) else str(c)) for c in shown))
-    show_grid(console, out)
+    texts = {name: {column: _text(cell) for column, cell in cells.items()} for name, cells in rows.items()}
+    for name, cells in texts.items():
+        out.add_row(Text(name), *(Text(cells.get(column, "")) for column in columns))
+    if _least(console, out) <= console.width:
+        show_grid(console, out)
+        return
+    for name, cells in texts.items():
+        paragraph(console, name)
+        paragraph(console, "; ".join(f"{column}: {cell}" for column, cell in cells.items() if cell), indent="    ")
+
+
+def _text(cell) -> str:
+    return " / ".join(map(str, cell)) if isinstance(cell, list) else str(cell)
 
 
 def show_codegen(console: Console, kernels: list[Kernel]) -> None:
