@@ -6,7 +6,8 @@
     python -m tests.baseline.cover now.json --write      makes them the baseline
 
 coverage.rc: [run] branch = True, parallel = True, source = examples, harness, studies, patch = subprocess, _exit,
-data_file = FOLDER/.coverage. A topic's studies count with the topic; kernels that only a GPU runs count as not covered.
+data_file = FOLDER/.coverage. Kernels that only a GPU runs count as not covered; most of a study is run by the slow tests
+and by `make run-all`.
 Under coverage the tests that allow a start 0.3 s fail, and in the background those of Ctrl-C.
 """
 
@@ -25,7 +26,7 @@ def shares(report: dict) -> dict[str, float]:
     covered, there = Counter(), Counter()
     for path, entry in report["files"].items():
         first, *rest = Path(path).parts[:-1]
-        for name in ("/".join(["examples" if first == "studies" else first, *rest[:1]]), "all"):
+        for name in ("/".join([first, *rest[:1]]), "all"):
             covered[name] += entry["summary"]["covered_lines"] + entry["summary"]["covered_branches"]
             there[name] += entry["summary"]["num_statements"] + entry["summary"]["num_branches"]
     return {name: covered[name] / count for name, count in there.items() if count}
