@@ -6,8 +6,8 @@
     python -m tests.baseline.cover now.json --write      makes them the baseline
 
 coverage.rc: [run] branch = True, parallel = True, source = examples, harness, studies, patch = subprocess, _exit,
-data_file = FOLDER/.coverage. Kernels that only a GPU runs count as not covered; most of a study is run by the slow tests
-and by `make run-all`.
+data_file = FOLDER/.coverage. Kernels that only a GPU runs count as not covered; most of a study is run by the slow
+tests and by `make run-all`.
 Under coverage the tests that allow a start 0.3 s fail, and in the background those of Ctrl-C.
 """
 
