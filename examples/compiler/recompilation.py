@@ -1,16 +1,16 @@
 """Recompilation: which value a cache entry is specialized on, why torch compiles again, and how to keep one entry.
 
-A cache entry is valid while its guards pass: on shapes, dtypes, grad mode, and on every Python value that the code
-read. When a guard fails torch compiles another entry, which takes seconds; past recompile_limit (8 per function) it
-gives up and runs eagerly. Each cause below is called with changing values and its entries are counted, with the guard
-that failed first in torch's words; then the same calls are made of the mended function.
+A cache entry is valid while its guards pass: on shapes, dtypes, grad mode, and on Python values that the code read. A
+call that no entry admits compiles another, which takes seconds; past recompile_limit (8 per function) it runs eagerly
+instead, and old entries stay in use. A float becomes dynamic at its second value, so it stops at two entries. Below,
+the entries of each cause are counted, with the guard that failed first in torch's words, and those of its mended form.
 
 What changes from call to call should be a tensor. A value that takes two or three settings for good is better left in
-Python: each entry is then specialized on its own.
+Python, with an entry for each.
 
 Question   Why does a compiled function compile again, and what keeps it at one cache entry?
 Needs      torch
-Wins when  (mending pays when) a value changes from call to call: a step, a temperature, a learning rate, a history.
+Wins when  a value changes from call to call: a step, a temperature, a learning rate, a history.
 Study      studies/compiler/recompilation.py (more causes and fixes; the limit, and what makes it loud)
 Source     chapter sections "Common Issues" and "Compiler Stances".
 """

@@ -2,18 +2,18 @@
 
 A scale that does not vary along K leaves the sum: (a * scale_a) @ (b * scale_b) is a @ b, scaled once per element of
 the result. Casting to 16 bits first gives the same products at half the rate. With n = 4096 these are 2 n^3 = 137 GFLOP
-and n^2 (1 + 1 + 2) = 67 MB: 70 us of an H200's tensor cores, 14 us of its memory.
+and n^2 (1 + 1 + 2) = 67 MB: at the data sheet's rates 70 us of an H200's tensor cores, 14 us of its memory.
 
-The MMAs of a tile take half the time that they take in bf16, its epilogue (scales, bias, 64 KiB to store) all of it.
-While it is exposed the tensor cores idle, so the kernels differ in what runs meanwhile:
+The MMAs of a tile take half the time that they take in bf16; its epilogue (scales, bias, 64 KiB to store) takes just as
+long. While it is exposed the tensor cores idle, so the kernels differ in what runs meanwhile:
 
   pointers          one program per tile; any layout with K contiguous, which is what FP8 tensor cores take (this file);
   persistent        one program per SM, by TMA: the loads of the next tile run during the store;
   warp specialized  in Gluon, for Hopper: one warpgroup stores its half of a tile while the other multiplies.
 
-fp8_matmul takes warp specialized on sm_90, persistent on later GPUs, and pointers for what TMA cannot load.
+fp8_matmul takes warp specialized on sm_90, persistent on later GPUs, pointers on sm_89 or where TMA does not apply.
 
-Question   What does an FP8 GEMM need to run at twice the speed of bf16, and to keep up with cuBLASLt?
+Question   What does an FP8 GEMM need to be twice as fast as bf16, and as fast as cuBLASLt?
 Needs      triton, sm_89
 Wins when  scales are per tensor or per row, and K is short enough for a sum that Hopper's tensor cores keep in about
            14 bits. Finer scales along K, and better sums: blockwise_matmul.py.

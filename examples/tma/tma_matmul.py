@@ -12,8 +12,8 @@ step changes one thing more:
 
 Question   How much faster is a matmul by TMA, with nothing else changed?
 Needs      triton, sm_90
-Wins when  pointers need masks (a K that 64 does not divide), or threads have more to do than to copy, or registers are
-           short: the gain comes from what threads need not do. It grows in the kernels that build on it.
+Wins when  pointers need masks (a K that 64 does not divide); on whole tiles it is a tie. Persistent and warp-
+           specialized kernels build on it (tma_persistent_matmul.py, gluon_matmul.py).
 Study      studies/tma/tma_matmul.py
 Source     chapter section "TMA", which claims 20 to 30 %; the tile order as in Triton tutorial 03
 """

@@ -5,9 +5,10 @@ every step. With num_stages = s the compiler issues loads ahead, by cp.async int
 s - 1 steps are in flight while the tensor cores work on this one, so a load has s - 1 steps to arrive. Once that covers
 the latency of memory, a further stage hides nothing more.
 
-A stage costs shared memory: the two tiles, (BLOCK_M + BLOCK_N) * BLOCK_K * 2 bytes, are 32 KiB here. An SM of Hopper
-has 228 KiB: two programs of three stages share it, while four stages leave room for one program only, and a second
-program hides latency too. So the best count is found by timing, as autotuning does; only num_stages changes below.
+Hopper multiplies from shared memory and holds s stages there; before sm_90 the current tile is in registers, which
+leaves s - 1. A stage, (BLOCK_M + BLOCK_N) * BLOCK_K * 2 bytes, is 32 KiB here, and an SM of Hopper has 228 KiB: two
+programs of three stages share it, four stages leave room for one, and a second program hides latency too. So the best
+count is found by timing, as autotuning does; only num_stages changes below.
 
 Question   How many stages does a matmul need, and what does one more cost?
 Needs      triton

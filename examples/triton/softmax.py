@@ -1,4 +1,4 @@
-"""Row softmax: read the matrix once, write it once, at every row length.
+"""Row softmax: read the matrix once and write it once, for rows of up to a million columns.
 
 A softmax needs the maximum and the sum of a row before it can write any of it. As kernels of their own, max, subtract,
 exp, sum and divide move each element about eight times. A row that stays on the chip between these steps moves twice,
@@ -7,10 +7,10 @@ in and out: 2 * n_rows * n_cols elements, as a copy of x does, and that copy's t
 Where a row fits decides the kernel. The one below holds a row in the registers of one program, and several short rows
 at once: a short row alone is too little work to cover memory latency. A longer row stays in the L1 cache of an SM
 (softmax_resident.py). A row too long for that is split over programs that exchange maxima and sums (softmax_long.py):
-each element is still read once, but a program that waits for the others loads nothing. To come closer to a copy there,
-the next row would have to be in flight meanwhile, or the exchange to stay within a thread block cluster.
+each element is still read once, but a program that waits for the others loads nothing. Loading the next row early, or
+an exchange within a thread block cluster, might come closer to a copy; neither is tried here.
 
-Question   Where does a row of 256 columns stay on the chip, where one of 131072, and how close to a copy is that?
+Question   Where should a row stay on the chip, from 256 to 131072 columns, and how close to a copy does that come?
 Needs      triton
 Wins when  x is larger than L2 and rows have 4096 columns or more; for shorter ones torch.compile is as fast. Its
            max-autotune is faster than its default, timed here, from 4096 columns on, and still behind (study).

@@ -1,9 +1,10 @@
 """Softmax of a row too long for one SM: held by several programs that exchange two numbers.
 
 Each program holds one part of the row in registers, publishes the part's maximum and sum, waits until all parts of the
-row have, and writes. Each element is read once. A waiting program loads nothing, though, and registers for parts leave
-few programs on an SM: loading the next row meanwhile (layer_norm_backward_split.py does), or exchanging through a
-cluster's distributed shared memory, would come closer to a copy.
+row have, and writes. Each element is read once. A waiting program loads nothing, though, and the registers that hold
+parts leave room for few other programs on its SM, which could load meanwhile. Loading the next row before the wait, as
+layer_norm_backward_split.py does, or exchanging through a cluster's distributed shared memory might help; neither is
+tried here.
 """
 
 from __future__ import annotations
