@@ -300,8 +300,7 @@ def test_proton_and_torch_see_the_kernels_of_a_gpu(profiling):
     for script in ("proton.sh", "torch_profile.sh"):
         done = profiling(script, "triton_examples.py", "vector_add", "--quick")
         assert done.returncode == 0, done.stdout + done.stderr
-        assert "add_kernel" in done.stdout
-        assert "-> " in done.stdout
+        assert re.search(r"add_kernel .*memory-bound by its work: \d+% of copy", done.stdout)
 
 
 # --- compute-sanitizer
