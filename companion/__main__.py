@@ -16,15 +16,24 @@ def _export(options: argparse.Namespace) -> int:
     from companion.export import export
     from companion.show import technique_named
 
-    _, technique = technique_named(options.name)
-    path = options.output or Path(f"{technique.name}.py")
-    if path.exists() and not options.force:
+    _, technique = technique_named(options.name, "export")
+    path = options.output or Path()
+    if path.is_dir():
+        path /= f"{technique.name}.py"
+    piped = str(path) == "-"
+    if path.exists() and not options.force and not piped:
         raise ValueError(f"{path} exists; name another file with -o, or replace it with --force")
+    commit, dirty = git_state()
+    commit = (commit or "unknown")[:12] + ", with local changes" * bool(dirty)
+    text, says = export(technique, commit, f"{technique.name}.py" if piped else path.name)
+    if piped:
+        print(text, end="")
+        return 0
     try:
-        path.write_text(export(technique, git_state()[0]), encoding="utf-8")
+        path.write_text(text, encoding="utf-8")
     except OSError as error:
         raise ValueError(f"{path}: {error.strerror}; name another file with -o") from None
-    print(f"{path}: needs torch and triton only; python {path} checks it")
+    print(f"{path}: needs torch and triton only; python {path} {says}")
     return 0
 
 
@@ -69,7 +78,7 @@ def _parser() -> argparse.ArgumentParser:
     show.add_argument("-v", "--verbose", action="store_true", help="every table whole, and the facts")
     export = commands.add_parser("export", help="a technique's kernels as one file that needs torch and triton only")
     export.add_argument("name", metavar="TECHNIQUE")
-    export.add_argument("-o", "--output", type=Path, metavar="PATH", help="where to (default: TECHNIQUE.py, here)")
+    export.add_argument("-o", "--output", type=Path, metavar="PATH", help="a file, a folder or - (default: .)")
     export.add_argument("--force", action="store_true", help="replace a file that exists")
     compare = commands.add_parser("compare", help="two records of one topic, row by row; a regression check")
     compare.add_argument("reference", type=Path, metavar="REFERENCE", help="as results/h200/triton_examples.json")

@@ -1,8 +1,8 @@
 """`python -m companion export NAME`: a technique's kernels as one file that needs torch and triton only.
 
-The file has the kernels, launchers, checked wrappers and `reference` of a lesson and its variants, what they use from
-examples/common (guards included), and the lesson's first check, which runs with `python NAME.py`. What only its demo
-uses stays behind. Statements are copied as they are written, with the comments above them.
+The file has the wrappers of a lesson and its variants, `reference`, what they use (kernels, launchers, guards), and the
+lesson's first check, which runs with `python NAME.py`; what none of them reaches stays behind. Statements are copied as
+they are written, with the comments above them, but for mentions of files that stay behind.
 """
 
 from __future__ import annotations
@@ -10,26 +10,30 @@ from __future__ import annotations
 import ast
 import itertools
 import re
-from collections.abc import Iterator
+import sys
+import textwrap
+from collections.abc import Collection, Iterable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 
 from harness.catalog import ROOT, Technique
 
-HEAD = '''"""{title}
+HEAD = '''# SPDX-License-Identifier: MIT
+"""{title}
 
 Exported from {file} of torch-compiler-companion, commit {commit}.
-{copyright}, MIT licence: keep this line in copies. Files that comments name are there.
+{copyright}, MIT licence: keep this line in copies.
 Needs torch and triton; written for {versions}.
-`python {name}.py` checks it: on a GPU, or without one in Triton's interpreter.
+{usage}
 """
+
+from __future__ import annotations
+
 '''
 INTERPRET = """if __name__ == "__main__" and not torch.cuda.is_available():
     os.environ.setdefault("TRITON_INTERPRET", "1")  # before triton is imported, which reads it once
 """
-CHECK = '''
-
-class _Check:
+CHECK = '''class _Check:
     """Inputs, and a comparison with the float64 reference, within the budget that each check names."""
 
     SANITIZED = False
@@ -37,9 +41,9 @@ class _Check:
     def __init__(self) -> None:
         self.device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
         self.interpreted = self.device.type == "cpu"
-        major, minor = (0, 0) if self.interpreted else torch.cuda.get_device_capability()
-        self.machine = SimpleNamespace(sm=10 * major + minor, mode="interpreted" if self.interpreted else "gpu")
+        self.machine = SimpleNamespace(sm=0 if self.interpreted else int("%d%d" % torch.cuda.get_device_capability()))
         self.half = torch.float16 if self.interpreted else torch.bfloat16
+        self.checked = False
         torch.manual_seed(0)
 
     def randn(self, *shape, dtype=torch.float32, scale=1.0):
@@ -48,16 +52,11 @@ class _Check:
     def randint(self, high, *shape):
         return torch.randint(high, shape, device=self.device)
 
-    def meta(self, *shape, dtype=torch.bfloat16):
-        return torch.empty(*shape, dtype=dtype, device="meta")
-
-    def codegen(self, *args, **kwargs) -> list:
-        return []  # what it compiles to was looked at where it comes from
-
     def check(self, fn, reference, *inputs, what="", terms=1, roundings=0, acc=torch.float32, operand_eps=0.0, **_):
         gots, wants = fn(*inputs), reference(*inputs)
         for got, want in zip(gots, wants, strict=True) if isinstance(wants, (tuple, list)) else [(gots, wants)]:
-            assert got.shape == want.shape, f"{what}: {tuple(got.shape)}, not {tuple(want.shape)}"
+            if got.shape != want.shape:
+                raise AssertionError(f"{what}: {tuple(got.shape)}, not {tuple(want.shape)}")
             if not want.numel():
                 continue
             exact = not got.dtype.is_floating_point
@@ -69,12 +68,22 @@ class _Check:
             right = (value == rounded) | (value.isnan() & rounded.isnan()) | ((value - want).abs() <= budget + 1e-37)
             if not exact:  # a GPU's cast to FP8 saturates, torch's does not
                 right |= (want.abs() > torch.finfo(got.dtype).max) & (value.abs() == torch.finfo(got.dtype).max)
-            assert right.all(), f"{what}: {int((~right).sum())} of {want.numel()} elements are wrong"
+            if not right.all():
+                raise AssertionError(f"{what}: {int((~right).sum())} of {want.numel()} elements are wrong")
+        self.checked = True
         print("right", what or getattr(fn, "__name__", ""), *(tuple(x.shape) for x in inputs if hasattr(x, "shape")))
-
-
-def check_on_this_machine(h) -> None:
 '''
+MAIN = """
+
+if __name__ == "__main__":
+    check_on_this_machine(h := _Check())
+    if not h.checked:
+        print("nothing was checked: this machine runs none of the kernels")
+"""
+FILES = r"(?:harness|docs|tests|studies|results|examples)/\w[\w/]*(?:\.\w+)?"
+
+
+Name = tuple[Path, str]  # of a file, and what it calls so
 
 
 class NothingToExport(ValueError):
@@ -89,6 +98,7 @@ class Module:
     lines: list[str]
     tree: ast.Module
     defined: dict[str, ast.stmt] = field(default_factory=dict)
+    effects: list[ast.stmt] = field(default_factory=list)  # calls and loops, such as what registers a fake
     imports: dict[str, tuple[str, str]] = field(default_factory=dict)  # name -> (statement, module of this repository)
     whole: dict[str, Path] = field(default_factory=dict)  # a module of this repository, by the name it has here
 
@@ -106,20 +116,38 @@ class Module:
                         module.whole[name] = file
                     else:
                         module.imports[name] = _import_of(node, alias)
+            elif isinstance(node, ast.For) or (isinstance(node, ast.Expr) and isinstance(node.value, ast.Call)):
+                module.effects.append(node)
             for name in _names_of(node):
                 module.defined[name] = node
         return module
 
-    def source(self, node: ast.stmt) -> str:
-        """The statement as written, with its decorators and the comments above it."""
-        first = min([node.lineno, *(d.lineno for d in getattr(node, "decorator_list", []))]) - 1
+    def source(self, node: ast.stmt, names: Collection[str]) -> str:
+        """The statement as written, with its decorators and the comments above it; of A, B = a, b only `names`."""
+        first = last = min([node.lineno, *(d.lineno for d in getattr(node, "decorator_list", []))]) - 1
         while first and self.lines[first - 1].startswith("#"):
             first -= 1
-        return self.alone("\n".join(self.lines[first : node.end_lineno]))
+        kept = [name for name in _names_of(node) if name in names]
+        values = [_value_of(node, name) for name in kept]
+        if node in values or kept == _names_of(node):
+            return self.alone("\n".join(self.lines[first : node.end_lineno]))
+        short = f"{', '.join(kept)} = {', '.join(map(ast.unparse, values))}"
+        comment = self.lines[node.end_lineno - 1][node.end_col_offset :]
+        return self.alone("\n".join([*self.lines[first:last], short + comment]))
 
     def alone(self, text: str) -> str:
-        """In one file what is another module's here has no prefix."""
-        return re.sub(rf"\b(?:{'|'.join(self.whole)})\.", "", text) if self.whole else text
+        """In one file what is another module's here has no prefix, and no other file is referred to."""
+        text = re.sub(rf"\b(?:{'|'.join(self.whole)})\.", "", text) if self.whole else text
+        broken = re.compile(r"\n *")  # the line stays as long as it was
+        text = re.sub(rf" \([^()]*{FILES}[^()]*\)(\.?)( ?)", lambda m: m[1] + (broken.findall(m[0]) or [m[2]])[0], text)
+        text = re.sub(rf'\s+(?:[A-Z][^."]*?)?{FILES}[^."]*\.(?!\w)', "", text)  # a sentence
+        return re.sub(r"\bexamples/\w+/(\w+)\.py", r"\1 of torch-compiler-companion", text)
+
+    def rename(self, old: str, new: str) -> None:
+        found = [node for node in ast.walk(self.tree) if isinstance(node, ast.Name) and node.id == old]
+        for node in sorted(found, key=lambda node: -node.col_offset):
+            line, at = self.lines[node.lineno - 1], node.col_offset
+            self.lines[node.lineno - 1] = line[:at] + new + line[at + len(old) :]
 
     def used_of_others(self, node: ast.AST) -> list[tuple[Path, str]]:
         return [
@@ -143,6 +171,14 @@ def _names_of(node: ast.stmt) -> list[str]:
     return [each.id for target in targets for each in ast.walk(target) if isinstance(each, ast.Name)]
 
 
+def _value_of(node: ast.stmt, name: str) -> ast.AST:
+    """What an assignment such as A, B = a, b gives to one name; of any other statement, all of it."""
+    target, value = getattr(node, "targets", [None])[0], getattr(node, "value", None)
+    if isinstance(target, ast.Tuple) and isinstance(value, ast.Tuple) and len(target.elts) == len(value.elts):
+        return next((each for to, each in zip(target.elts, value.elts, strict=True) if ast.unparse(to) == name), node)
+    return node
+
+
 def _used(node: ast.AST, annotations: bool = False) -> set[str]:
     """The names in it; but for those of annotations, which may be the harness's, unless they are asked for."""
     notes = [getattr(each, kind, None) for each in ast.walk(node) for kind in ("annotation", "returns")]
@@ -153,10 +189,11 @@ def _used(node: ast.AST, annotations: bool = False) -> set[str]:
 class _Export:
     """What goes along, module by module: a module before those that import from it."""
 
-    def __init__(self) -> None:
-        self.modules: dict[Path, Module] = {}
+    def __init__(self, modules: dict[Path, Module] | None = None) -> None:
+        self.modules = {} if modules is None else modules
         self.taken: dict[Path, dict[str, ast.stmt]] = {}
-        self.imports: set[str] = set()
+        self.imports: dict[str, str] = {}  # statements by the names they bind
+        self.renamed: dict[Name, str] = {}  # imports of a name that means something else elsewhere
         self.aliases: dict[str, str] = {}  # what a file calls otherwise than where it is defined
 
     def module(self, path: Path) -> Module:
@@ -171,45 +208,75 @@ class _Export:
             return
         if name in module.defined:
             node = module.defined[name]
-            self.taken.setdefault(path, {}).update(dict.fromkeys(_names_of(node), node))
-            for used in sorted(_used(node)):
-                self.take(path, used)
-            for other, used in module.used_of_others(node):
-                self.take(other, used)
-            for name in _used(node, annotations=True) - _used(
-                node
-            ):  # of annotations, which torch.library does evaluate
-                if name in module.imports and not module.imports[name][1]:
-                    self.take(path, name)
+            self.taken.setdefault(path, {})[name] = node
+            self._take_used(module, _value_of(node, name))
         elif name in module.imports:
             statement, inside = module.imports[name]
             if inside.startswith("harness"):
                 raise NothingToExport(f"{path.stem} needs {name} of the harness, so it cannot leave; read {path.name}")
             if not inside:
-                self.imports.add(statement)
+                self._import(path, name, statement)
                 return
             original = statement.split(" import ")[1].split(" as ")[0]
             if original != name:
                 self.aliases[name] = original
             self.take(ROOT.joinpath(*inside.split(".")).with_suffix(".py"), original)
 
+    def _take_used(self, module: Module, node: ast.AST) -> None:
+        for used in sorted(_used(node)):
+            self.take(module.path, used)
+        for other, used in module.used_of_others(node):
+            self.take(other, used)
+        for name in sorted(_used(node, annotations=True) - _used(node)):  # torch.library evaluates annotations
+            if not module.imports.get(name, ("", ""))[1].startswith("harness"):
+                self.take(module.path, name)
+
+    def take_effects(self) -> None:
+        """What is done to what was taken, until nothing is left to take."""
+        for path, taken in list(self.taken.items()):
+            for node in self.modules[path].effects:
+                done_to = _used(node.iter if isinstance(node, ast.For) else node.value.func)
+                if done_to & taken.keys() and node not in taken.values():
+                    taken[f"{path.stem}, line {node.lineno}"] = node
+                    self._take_used(self.modules[path], node)
+                    return self.take_effects()
+
+    def names(self) -> set[Name]:
+        return {(path, name) for path, taken in self.taken.items() for name in taken}
+
+    def _import(self, path: Path, name: str, statement: str) -> None:
+        """What another file imports under the same name gets the name of its package too: hopper_tma."""
+        key = statement.removeprefix("import ") if statement.startswith("import ") else name
+        if self.imports.setdefault(key, statement) == statement:
+            return
+        new = f"{statement.split()[1].split('.')[-1]}_{name}"
+        statement = f"{statement.split(' as ')[0]} as {new}"
+        if self.imports.setdefault(new, statement) != statement:
+            raise NothingToExport(f"{name} is imported from two modules: {statement}; {self.imports[new]}")
+        self.renamed[path, name] = new
+
     def statements(self) -> Iterator[str]:
         owner: dict[str, Path] = {}
+        for (path, name), new in self.renamed.items():
+            self.modules[path].rename(name, new)
         for path in self._in_order():
             for name in self.taken[path]:
-                if owner.setdefault(name, path) != path:
-                    raise NothingToExport(f"{name} is defined in {owner[name].name} and in {path.name}")
-            module, mine = self.modules[path], {id(node) for node in self.taken[path].values()}
-            yield f"# --- {path.relative_to(ROOT)}"
-            yield from (module.source(node) for node in module.tree.body if id(node) in mine)
+                if owner.setdefault(name, path) != path or name in self.imports:
+                    other = self.imports.get(name, owner[name].name)
+                    raise NothingToExport(f"{name} of {path.name} cannot stand beside that of {other}")
+            module, mine = self.modules[path], self.taken[path]
+            about = [] if "demo" in module.defined else [module.source(module.tree.body[0], ())]  # why it is as it is
+            yield "\n".join([f"# --- {path.relative_to(ROOT)}", *about])
+            yield from (module.source(node, mine) for node in module.tree.body if node in mine.values())
         yield from (f"{name} = {original}" for name, original in self.aliases.items())
 
     def _in_order(self) -> list[Path]:
         done: list[Path] = []
 
         def visit(path: Path) -> None:
-            for _, inside in self.modules[path].imports.values():
-                other = ROOT.joinpath(*inside.split(".")).with_suffix(".py") if inside else None
+            module = self.modules[path]
+            inside = (ROOT.joinpath(*name.split(".")).with_suffix(".py") for _, name in module.imports.values() if name)
+            for other in (*module.whole.values(), *inside):
                 if other in self.taken and other not in done and other != path:
                     visit(other)
             if path not in done:
@@ -234,44 +301,105 @@ def _check_of(module: Module) -> tuple[list[ast.stmt], set[str]]:
     return kept, wanted
 
 
-def export(technique: Technique, commit: str | None) -> str:
-    """The text of the file. Raises NothingToExport with the reason in one sentence."""
-    lesson = Module.read(technique.path)
-    files = [technique.path, *technique.variants]
-    whole = _Export()
-    statements = (node for path in files for node in whole.module(path).tree.body)
-    if not any("jit" in ast.unparse(each) for node in statements for each in getattr(node, "decorator_list", [])):
-        raise NothingToExport(f"{technique.name} has no kernel of its own: read {technique.file}")
+def _jitted(node: ast.stmt) -> bool:
+    return any("jit" in ast.unparse(each) for each in getattr(node, "decorator_list", []))
+
+
+def _wrappers(whole: _Export, files: list[Path]) -> dict[Name, set[Name]]:
+    """The public functions and classes that reach a kernel, and what each uses."""
+    found = {}
     for path in files:
         for name, node in whole.module(path).defined.items():
-            if name not in ("demo", "answer") and not _for_the_demo(node):
-                whole.take(path, name)
+            of_the_demo = "h" in (each.arg for each in ast.walk(node) if isinstance(each, ast.arg))
+            of_the_demo |= not {"Table", "geomean", "near", "Work"}.isdisjoint(_used(node, annotations=True))
+            callable_ = isinstance(node, (ast.FunctionDef, ast.ClassDef)) and name[0] != "_"
+            if callable_ and not of_the_demo and not _jitted(node):
+                one = _Export(whole.modules)
+                one.take(path, name)
+                if any(_jitted(each) for taken in one.taken.values() for each in taken.values()):
+                    found[path, name] = one.names() - {(path, name)}
+    return found
+
+
+def _says(name: str, wrappers: dict[Name, set[Name]], checked: set[Name]) -> str:
+    """Which functions the check reaches and which not: of either, those that no other calls, and the lesson's own."""
+    said = []
+    for wanted in (True, False):
+        some = {key: uses for key, uses in wrappers.items() if (key in checked) is wanted and key[1].islower()}
+        called = set().union(*some.values())
+        said.append(", ".join(key[1] for key in some if key not in called or key[1] == name))
+    return f"checks {said[0]}" + f"; not checked here: {said[1]}" * bool(said[1])
+
+
+def _import_block(statements: Iterable[str]) -> str:
+    """Sorted as ruff sorts them: the standard library, then the rest; what comes from one module together."""
+    members: dict[tuple[bool, bool, str, str], list[str]] = {}
+    for line in statements:
+        kind, module, *rest = line.split()
+        alone = line if kind == "import" or "as" in rest else ""
+        outside = module.split(".")[0] not in sys.stdlib_module_names
+        members.setdefault((outside, kind == "from", module, alone), []).extend(rest[1:2])
+    text = ""
+    for before, key in itertools.pairwise(
+        [None, *sorted(members, key=lambda key: (*key[:3], min(members[key], default="")))]
+    ):
+        names = sorted(members[key], key=lambda name: (not name.isupper(), name.islower(), name))
+        line = key[3] or f"from {key[2]} import {', '.join(names)}"
+        if len(line) > 120:
+            line = f"from {key[2]} import (\n    " + ",\n    ".join(names) + ",\n)"
+        text += "\n" * bool(before and before[0] != key[0]) + line + "\n"
+    return text
+
+
+def _check_class(wanted: set[str]) -> str:
+    """CHECK with the members that are wanted, and what these use."""
+    lines, body = CHECK.splitlines(), ast.parse(CHECK).body[0].body[1:]
+    init = next(node for node in body if getattr(node, "name", "") == "__init__")
+    for node in sorted([*body, *init.body], key=lambda node: -node.lineno):  # those that use a member come before it
+        text = ast.unparse(node)
+        name = re.match(r"(?:def |self\.)?(\w+)", text)[1]
+        if name in wanted:
+            wanted |= set(re.findall(r"self\.(\w+)", text))
+        elif node is not init and name != "torch":
+            del lines[node.lineno - 1 : node.end_lineno + (not lines[node.end_lineno])]
+    return "\n".join(lines)
+
+
+def export(technique: Technique, commit: str, file: str) -> tuple[str, str]:
+    """The text, and what running it as `file` checks. Raises NothingToExport with the reason in one sentence."""
+    whole, files = _Export(), [technique.path, *technique.variants]
+    lesson = whole.module(technique.path)
+    if not any(_jitted(node) for path in files for node in whole.module(path).tree.body):
+        raise NothingToExport(f"{technique.name} has no kernel of its own: read {technique.file}")
     statements, used = _check_of(lesson)
     for name in sorted(used):
         whole.take(technique.path, name)
     for other, name in (each for node in statements for each in lesson.used_of_others(node)):
         whole.take(other, name)
+    wrappers = _wrappers(whole, files)
+    says = _says(technique.name, wrappers, whole.names())
+    for path, name in [*wrappers, (technique.path, "reference")]:
+        whole.take(path, name)
+    whole.take_effects()
     parts = list(whole.statements())
-    plain = sorted(
-        whole.imports | {"import os", "import torch", "from types import SimpleNamespace"},
-        key=lambda line: (line.startswith("from"), line),
-    )
-    late = [line for line in plain if "triton" in line]
-    early = [line for line in plain if line not in late]
-    name, commit = technique.name, (commit or "unknown")[:12]
+    indented = lesson.alone("\n".join("\n".join(lesson.lines[n.lineno - 1 : n.end_lineno]) for n in statements))
+    handed = "\n".join([*parts, indented])
+    check = _check_class({"check"} | set(re.findall(r"\bh\.(\w+)", handed)))
+    check += f"\n\n\ndef check_on_this_machine(h) -> None:\n{indented}\n{MAIN}"
+    imports = {*whole.imports.values(), "import os", "import torch"}
+    imports |= {"from types import SimpleNamespace"} if "SimpleNamespace" in check else set()
+    late = {line for line in imports if line.split()[1].split(".")[0] == "triton"}
     lines = (ROOT / "LICENSE").read_text(encoding="utf-8").splitlines()
     copyright = next(line for line in lines if line.startswith("Copyright"))
     written_for = re.findall(r'"((?:torch|triton)[<>=.,\d]+)', (ROOT / "pyproject.toml").read_text(encoding="utf-8"))
+    usage = f"`python {file}` {says}. On a GPU, or without one in Triton's interpreter."
     head = HEAD.format(
-        title=technique.lesson, file=technique.file, commit=commit, name=name, copyright=copyright,
-        versions=" and ".join(written_for),
+        title=technique.lesson, file=technique.file, commit=commit, copyright=copyright,
+        versions=" and ".join(written_for), usage=textwrap.fill(usage, 120),
     )  # fmt: skip
-    top = "\n".join(["from __future__ import annotations", "", *early])
-    indented = lesson.alone("\n".join("\n".join(lesson.lines[n.lineno - 1 : n.end_lineno]) for n in statements))
-    check = f'{CHECK}{indented}\n\n\nif __name__ == "__main__":\n    check_on_this_machine(_Check())\n'
-    late_imports = "\n".join(f"{line}  # noqa: E402" for line in late)
-    text = f"{head}\n{top}\n\n{INTERPRET}\n{late_imports}\n\n\n" + _spaced(parts) + "\n" + check
-    return re.sub(r"\bh: Harness\b", "h", text)  # a check's inputs are made by a function that is handed one
+    top = f"{head}{_import_block(imports - late)}\n{INTERPRET}\n{_import_block(late)}"
+    text = f"{top}\n{_spaced(parts)}\n\n\n{check}"
+    return re.sub(r"\bh: Harness\b", "h", text), says  # a check's inputs are made by a function that is handed one
 
 
 def _spaced(parts: list[str]) -> str:
@@ -283,12 +411,3 @@ def _spaced(parts: list[str]) -> str:
         )
         text += ("\n" if plain and not part.startswith("# ---") else "\n\n\n") + part
     return text
-
-
-def _for_the_demo(node: ast.stmt) -> bool:
-    """Whether a function takes the harness: then it is about the lesson and not about the kernel."""
-    if not isinstance(node, ast.FunctionDef):
-        return False
-    args = [*node.args.posonlyargs, *node.args.args]
-    of_the_harness = {"Table", "geomean", "near", "Work"} & _used(node, annotations=True)
-    return any(arg.arg == "h" for arg in args) or bool(of_the_harness)

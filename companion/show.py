@@ -13,10 +13,13 @@ from harness.record import REFERENCES, load, recorded
 from companion.readme import is_stale
 
 
-def technique_named(name: str) -> tuple[str, Technique]:
+def technique_named(name: str, command: str = "show") -> tuple[str, Technique]:
     """The topic's name and the technique. Raises ValueError when there is none of that name."""
     known = {technique.name: (topic.name, technique) for topic in topics() for technique in topic.techniques}
     if name not in known:
+        for owner, (_, technique) in known.items():
+            if name in (path.stem for path in technique.variants):
+                raise ValueError(f"{name} is a variant of {owner}: {command} that")
         near = get_close_matches(name, known, 3, 0.5)
         meant = f"did you mean {' or '.join(near)}? " if near else ""
         raise ValueError(f"there is no technique {name!r}; {meant}`python -m companion show` lists them all")

@@ -48,6 +48,7 @@ def test_bad_input_is_one_sentence(capsys):
         (["show", "softmux"], "there is no technique 'softmux'; did you mean softmax?"),
         (["show", "softmax", "--record", "nowhere.json"], "nowhere.json: No such file"),
         (["export", "modes"], "modes has no kernel"),
+        (["export", "layer_norm_resident"], "layer_norm_resident is a variant of layer_norm: export that"),
         (["export", "debugging", "-o", "unwritten.py"], "debugging needs process of the harness"),
         (["compare", "nowhere.json", str(RECORD)], "nowhere.json"),
         (["compare", str(RECORD), str(ROOT / "results/h200/triton_tma_blackwell.json")], "compare one topic"),
@@ -93,6 +94,16 @@ def test_export_replaces_no_file_unless_told(tmp_path, capsys):
     assert main(["export", "vector_add", "-o", str(tmp_path / "no/folder.py")]) == 2
 
 
+def test_export_goes_to_a_folder_or_to_the_terminal(tmp_path, capsys):
+    assert main(["export", "tma_epilogues", "-o", str(tmp_path)]) == 0
+    assert "checks linear; not checked here: swiglu, linear_fp8" in capsys.readouterr().out
+    assert main(["export", "tma_epilogues", "-o", "-"]) == 0
+    text = capsys.readouterr().out
+    assert text == (tmp_path / "tma_epilogues.py").read_text()
+    assert text.startswith("# SPDX-License-Identifier: MIT\n")
+    assert not re.search(r"\b(harness|studies|docs|tests)/", text)
+
+
 # Runs files as scripts where neither the harness nor the examples can be imported, and says which end well; then calls
 # one with bfloat16, which without its guard is garbage in silence.
 ALONE = """
@@ -121,6 +132,8 @@ def test_every_export_runs_alone(tmp_path, names):
     """On a GPU or in the interpreter: the check that comes with it, with its guards."""
     paths = [tmp_path / f"{name}.py" for name in [*(names - WITHOUT_A_KERNEL - {"vector_add"}), "vector_add"]]
     assert all(main(["export", path.stem, "-o", str(path)]) == 0 for path in paths)
+    ruff = [sys.executable, "-m", "ruff", "check", "--isolated", "--select=F,I", "--line-length=120", str(tmp_path)]
+    assert not subprocess.run(ruff, capture_output=True, text=True).stdout.replace("All checks passed!", "").strip()
     done = subprocess.run(
         [sys.executable, "-c", ALONE, *map(str, paths)], cwd=tmp_path, capture_output=True, text=True, timeout=600
     )
