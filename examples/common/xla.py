@@ -12,8 +12,6 @@ import importlib.util
 import logging
 import os
 import re
-import sys
-import tempfile
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator
@@ -42,7 +40,6 @@ TIMERS = {
     "from_device": "TransferFromDeviceTime",
 }
 COUNTERS = {"reused": "CachedCompile", "syncs": "MarkStep"}
-BYTES = {"to_bytes": "OutboundData", "from_bytes": "InboundData"}
 
 
 @dataclass
@@ -61,8 +58,6 @@ class Ran:
     syncs: int = 0
     to_device: int = 0
     from_device: int = 0
-    to_bytes: int = 0
-    from_bytes: int = 0
     compile_s: float = 0.0
     seconds: float = 0.0
     fallbacks: dict[str, int] = field(default_factory=dict)
@@ -94,12 +89,6 @@ def settle() -> None:
     """
     device()
     torch_xla.sync(wait=True)
-    wait()
-
-
-def wait() -> None:
-    """Wait for what is running; nothing that is only recorded is started."""
-    device()
     xla_model.wait_device_ops()
 
 
@@ -131,7 +120,7 @@ def forget_pending() -> None:
     """
     _XLAC._clear_pending_irs(str(device()))
     with suppress(RuntimeError):  # raised once more, by whoever waits next
-        wait()
+        xla_model.wait_device_ops()
 
 
 def in_use() -> bool:
@@ -149,24 +138,23 @@ def start_clean() -> None:
 
 
 @contextmanager
-def watch(settled: bool = True) -> Iterator[Ran]:
+def watch() -> Iterator[Ran]:
     """Count what XLA does within: watch() as ran, and after it ran.compiles, ran.executions and so on.
 
-    What was pending before is run first (not with `settled=False`: for a part of a step, which would be cut in two
-    there); what is pending at the end is left so: call settle() within to have it counted. A graph compiled earlier in
-    this process is not compiled again, whoever compiled it.
+    What was pending before is run first; what is pending at the end is left so: call settle() within to have it
+    counted. A graph compiled earlier in this process is not compiled again, whoever compiled it.
 
     Backward passes within run in the thread that asks for them. In autograd's own thread, tensors of theirs may live
     on until the next sync, which then has more results and is another program: compilations would be a matter of luck.
     """
-    settle() if settled else wait()
+    settle()
     ran, before = Ran(), _read()
     started = time.perf_counter()
     try:
         with torch.autograd.set_multithreading_enabled(False):
             yield ran
     finally:
-        wait()
+        xla_model.wait_device_ops()
         ran.seconds = time.perf_counter() - started
         for name, value in (_read() - before).items():
             if name.startswith("aten::"):
@@ -183,9 +171,6 @@ def _read() -> Counter:
             found[name] = data[0]
             if name == "compiles":
                 found["compile_s"] = data[1]  # nanoseconds, until watch() divides
-    for name, metric in BYTES.items():
-        if data := metrics.metric_data(metric):
-            found[name] = int(data[1])
     found.update({n: metrics.counter_value(n) for n in metrics.counter_names() if n.startswith("aten::")})
     return found
 
@@ -193,28 +178,21 @@ def _read() -> Counter:
 # --- the recorded graph, as text; nothing is run
 
 
-def _require_xla(name: str, tensors: tuple[torch.Tensor, ...]) -> None:
+def _on_xla(name: str, tensors: tuple[torch.Tensor, ...]) -> list[torch.Tensor]:
     for index, x in enumerate(tensors):
         if x.device.type != "xla":
             raise ValueError(f"xla.{name}: tensor {index} is on {x.device}; record it with inputs .to(xla.device())")
-
-
-def ir(*tensors: torch.Tensor) -> str:
-    """The lazy graph behind these XLA tensors: torch_xla's own nodes, one a line."""
-    _require_xla("ir", tensors)
-    return _XLAC._get_xla_tensors_text(list(tensors))
+    return list(tensors)
 
 
 def hlo(*tensors: torch.Tensor) -> str:
     """The HLO module that computes them, before any optimization; empty where nothing is pending."""
-    _require_xla("hlo", tensors)
-    return _XLAC._get_xla_tensors_hlo(list(tensors))
+    return _XLAC._get_xla_tensors_hlo(_on_xla("hlo", tensors))
 
 
 def stablehlo(*tensors: torch.Tensor) -> str:
     """The same as StableHLO, the form in which other compilers take it."""
-    _require_xla("stablehlo", tensors)
-    return xla_model.get_stablehlo(list(tensors))
+    return xla_model.get_stablehlo(_on_xla("stablehlo", tensors))
 
 
 def operations(text: str) -> Counter:
@@ -223,30 +201,3 @@ def operations(text: str) -> Counter:
         return Counter(re.findall(r'= "?stablehlo\.(\w+)', text))
     text = re.sub(r"/\*.*?\*/", "", text)  # "/*index=5*/", in the shapes of long tuples
     return Counter(re.findall(r"^\s*(?:ROOT )?%?[\w.-]+ = (?:\([^=]*?\)|\S+) ([\w:-]+)\(", text, re.MULTILINE))
-
-
-# --- what torch_xla prints
-
-
-@contextmanager
-def printed() -> Iterator[list[str]]:
-    """What is written to standard error within, by torch_xla's C++ too: its text is in the list afterwards."""
-    told: list[str] = []
-    sys.stderr.flush()
-    before = os.dup(2)
-    with tempfile.TemporaryFile() as file:
-        os.dup2(file.fileno(), 2)
-        try:
-            yield told
-        finally:
-            sys.stderr.flush()
-            os.dup2(before, 2)
-            os.close(before)
-            file.seek(0)
-            told.append(file.read().decode(errors="replace"))
-
-
-def frames(text: str) -> list[tuple[str, str, int]]:
-    """(function, file, line) of the Python that made torch_xla compile or run, the innermost first."""
-    found = re.findall(r"Analysis: +(\S+) \((.+):(\d+)\)$", text, re.MULTILINE)
-    return [(function, file, int(line)) for function, file, line in found]

@@ -8,7 +8,7 @@ Question   Which compiler for this model, given how often it will be called with
 Needs      torch_xla>=2.9
 Wins when  a compiler's first call is earned back. For one call, nothing does.
 Variants   compare_jax.py (the model in JAX)
-Study      studies/xla/compare.py (gradients, when a first call is earned back, the two front ends)
+Study      studies/xla/compare.py (what the two front ends hand to XLA)
 Source     chapter section "XLA": compare.
 """
 

@@ -82,8 +82,6 @@ def jax_forward(config: Config) -> Callable:
     return forward
 
 
-def to_torch(values) -> torch.Tensor | tuple[torch.Tensor, ...]:
-    """JAX's results, waited for, as torch tensors of the same memory."""
-    if isinstance(values, tuple):
-        return tuple(to_torch(value) for value in values)
-    return torch.from_dlpack(values.block_until_ready())
+def to_torch(value) -> torch.Tensor:
+    """JAX's result, waited for, as a torch tensor of the same memory."""
+    return torch.from_dlpack(value.block_until_ready())

@@ -12,8 +12,7 @@ Question   Which innocent lines cut a recorded step in two, what does each cost,
 Needs      torch_xla>=2.9
 Wins when  the step is short, or the device far from the host: then waiting is most of it. A value read after the sync
            costs a copy and the wait, not a second run.
-Study      studies/xla/graph_boundaries.py (three more, a loop that a value ends, other lines of Python),
-           studies/xla/graph_boundaries_guards.py (what the guards find, tensors left on the CPU)
+Study      studies/xla/graph_boundaries.py (two more, other lines of Python, what full_graph finds)
 Source     chapter section "XLA and torch_xla"; torch_xla's own counters and messages.
 """
 

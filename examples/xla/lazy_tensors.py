@@ -10,7 +10,7 @@ a read runs what its value needs and keeps nothing else: without a sync it is a 
 Question   When does PyTorch/XLA compile, when does it run, and what does recording cost?
 Needs      torch_xla>=2.9
 Wins when  a step is long against what recording it costs on the host, and each step records the same graph.
-Study      studies/xla/lazy_tensors.py (the graph as text, what is the same graph, numbers that compile, eager mode)
+Study      studies/xla/lazy_tensors.py (what is the same graph, numbers that compile)
 Source     chapter section "XLA and torch_xla"; torch_xla's own counters and texts.
 """
 
@@ -70,11 +70,10 @@ def stages(h: Harness) -> dict[str, xla.Ran]:
 
 
 def shown(ran: xla.Ran) -> dict[str, float]:
-    """Tensors sent and fetched with their bytes, programs compiled and run; `s` are seconds of compiling."""
+    """Tensors sent and fetched, programs compiled and run; `s` are seconds of compiling."""
     return {
         "sent": ran.to_device, "compiled": ran.compiles, "s": round(ran.compile_s, 2), "run": ran.executions,
         "found again": ran.reused, "syncs": ran.syncs, "fetched": ran.from_device,
-        "bytes": ran.to_bytes + ran.from_bytes,
     }  # fmt: skip
 
 

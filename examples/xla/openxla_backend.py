@@ -11,9 +11,8 @@ Question   What does openxla save over lazy mode, what does it cost first, and h
 Needs      torch_xla>=2.9
 Wins when  the host is what limits: small models, many calls of the same shapes. The first call costs more than lazy
            mode's. Training gains most from one function for the whole step.
-Variants   openxla_backend_training.py (a training step, compiled in five ways)
-Study      studies/xla/openxla_backend.py (the host's time, tensors on the CPU),
-           studies/xla/openxla_backend_training.py (a step phase by phase, times of training, lost snapshots)
+Variants   openxla_backend_training.py (a training step, compiled in four ways)
+Study      studies/xla/openxla_backend.py (the host's time, tensors on the CPU, times of a training step)
 Source     chapter section "XLA": the openxla backend; torch_xla's dynamo_bridge.
 """
 
@@ -30,7 +29,7 @@ from torch import nn
 from compile_inspect import fresh_cache, logs, warm_up
 from examples.common import xla
 from examples.common.transformer import Config, Transformer
-from examples.xla.openxla_backend_training import LAZY, STEPS, WAYS, Trainer, count_phases
+from examples.xla.openxla_backend_training import LAZY, STEPS, WAYS, Trainer
 
 EAGER, INDUCTOR, OPENXLA = "torch eager", "torch.compile inductor", "torch.compile openxla"
 LIKE_EAGER = 2.0  # times eager's own error from float64
@@ -104,14 +103,18 @@ def inference(h: Harness):
     )  # fmt: skip
 
 
-def steps_of(name: str, x: torch.Tensor, y: torch.Tensor) -> tuple[list[dict[str, xla.Ran]], Trainer, Trainer]:
-    """What XLA did in each phase of the first steps of an MLP; its trainer, and one in float64."""
+def steps_of(name: str, x: torch.Tensor, y: torch.Tensor) -> tuple[list[xla.Ran], Trainer, Trainer]:
+    """What XLA did in each of the first steps of an MLP; its trainer, and one in float64."""
     torch.compiler.reset()
     model = nn.Sequential(nn.Linear(x.shape[1], 18), nn.ReLU(), nn.Linear(18, 11))
     exact, trainer = Trainer(copy.deepcopy(model).double(), None), Trainer(model.to(xla.device()), WAYS[name])
-    there = x.to(xla.device()), y.to(xla.device())
-    with logs():  # Dynamo warns that it leaves out torch's profiler marks
-        return [count_phases(trainer, *there) for _ in range(STEPS)], trainer, exact
+    there, counts = (x.to(xla.device()), y.to(xla.device())), []
+    for _ in range(STEPS):
+        with logs(), xla.watch() as ran:  # Dynamo warns that it leaves out torch's profiler marks
+            trainer(*there)
+            xla.settle()
+        counts.append(ran)
+    return counts, trainer, exact
 
 
 def demo(h: Harness) -> None:
@@ -126,8 +129,8 @@ def demo(h: Harness) -> None:
                 lambda x, y, t=exact: t.moved(x.double(), y),
                 x, y, what=f"{STEPS} steps, {name}", terms=10_000, poison=False)  # fmt: skip
         per_step[name] = {
-            "compiled": str([sum(ran.compiles for ran in count.values()) for count in counts]),
-            "run in the last": sum(ran.executions for ran in counts[-1].values()),
+            "compiled": str([ran.compiles for ran in counts]),
+            "run in the last": counts[-1].executions,
         }
     h.table(f"programs of {STEPS} training steps", per_step)
 
@@ -135,8 +138,8 @@ def demo(h: Harness) -> None:
         first = table[OPENXLA].first_call_s - table[LAZY].first_call_s
         runs = "; ".join(
             f"{name.partition(': ')[2].replace(', ', ' + ') or 'nothing'} {row['run in the last']}"
-            for name, row in per_step.items() if "cut" not in name
-        )  # fmt: skip
+            for name, row in per_step.items()
+        )
         return (
             f"A call runs at {table.over(LAZY, OPENXLA):.2f}x lazy mode's speed, the first takes {abs(first):.1f} s "
             f"{'more' if first > 0 else 'less'}. Programs of a training step, by what is compiled: {runs}."

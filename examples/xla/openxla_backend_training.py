@@ -1,8 +1,8 @@
-"""A training step, compiled by openxla in five ways, phase by phase."""
+"""A training step, compiled by openxla in four ways."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 
 import torch
 import torch.nn.functional as F
@@ -21,24 +21,24 @@ def compiled(fn: Callable, fullgraph: bool = True) -> Callable:
 class Trainer:
     """(x, y) -> the loss before an SGD step, which it does. `lazy` and eager are the same code on two devices.
 
-    `how` says what goes through openxla: "model"; "model, cut": the same, and at backward nothing is pending, for there
-    is a sync before it, and the first gradient, 1.0, is there already; "model, loss"; "model, loss, update", the first
-    gradient there already; "whole step". None is eager, or lazy mode.
+    `how` says what goes through openxla: "model"; "model, loss"; "model, loss, update", whose first gradient, 1.0, is
+    on the device already; "whole step". None is eager, or lazy mode.
     """
 
     def __init__(self, model: nn.Module, how: str | None) -> None:
         self.model, self.how = model, how
         self.optimizer = torch.optim.SGD(model.parameters(), lr=LR)
-        self.start = [p.detach().cpu().clone() for p in model.parameters()]  # why there: snapshots() below
-        self.forward, self.loss_of, self.update = model, self.uncompiled_loss, self.optimizer.step
-        given = how in ("model, cut", "model, loss, update")
-        self.seed = torch.ones((), device=next(model.parameters()).device) if given else None
-        if how in ("model", "model, cut"):
-            self.forward = compiled(model)
+        # On the CPU: openxla may take over the memory of a copy on the device, once copy_() has put it back.
+        self.start = [p.detach().cpu().clone() for p in model.parameters()]
+        self.loss_of, self.update, self.seed = self.uncompiled_loss, self.optimizer.step, None
+        if how == "model":
+            forward = compiled(model)
+            self.loss_of = lambda x, y: F.cross_entropy(forward(x), y)
         elif how in ("model, loss", "model, loss, update"):
             self.loss_of = compiled(self.uncompiled_loss)
             if "update" in how:
                 self.update = compiled(self.optimizer.step, fullgraph=False)
+                self.seed = torch.ones((), device=next(model.parameters()).device)
         elif how == "whole step":
             self.whole = compiled(self.whole_step)
 
@@ -56,34 +56,14 @@ class Trainer:
                 weight.sub_(gradients[name], alpha=LR)
         return loss
 
-    def step(self, x: torch.Tensor, y: torch.Tensor) -> Iterator[str]:
-        """One step, phase by phase: each is done when its name comes. self.loss is the result."""
-        if self.how == "whole step":
-            self.loss = self.whole(x, y)
-            yield "whole step"
-            return
-        self.optimizer.zero_grad()
-        if self.how in ("model", "model, cut"):
-            logits = self.forward(x)
-            yield "forward"
-            loss = F.cross_entropy(logits, y)
-            if self.how == "model, cut":
-                xla.settle()
-            yield "loss"
-        else:
-            loss = self.loss_of(x, y)
-            yield "forward and loss"
-        loss.backward(self.seed)
-        self.loss = loss.detach()
-        del loss
-        yield "backward"
-        self.update()
-        yield "update"
-
     def __call__(self, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
-        for _ in self.step(x, y):
-            pass
-        return self.loss
+        if self.how == "whole step":
+            return self.whole(x, y)
+        self.optimizer.zero_grad()
+        loss = self.loss_of(x, y)
+        loss.backward(self.seed)
+        self.update()
+        return loss.detach()
 
     @torch.no_grad()
     def reset(self) -> None:
@@ -104,19 +84,7 @@ class Trainer:
 WAYS = {
     LAZY: None,
     "openxla: model": "model",
-    "openxla: model, cut before backward": "model, cut",
     "openxla: model, loss": "model, loss",
     "openxla: model, loss, update": "model, loss, update",
     "openxla: whole step": "whole step",
 }
-
-
-def count_phases(trainer: Trainer, x: torch.Tensor, y: torch.Tensor) -> dict[str, xla.Ran]:
-    """What XLA did in each phase of one step, and in the sync behind it."""
-    steps, counts, name = trainer.step(x, y), {}, ""
-    while name is not None:
-        with xla.watch(settled=False) as ran:
-            if (name := next(steps, None)) is None:
-                xla.settle()
-        counts[name or "sync"] = ran
-    return counts

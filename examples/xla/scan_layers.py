@@ -33,6 +33,7 @@ from examples.xla.scan_layers_checks import require_equal
 from examples.xla.scan_layers_model import EAGER, FORMS, SCANNED, STACKED, UNROLLED, Model
 
 ROWS = 12
+NAMED = {False: "forward", True: "forward and backward"}
 
 
 class Stacked(nn.Module):
@@ -88,10 +89,6 @@ class Stacked(nn.Module):
             layer.load_state_dict({name: each[i] for name, each in zip(self.names, self.stacked, strict=True)})
 
 
-def named(backward: bool) -> str:
-    return "forward and backward" if backward else "forward"
-
-
 def sweep(h: Harness, width: int, backward: bool, depths: Sequence[int]) -> dict[str, dict[str, dict[str, float]]]:
     """A first step of each depth in three forms: its graph and compiling it, by what and form."""
     found = {what: {form: {} for form in FORMS} for what in ("operations", "loops", "compiles", "compile s")}
@@ -108,10 +105,10 @@ def sweep(h: Harness, width: int, backward: bool, depths: Sequence[int]) -> dict
                 found[what][form][str(depth)] = number
         h.check(
             lambda _, got=got: got, lambda x, model=model: model.reference(x, backward) * len(FORMS), x,
-            what=f"{named(backward)}, {depth} layers", terms=3 * width * depth, roundings=depth, poison=False,
+            what=f"{NAMED[backward]}, {depth} layers", terms=3 * width * depth, roundings=depth, poison=False,
         )  # fmt: skip
     for what, rows in found.items():
-        (h.fact if what in ("loops", "compiles") else h.table)(f"{named(backward)}: {what} by layers", rows)
+        (h.fact if what in ("loops", "compiles") else h.table)(f"{NAMED[backward]}: {what} by layers", rows)
     return found
 
 
@@ -120,7 +117,7 @@ def demo(h: Harness) -> None:
     trained, tables, depth = h.pick(quick=(2, 32), full=depths), {}, depths[-1]
     found = {b: {} if h.profile else sweep(h, width, b, trained if b else depths) for b in (False, True)}
     for backward in (False, True):
-        model, x, what = Model(depth, width, Stacked), h.randn(ROWS, width), f"{named(backward)} of {depth} layers"
+        model, x, what = Model(depth, width, Stacked), h.randn(ROWS, width), f"{NAMED[backward]} of {depth} layers"
         flops = (3 if backward else 1) * 2 * depth * ROWS * 6 * width * width
         tables[backward] = h.compare(
             model.steps(x, backward), lambda x, m=model, b=backward: m.reference(x, b)[0], x, baseline=EAGER,

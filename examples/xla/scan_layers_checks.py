@@ -33,16 +33,13 @@ def require_equal(layers: Sequence[nn.Module], x: torch.Tensor | None = None) ->
     first = _described(layers[0])
     for i, layer in enumerate(layers):
         described = _described(layer)
-        for what, told in described.items():
-            if not _same(told, first.get(what)):
+        for what in described | first:
+            told, wanted = described.get(what, "(none)"), first.get(what, "(none)")
+            if not _same(told, wanted):
                 raise ValueError(
-                    f"require_equal: layer {i} has {what} {told}, layer 0 has {first.get(what)}; scan computes all "
-                    "layers with the first one's code: make them equal, or run this one outside the scan"
+                    f"require_equal: layer {i} has {what} {told}, layer 0 has {wanted}; scan computes all layers "
+                    "with the first one's code: make them equal, or run this one outside the scan"
                 )
-        if missing := first.keys() - described.keys():
-            raise ValueError(
-                f"require_equal: layer {i} lacks layer 0's {', '.join(sorted(missing))}; scan equal layers"
-            )
         for name, module in layer.named_modules():
             if any(getattr(module, hooks, None) for hooks in HOOKS):
                 raise ValueError(
@@ -82,7 +79,8 @@ def _require_carried(layer: nn.Module, x: torch.Tensor) -> None:
     """One layer is recorded, not run: its output must look as its input does, and nothing may change in place."""
     state = {name: tensor.detach().clone() for name, tensor in (*layer.named_parameters(), *layer.named_buffers())}
     given = x.detach().clone()
-    before = {name: tensor._version for name, tensor in state.items()}, given._version
+    watched = state | {"its input": given}
+    before = {name: tensor._version for name, tensor in watched.items()}
     with torch.no_grad():
         out = torch.func.functional_call(layer, state, (given,))
     if not isinstance(out, torch.Tensor) or out.shape != x.shape or out.dtype != x.dtype:
@@ -91,9 +89,7 @@ def _require_carried(layer: nn.Module, x: torch.Tensor) -> None:
             f"require_equal: a layer makes {told} of {tuple(x.shape)} {x.dtype}; in a loop its output is the next "
             "input: scan only layers that keep shape and dtype"
         )
-    changed = [name for name, tensor in state.items() if tensor._version != before[0][name]]
-    changed += ["its input"] * (given._version != before[1])
-    if changed:
+    if changed := [name for name, tensor in watched.items() if tensor._version != before[name]]:
         raise ValueError(
             f"require_equal: a layer changes {', '.join(changed)} in place, and scan would carry that on instead of "
             "the output; write it without (x + 1 for x.add_(1), eval() or track_running_stats=False for batch norm)"

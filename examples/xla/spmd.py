@@ -13,7 +13,7 @@ Needs      torch_xla>=2.9
 Wins when  a model, its optimizer's state or its batch do not fit one chip, and the chips' links carry what is listed
            here. On one machine's CPU there is nothing to win: the devices are threads that share its cores.
 Variants   spmd_sharding.py (a mesh and a cut, checked), spmd_collectives.py (reads the collectives of a program)
-Study      studies/xla/spmd.py (layouts of a training step), studies/xla/spmd_refusals.py (padding, what is refused)
+Study      studies/xla/spmd.py (layouts of a training step)
 Source     chapter section "XLA"; GSPMD (arXiv 2105.04663) and the SPMD guide of PyTorch/XLA.
 """
 
@@ -32,7 +32,7 @@ import torch_xla.distributed.spmd as xs
 from torch_xla import runtime
 
 from examples.common import xla
-from examples.xla.spmd_collectives import Programs, communication, described
+from examples.xla.spmd_collectives import Programs, collectives, communication
 from examples.xla.spmd_sharding import Spec, make_mesh, shard
 
 DEVICES = 4
@@ -79,7 +79,7 @@ def run_product(case: Product, a: torch.Tensor, b: torch.Tensor, programs: Progr
         shard(c, mesh, case.c)
     xla.settle()
     (text,) = programs.new()
-    return c.cpu(), {**described(text), "a": shards(a), "b": shards(b), "c": shards(c)}
+    return c.cpu(), {"collectives": list(collectives(text)), "a": shards(a), "b": shards(b), "c": shards(c)}
 
 
 def child_products(folder: str) -> None:
@@ -119,7 +119,7 @@ def demo(h: Harness) -> None:
             what=f"{m}x{k}x{n}, {name}", terms=k, poison=False,
         )  # fmt: skip
         held[name] = {what: "x".join(map(str, reported[name][what][0])) for what in "abc"}
-        rows[name] = communication(reported[name], case.theory(m, k, n))
+        rows[name] = communication(reported[name]["collectives"], case.theory(m, k, n))
     h.table(f"what each of {reported['devices']} devices holds of {m}x{k} @ {k}x{n}, by what is cut", held)
     h.table("communication of a product, bytes", rows)
 

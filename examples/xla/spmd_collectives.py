@@ -21,18 +21,17 @@ class Collective:
     @property
     def sent(self) -> float:
         """Bytes that a device must send at least, which a ring does; an all-reduce goes around twice."""
-        others = self.devices - 1
-        if self.op == "reduce-scatter":
-            return self.bytes * others
-        return self.bytes if self.op == "collective-permute" else self.bytes * others / self.devices * self.rounds
-
-    @property
-    def rounds(self) -> int:
-        return 2 if self.op == "all-reduce" else 1
+        if self.op == "collective-permute":
+            return self.bytes
+        parts = {"reduce-scatter": self.devices, "all-reduce": 2}.get(self.op, 1)
+        return parts * self.bytes * (self.devices - 1) / self.devices
 
 
-def collectives(text: str) -> Iterator[Collective]:
-    """Those of a program's optimized HLO. Pairs of -start and -done, as XLA has them on GPUs and TPUs, are not read."""
+def collectives(text: str) -> Iterator[tuple[str, int, int]]:
+    """Those of a program's optimized HLO, as JSON can hold them: the fields of a Collective each.
+
+    Pairs of -start and -done, as XLA has them on GPUs and TPUs, are not read.
+    """
     ops = "all-gather|all-reduce|reduce-scatter|all-to-all|collective-permute"
     for shapes, op, rest in re.findall(rf"^.*? = (\(.*?\)|\S+) ({ops})\((.*)$", text, re.MULTILINE):
         sizes = re.findall(r"([a-z]+)(\d*)\[([\d,]*)\]", shapes)
@@ -43,19 +42,7 @@ def collectives(text: str) -> Iterator[Collective]:
             devices = len(listed[1].split(","))
         else:  # [groups, devices]<=[all]
             devices = int(re.search(r"replica_groups=\[\d+,(\d+)\]", rest)[1])
-        yield Collective(op, devices, size)
-
-
-def cut_sums(text: str) -> int:
-    """All-reduced results that are cut afterwards. Fusions may repeat a cut, so the results are counted."""
-    bodies = re.findall(r"^%?([\w.-]+) [^\n]*\{\n(.*?)^\}", text, re.MULTILINE | re.DOTALL)
-    cutting = {name for name, body in bodies if " dynamic-slice(" in body}
-    found = set()
-    for operands, rest in re.findall(r" (?:fusion|dynamic-slice)\(([^)]*)\)(.*)", text.rpartition("ENTRY")[2]):
-        called = re.search(r"calls=%?([\w.-]+)", rest)
-        if called is None or called[1] in cutting:
-            found |= set(re.findall(r"%(all-reduce[\w.-]*)", operands))
-    return len(found)
+        yield op, devices, size
 
 
 class Programs:
@@ -71,24 +58,16 @@ class Programs:
         return [path.read_text() for path in sorted(found)]
 
 
-def described(text: str) -> dict:
-    """What communication() asks for; JSON can hold it."""
-    return {
-        "collectives": [[c.op, c.devices, c.bytes] for c in collectives(text)],
-        "cut sums": cut_sums(text),
-    }
-
-
-def communication(reported: dict, theory: list[tuple[str, int, int]]) -> dict[str, str | int | list[int]]:
-    """What a program communicates, next to theory: (op, devices, elements of its result)."""
+def communication(found: list[tuple], theory: list[tuple[str, int, int]]) -> dict[str, str | int | list[int]]:
+    """What a program's collectives send, next to theory: (op, devices, elements of its result)."""
 
     def ops(found: list[Collective]) -> str:
         return ", ".join(f"{count} {op}" for op, count in Counter(c.op for c in found).items()) or "none"
 
-    found = [Collective(*each) for each in reported["collectives"]]
+    found = [Collective(*each) for each in found]
     wanted = [Collective(op, devices, 4 * elements) for op, devices, elements in theory]
     return {
         "collectives": ops(found), "by theory": "the same" if Counter(found) == Counter(wanted) else ops(wanted),
-        "sums cut": reported["cut sums"], "bytes": sum(c.bytes for c in found),
+        "bytes": sum(c.bytes for c in found),
         "sent / by theory": [round(sum(c.sent for c in each)) for each in (found, wanted)],
     }  # fmt: skip

@@ -29,34 +29,27 @@ def make_mesh(shape: tuple[int, ...], names: tuple[str, ...]) -> xs.Mesh:
     return xs.Mesh(list(range(devices)), shape, names)
 
 
-def local_shape(shape: tuple[int, ...], spec: Spec, axes: dict[str, int], pad: bool = False) -> tuple[int, ...]:
-    """What one device holds of a tensor cut by `spec`.
+def require_cut(shape: tuple[int, ...], spec: Spec, axes: dict[str, int]) -> None:
+    """ValueError for a spec of another rank, an unknown axis, an axis used twice, or a dimension that does not divide.
 
-    A dimension should divide by its devices: torch_xla pads it in silence otherwise, on the last ones. Raises
-    ValueError for a spec of another rank, an unknown axis, an axis used twice, or (unless pad=True) a dimension that
-    does not divide.
+    torch_xla would pad such a dimension in silence, on the last devices.
     """
     if len(spec) != len(shape):
-        raise ValueError(f"shard: spec {spec} for a tensor {tuple(shape)}; name an axis, or None, for each dimension")
+        raise ValueError(f"shard: spec {spec} for a tensor {shape}; name an axis, or None, for each dimension")
     used = [axis for axis in spec if axis is not None]
     if unknown := sorted(set(used) - set(axes)):
         raise ValueError(f"shard: spec {spec} names {unknown}, and the axes of the mesh are {list(axes)}")
     if len(set(used)) != len(used):
         raise ValueError(f"shard: spec {spec} uses an axis twice; each can cut one dimension")
-    held = tuple(math.ceil(size / axes[axis]) if axis else size for size, axis in zip(shape, spec, strict=True))
-    for size, each, axis in zip(shape, held, spec, strict=True):
-        if axis and each * axes[axis] != size and not pad:
-            raise ValueError(
-                f"shard: {size} does not divide by the {axes[axis]} devices of {axis!r}; pad=True has each hold "
-                f"{each}, and {each * axes[axis] - size} in all are padding"
-            )
-    return held
+    for size, axis in zip(shape, spec, strict=True):
+        if axis and size % axes[axis]:
+            raise ValueError(f"shard: {size} does not divide by the {axes[axis]} devices of {axis!r}; pad the tensor")
 
 
-def shard(t: torch.Tensor, mesh: xs.Mesh, spec: Spec, pad: bool = False) -> torch.Tensor:
-    """mark_sharding(t, mesh, spec) where it fits; else local_shape's errors, and TypeError for a tensor not on XLA."""
+def shard(t: torch.Tensor, mesh: xs.Mesh, spec: Spec) -> torch.Tensor:
+    """mark_sharding(t, mesh, spec) where it fits; else require_cut's errors, and TypeError for a tensor not on XLA."""
     if t.device.type != "xla":
         raise TypeError(f"shard: the tensor is on {t.device}; move it to torch_xla.device() first")
-    local_shape(tuple(t.shape), spec, mesh.shape(), pad)
+    require_cut(tuple(t.shape), spec, mesh.shape())
     xs.mark_sharding(t, mesh, spec)
     return t

@@ -11,8 +11,7 @@ Question   How often does a model compile for batches of 1 to 64, how much does 
 Needs      torch_xla>=2.9
 Wins when  the sizes are many. Buckets pay after a number of calls that each run measures; one padded size is best for a
            life shorter than that, no padding for a few sizes that stay.
-Study      studies/xla/static_shapes.py (padding on the device, masks, torch.compile),
-           studies/xla/static_shapes_bounds.py (sizes with a bound)
+Study      studies/xla/static_shapes.py (padding on the device, masks, torch.compile)
 Source     chapter section "XLA": static shapes.
 """
 

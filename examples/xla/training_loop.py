@@ -10,8 +10,8 @@ So is a first step in which AdamW makes its state: zeros are constants of that p
 Question   How many programs does a training loop compile and run, and what in the loop decides that?
 Needs      torch_xla>=2.9
 Wins when  steps repeat with few shapes and nothing is read between them. On a CPU eager can be faster: see the table.
-Variants   training_loop_model.py (the model and its data, for processes without torch_xla too)
-Study      studies/xla/training_loop.py (reading, no sync, gradients in parts), studies/xla/training_loop_checkpoint.py
+Variants   training_loop_model.py (the model and its data)
+Study      studies/xla/training_loop.py (what reading costs, a learning rate that changes)
 Source     chapter section "XLA"; "Troubleshooting" in the documentation of PyTorch/XLA.
 """
 
@@ -121,7 +121,7 @@ def sizes(h: Harness) -> tuple[Config, int, torch.Tensor]:
 
 
 def demo(h: Harness) -> None:
-    xla.device()  # before the first backward pass on the CPU; the study shows what happens otherwise
+    xla.device()  # before the first backward pass on the CPU: after one, XLA's own would fail
     config, rows, data = sizes(h)
     first, programs = ({}, {}) if h.profile else count(h, config, data, rows)
     tokens, here = data[:rows], data[:rows].to(xla.device())

@@ -1,7 +1,4 @@
-"""What training_loop trains: a small transformer, and sequences whose next token follows from the two before it.
-
-It needs torch alone: a process without torch_xla loads this model too.
-"""
+"""What training_loop trains: a small transformer, and sequences whose next token follows from the two before it."""
 
 from __future__ import annotations
 

@@ -18,17 +18,12 @@ from torch_xla import runtime
 
 from examples.common import xla
 from examples.xla.spmd import DEVICES, Spec, make_mesh, on_devices, shard, shards
-from examples.xla.spmd_collectives import Programs, communication, described
+from examples.xla.spmd_collectives import Programs, collectives, communication
 
 STEPS = 3  # the first has no momentum yet, and is a program of its own; the third compiles nothing
 LAYERS = 2
 LR, MOMENTUM = 1.0, 0.9
 WEIGHTS = 2 * LAYERS
-
-
-def study(h: Harness) -> None:
-    if not h.profile:
-        training(h)
 
 
 class Mlp(nn.Module):
@@ -123,7 +118,7 @@ def run_layout(case: Layout, model: Mlp, x: torch.Tensor, y: torch.Tensor, progr
     parameters = list(model.parameters())
     momentum = [optimizer.state[p]["momentum_buffer"] for p in parameters]
     reported = {
-        **described([text for each in texts for text in each][-1]),
+        "collectives": list(collectives([text for each in texts for text in each][-1])),
         "compiles": [len(each) for each in texts],
         "held": sum(math.prod(shards(t)[0]) * t.element_size() for t in (*parameters, *momentum)),
     }
@@ -145,7 +140,9 @@ def child_layouts(folder: str) -> None:
 # --- in the process that asks
 
 
-def training(h: Harness) -> None:
+def study(h: Harness) -> None:
+    if h.profile:
+        return
     rows, width, hidden = h.pick((72, 56, 104), (1024, 384, 1056))
     x, y, model = h.randn(rows, width), h.randn(rows, width), Mlp(width, hidden)
     start = [p.detach() for p in model.parameters()]
@@ -165,10 +162,10 @@ def training(h: Harness) -> None:
     facts, held = {}, {}
     whole = 2 * 4 * sum(p.numel() for p in model.parameters())
     for name, case in LAYOUTS.items():
-        what = f"{name}: losses and what {STEPS} steps change"
         got = learned(out[name][0], out[name][1:])
-        h.check(lambda *_, got=got: got, float64, x, y, what=what, terms=rows + hidden, poison=False)
-        facts[name] = communication(reported[name], case.theory(rows, width, hidden))
+        h.check(lambda *_, got=got: got, float64, x, y, what=f"{name}: losses and what {STEPS} steps change",
+                terms=rows + hidden, poison=False)  # fmt: skip
+        facts[name] = communication(reported[name]["collectives"], case.theory(rows, width, hidden))
         held[name] = {
             "bytes": reported[name]["held"], "share": f"{reported[name]['held'] / whole:.0%}",
             "compiles by step": str(reported[name]["compiles"]),

@@ -33,32 +33,22 @@ def normalize(x: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
 
 
 def cut_on_the_device(h: Harness, width: int) -> None:
-    """The same eight batches, cut on the host, on the device, or by a mask."""
-    model = nn.Linear(width, width).requires_grad_(False).to(xla.device())
-    batches = [h.randn(rows, width) for rows in range(1, 9)]
+    """The same eight batches, cut on the host or on the device."""
+    model = nn.Linear(width, width).requires_grad_(False)
+    on_xla, batches = copy.deepcopy(model).to(xla.device()), [h.randn(rows, width) for rows in range(1, 9)]
 
-    def hosted(x):
-        return model(pad_batch(x, (8,))[0].to(xla.device())).cpu()[: len(x)]
-
-    def cut(x):
-        return model(pad_batch(x, (8,))[0].to(xla.device()))[: len(x)].cpu()
-
-    def picked(x):
-        padded, mask = (t.to(xla.device()) for t in pad_batch(x, (8,)))
-        return model(padded[mask]).cpu()
+    def padded(x):
+        return on_xla(pad_batch(x, (8,))[0].to(xla.device()))
 
     counted = {}
-    ways = {"pad and cut on the host": hosted, "cut on the device": cut, "pick by a mask": picked}
+    ways = {"host": lambda x: padded(x).cpu()[: len(x)], "device": lambda x: padded(x)[: len(x)].cpu()}
     for name, way in ways.items():
         with xla.watch() as ran:
             got = [way(x) for x in batches]
-        exact = copy.deepcopy(model).cpu().double()
-        h.check(
-            lambda *_, got=got: tuple(got), lambda *xs, exact=exact: tuple(exact(x.double()) for x in xs), *batches,
-            what=f"{name}, 1 to 8 rows", terms=width, poison=False,
-        )  # fmt: skip
-        counted[name] = {"compiles": ran.compiles, "on the host": ", ".join(ran.fallbacks) or "none"}
-    h.table("eight batches of 1 to 8 rows, padded to 8", counted)
+        h.check(lambda *_, got=got: tuple(got), reference_of(model), *batches, what=f"1 to 8 rows, cut on the {name}",
+                terms=width, poison=False)  # fmt: skip
+        counted[name] = ran.compiles
+    h.fact("programs of eight batches of 1 to 8 rows, padded to 8 and cut on the", counted)
 
 
 def leaks(h: Harness, width: int) -> None:
@@ -81,46 +71,35 @@ def leaks(h: Harness, width: int) -> None:
             lambda *xs: tuple(normed(x, masked=True) for x in xs), reference, *batches,
             what="batch norm, padded and masked", terms=width * LARGEST, poison=False,
         )  # fmt: skip
-    wants = reference(*batches)
-    errors = {}
-    for masked in (False, True):
-        off = [(normed(x, masked).double() - want).norm() / want.norm() for x, want in zip(batches, wants, strict=True)]
-        errors["with the mask" if masked else "without"] = {
-            str(len(x)): float(f"{each:.2g}") for x, each in zip(batches, off, strict=True)
-        }
+    errors, changed = {}, {}
+    for name, masked in {"without": False, "with the mask": True}.items():
+        errors[name], changed[name] = {}, 0
+        for x, want in zip(batches, reference(*batches), strict=True):
+            got = normed(x, masked)
+            errors[name][str(len(x))] = float(f"{(got - want).norm() / want.norm():.2g}")
+            changed[name] += int((got != normed(x, masked, math.nan)).sum())
     h.table("batch norm padded to 64: relative error by rows", errors)
     h.fact("compiles of the masked one", ran.compiles)
-    changed = {}
-    for name, masked in {"batch norm, masked": True, "batch norm, not masked": False}.items():
-        pairs = [(normed(x, masked), normed(x, masked, math.nan)) for x in batches]
-        changed[name] = sum(int((zeros != nans).sum()) for zeros, nans in pairs)
     elements = sum(x.numel() for x in batches)
     h.fact(f"of {elements} real results, changed by NaN in place of zeros as padding", changed)
 
 
 def dynamo(h: Harness, width: int) -> None:
-    """torch.compile for XLA: Dynamo's graph may have a symbol for the rows, but each size is compiled by XLA."""
-    counted = {}
-    for number, (name, options) in enumerate({"default": {}, "dynamic=True": {"dynamic": True}}.items()):
-        # A width of its own for each, so that none finds the programs of another.
-        model = nn.Sequential(nn.Linear(width + number, 5), nn.GELU()).requires_grad_(False)
-        on_xla, graphs = copy.deepcopy(model).to(xla.device()), []
+    """torch.compile for XLA: Dynamo's graph has a symbol for the rows, but each size is compiled by XLA."""
+    model = nn.Sequential(nn.Linear(width, 5), nn.GELU()).requires_grad_(False)
+    on_xla, graphs = copy.deepcopy(model).to(xla.device()), []
 
-        def counting(graph, inputs, graphs=graphs):
-            graphs.append(graph)
-            return torch._dynamo.lookup_backend("openxla")(graph, inputs)
+    def counting(graph, inputs):
+        graphs.append(graph)
+        return torch._dynamo.lookup_backend("openxla")(graph, inputs)
 
-        torch.compiler.reset()
-        compiled = torch.compile(on_xla, backend=counting, **options)
-        batches = [h.randn(rows, width + number) for rows in range(2, 10)]
-        with torch._dynamo.config.patch(recompile_limit=len(batches)), logs(), xla.watch() as ran:
-            got = []
-            for x in batches:
-                got.append(compiled(x.to(xla.device())).cpu())
-        h.check(
-            lambda *_, got=got: tuple(got), reference_of(model), *batches,
-            what=f"openxla, {name}, 2 to 9 rows", terms=width, roundings=4, poison=False,
-        )  # fmt: skip
-        counted[name] = {"Dynamo's graphs": len(graphs), "XLA's compiles": ran.compiles}
     torch.compiler.reset()
-    h.table("torch.compile(backend=openxla), eight batches of 2 to 9 rows", counted)
+    compiled = torch.compile(on_xla, backend=counting, dynamic=True)
+    batches = [h.randn(rows, width) for rows in range(2, 10)]
+    with logs(), xla.watch() as ran:
+        got = tuple(compiled(x.to(xla.device())).cpu() for x in batches)
+    h.check(lambda *_: got, reference_of(model), *batches, what="openxla, dynamic=True, 2 to 9 rows", terms=width,
+            roundings=4, poison=False)  # fmt: skip
+    torch.compiler.reset()
+    told = {"Dynamo's graphs": len(graphs), "XLA's compiles": ran.compiles}
+    h.fact("torch.compile(backend=openxla, dynamic=True), eight batches of 2 to 9 rows", told)

@@ -96,18 +96,6 @@ def test_one_watch_within_another_and_an_error_within_both(x):
     assert [(ran.compiles, ran.executions) for ran in seen] == [(2, 2), (1, 1)]
 
 
-@pytest.mark.parametrize("settled", [True, False])
-def test_what_was_pending_is_run_before_or_left_pending(x, settled):
-    y = x.cos()
-    with xla.watch(settled=settled) as ran:
-        assert (xla.hlo(y) == "") == settled
-        z = y.tan()
-        found = xla.operations(xla.hlo(z))
-        xla.settle()
-    assert (ran.compiles, ran.executions, ran.syncs) == (1, 1, 1)
-    assert (found["tan"], found["cosine"]) == (1, not settled)
-
-
 # --- settle, waited
 
 
@@ -123,9 +111,6 @@ def test_waited_runs_to_the_end_and_returns_what_the_function_does(x):
     assert (ran.executions, ran.syncs) == (1, 1)
     assert xla.hlo(y) == ""  # it is data
     assert torch.equal(y.cpu(), x.cpu() * 2)
-    pending = xla.hlo(z := x.sinh())
-    xla.wait()  # which starts nothing
-    assert xla.hlo(z) == pending != ""
 
 
 # --- after an error
@@ -166,22 +151,11 @@ def test_start_clean_lets_go_of_cycles_first(x):
         circle = [x.cosh()]
         circle.append(circle)
         del circle
-        with xla.watch(settled=False) as ran:
-            xla.start_clean()
-        assert ran.executions == 0
+        before = xla._read()["executions"]
+        xla.start_clean()
+        assert xla._read()["executions"] == before
     finally:
         gc.enable()
-
-
-def test_a_result_that_does_not_fit_is_told_to_its_reader():
-    """Programs that run in the background do not raise in the sync: their output carries the error."""
-    x = torch.randn(2**20, 1).to(xla.device())
-    y = x @ x.t()
-    xla.settle()
-    for _ in range(2):
-        with pytest.raises(RuntimeError, match="Out of memory allocating 4398046511104 bytes"):
-            y[5, 5].item()
-    xla.settle()
 
 
 # --- the device
@@ -190,7 +164,7 @@ def test_a_result_that_does_not_fit_is_told_to_its_reader():
 def child_device():
     """Asks for the device as a topic does whose techniques all do: each gets the same error, and the process lives."""
     said = []
-    for ask in (xla.device, xla.device, xla.settle, xla.wait, xla.waited(lambda: None), xla.watch().__enter__):
+    for ask in (xla.device, xla.device, xla.settle, xla.waited(lambda: None), xla.watch().__enter__):
         try:
             ask()
             said.append("none")
@@ -210,7 +184,7 @@ def test_a_device_that_is_not_there_is_the_same_error_each_time():
 
 def test_it_is_the_cpu_unless_somebody_chooses():
     with Child(child_device, env={"PJRT_DEVICE": None}) as child:
-        assert child.result() == {"said": ["none"] * 6, "in_use": True, "device": "CPU"}
+        assert child.result() == {"said": ["none"] * 5, "in_use": True, "device": "CPU"}
     assert "WARNING" not in child.output()
     assert xla.device() == torch.device("xla:0")
 
@@ -218,14 +192,12 @@ def test_it_is_the_cpu_unless_somebody_chooses():
 # --- as text
 
 
-def test_the_graph_as_torch_xla_xla_and_other_compilers_write_it(x):
+def test_the_graph_as_xla_and_other_compilers_write_it(x):
     width = x.shape[1]
     with xla.watch() as ran:  # its settle() is what runs y; asking for texts runs nothing
         y = (x @ x.t()).relu()
-        nodes, hlo, stablehlo = xla.ir(y), xla.hlo(y), xla.stablehlo(y)
+        hlo, stablehlo = xla.hlo(y), xla.stablehlo(y)
     assert ran.executions == 0
-    assert f"f32[3,{width}]{{1,0}} xla::device_data()" in nodes
-    assert nodes.index("aten::permute") < nodes.index("aten::mm") < nodes.index("aten::relu")
     assert f"(f32[3,{width}]{{1,0}})->(f32[3,3]{{1,0}})" in hlo
     assert "stablehlo.dot_general" in stablehlo
     assert f"tensor<3x{width}xf32>" in stablehlo
@@ -234,13 +206,8 @@ def test_the_graph_as_torch_xla_xla_and_other_compilers_write_it(x):
     }  # fmt: skip
 
 
-def test_several_tensors_are_one_module(x):
-    found = xla.operations(xla.hlo(*(x + n for n in range(2, 10))))  # a tuple long enough to be numbered
-    assert (found["add"], found["tuple"]) == (8, 1)
-
-
 def test_a_tensor_that_is_not_on_the_device_is_refused(x):
-    for write in (xla.ir, xla.hlo, xla.stablehlo):
+    for write in (xla.hlo, xla.stablehlo):
         with pytest.raises(ValueError, match=rf"xla.{write.__name__}: tensor 1 is on cpu; .*\.to\(xla\.device\(\)\)"):
             write(x + 1, torch.ones(3))
 

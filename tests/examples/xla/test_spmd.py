@@ -1,18 +1,14 @@
 """SPMD: the collectives that each cut costs, exactly; what the devices hold; every refusal; and no SPMD left behind."""
 
-import math
-
 import pytest
 import torch
-from hypothesis import given
-from hypothesis import strategies as st
 from torch_xla import runtime
 
 from examples.common import xla
 from examples.xla import spmd
 from examples.xla.spmd import DEVICES, PRODUCTS, make_mesh, shard
-from examples.xla.spmd_collectives import Collective, collectives
-from examples.xla.spmd_sharding import local_shape
+from examples.xla.spmd_collectives import collectives
+from examples.xla.spmd_sharding import require_cut
 from studies.xla import spmd as study
 from studies.xla.spmd import LAYERS, LAYOUTS
 from tests.quiet import ran
@@ -32,14 +28,13 @@ def test_products(facts):
     m, k, n = 72, 88, 104
     told = facts["communication of a product, bytes"]
 
-    def row(collectives: str, theory: str, size: int, sent: int, wanted: int, cut: int = 0) -> dict:
+    def row(collectives: str, theory: str, size: int, sent: int, wanted: int) -> dict:
         return {
-            "collectives": collectives, "by theory": theory, "sums cut": cut, "bytes": 4 * size,
-            "sent / by theory": [sent, wanted],
+            "collectives": collectives, "by theory": theory, "bytes": 4 * size, "sent / by theory": [sent, wanted]
         }  # fmt: skip
 
     # XLA for a CPU sums the whole and cuts: twice what the reduce-scatter of theory sends.
-    cut = row("1 all-reduce", "1 reduce-scatter", m * n, 6 * m * n, 3 * m * n, cut=1)
+    cut = row("1 all-reduce", "1 reduce-scatter", m * n, 6 * m * n, 3 * m * n)
     assert told == {
         **dict.fromkeys(list(PRODUCTS)[:3], row("none", "the same", 0, 0, 0)),
         "rows of a, columns of b, one axis": row("1 all-gather", "the same", m * k, 3 * m * k, 3 * m * k),
@@ -91,21 +86,7 @@ def test_collectives():
         ("%s = f64[2,5]{1,0} reduce-scatter(%p), replica_groups={{0,1}}, to_apply=%add", ("reduce-scatter", 2, 80)),
     ):
         text = f"ENTRY %main {{\n  %p = f32[4]{{0}} parameter(0)\n  {line}\n}}\n"
-        assert list(collectives(text)) == [Collective(*found)], line
-
-
-@given(sizes=st.lists(st.integers(1, 200), min_size=2, max_size=2), x=st.integers(1, 8), y=st.integers(1, 8))
-def test_local_shape(sizes, x, y):
-    axes, shape = {"x": x, "y": y}, tuple(sizes)
-    held = local_shape(shape, ("y", "x"), axes, pad=True)
-    assert all(0 <= each * n - size < n for each, n, size in zip(held, (y, x), shape, strict=True))
-    assert local_shape(shape, (None, None), axes) == shape
-    if shape[0] % y == 0 and shape[1] % x == 0:
-        assert local_shape(shape, ("y", "x"), axes) == held
-        assert math.prod(held) * x * y == math.prod(shape)
-    else:
-        with pytest.raises(ValueError, match=r"does not divide by the \d+ devices .* pad=True has each hold"):
-            local_shape(shape, ("y", "x"), axes)
+        assert list(collectives(text)) == [found], line
 
 
 def test_bad_specs():
@@ -113,10 +94,11 @@ def test_bad_specs():
         (("x",), "for a tensor"),
         (("x", "z"), "names"),
         (("x", "x"), "uses an axis twice"),
-        ((None, "x"), "4 does not div"),
+        ((None, "x"), "4 does not divide by the 8 devices"),
     ):
         with pytest.raises(ValueError, match=message):
-            local_shape((8, 4), spec, {"x": 8})
+            require_cut((8, 4), spec, {"x": 8})
+    require_cut((8, 4), ("x", None), {"x": 8})
 
 
 def test_bad_meshes(monkeypatch):
