@@ -12,10 +12,10 @@ Question   Which tensors can a descriptor describe, who notices when one cannot,
 Needs      triton, sm_90
 Wins when  host: the launch knows the tensor. device: only the kernel does (groups of tensors, a list of pointers), and
            many tiles share a descriptor. In the copy below the loop that shares it costs about what that saves.
-Variants   descriptors_rules.py (require_descriptor and require_box check every rule), descriptors_window.py (boxes of
-           every rank, beyond every edge)
-Study      studies/tma/descriptors.py, studies/tma/descriptors_faults.py (each rule broken, on the GPU)
-Source     goes beyond the chapter; limits: cuTensorMapEncodeTiled in the CUDA driver API; triton issue 10927
+Variants   descriptors_rules.py (require_descriptor checks every rule)
+Study      studies/tma/descriptors.py (each rule broken, on the GPU)
+Source     goes beyond the chapter; limits: cuTensorMapEncodeTiled in the CUDA driver API; triton issue 10927; of
+           coordinates: CUDA programming guide, triton pull request 9112, triton issue 11583
 """
 
 from __future__ import annotations
@@ -67,11 +67,6 @@ def copy_device_kernel(
         _copy_tile(tl.program_id(0), x_desc, y_desc, N, BLOCK_M, BLOCK_N)
 
 
-def descriptor(x: torch.Tensor) -> TensorDescriptor:
-    """A host descriptor of a tensor that passed require_descriptor; kept, it serves every launch on this memory."""
-    return TensorDescriptor(x, list(x.shape), tma_strides(x), list(TILE))
-
-
 def with_workspace(device: torch.device, launch: Callable[[], None]) -> None:
     """launch() with an allocator for the descriptors that its kernel makes; the caller's own stays the caller's.
 
@@ -87,13 +82,13 @@ def with_workspace(device: torch.device, launch: Callable[[], None]) -> None:
     context.run(launch)
 
 
-def launch_copy(form: str, x: torch.Tensor, y: torch.Tensor, descriptors: tuple | None = None) -> None:
+def launch_copy(form: str, x: torch.Tensor, y: torch.Tensor) -> None:
     """Starts one of COPIES without a check; the device forms use the allocator that they find."""
     M, N = x.shape
     tiles = triton.cdiv(M, TILE[0]) * triton.cdiv(N, TILE[1])
     sizes = (M, N, x.stride(0), y.stride(0), *TILE)
     if form == "host":
-        x_desc, y_desc = descriptors or (descriptor(x), descriptor(y))
+        x_desc, y_desc = (TensorDescriptor(each, [M, N], tma_strides(each), list(TILE)) for each in (x, y))
         copy_host_kernel[(tiles,)](x_desc, y_desc, N, *TILE, num_warps=WARPS)
     elif form == "pointers":
         copy_pointers_kernel[(tiles,)](x, y, *sizes, num_warps=WARPS)

@@ -1,9 +1,13 @@
-"""The rules of TMA descriptors and of boxes: what checks every one of them, and a tensor that breaks each.
+"""The rules of TMA descriptors: what checks every one of them, and a tensor that breaks each.
 
-Triton checks some of the rules on the host, fewer in the kernel, where a row stride that is no multiple of 16 bytes
-goes through, and of coordinates none: what breaks those ends in an illegal instruction (studies/tma/descriptors_faults
-tries all of it). Two are refused because the driver documents neither, not because they do harm: a stride of 0 (an
-expanded tensor) was copied right by an H200, by either descriptor, and for a size of 0 no program is launched.
+Triton checks some of the rules on the host, and fewer in the kernel, where a row stride that is no multiple of 16 bytes
+goes through. It checks no coordinates. A box may lie partly or quite outside its tensor, also at negative coordinates:
+loads fill in zeros there. But its last coordinate is a multiple of 16 bytes, and it is stored to no negative one: else
+the kernel ends as an illegal instruction. A store writes on to the next multiple of 16 bytes in the last dimension, so
+rows that end elsewhere need padding of their own. (studies/tma/descriptors.py tries all of it.)
+
+Two rules are here because the driver documents neither, not because breaking them does harm: a stride of 0 (an expanded
+tensor) was copied right by an H200, by either descriptor, and for a size of 0 no program is launched.
 """
 
 from __future__ import annotations
@@ -65,32 +69,6 @@ def require_descriptor(name: str, x: torch.Tensor, block: tuple, padding: str = 
     require_tma_layout(name, x=x)
     if (need := math.prod(block) * itemsize + BARRIERS) > (limit := device_limits(x.device).shared_bytes):
         raise ValueError(f"{name}: block {tuple(block)} takes {need} bytes of the {limit} of shared memory")
-
-
-def require_box(name: str, x: torch.Tensor, corner: tuple, store: bool = False) -> None:
-    """Every rule of where a box of a descriptor of x may begin, and of x where it is stored to: TypeError, ValueError.
-
-    A store also writes what is left of the last 16 bytes of x's rows. Whoever owns the memory there describes it, too.
-    """
-    shape, itemsize = tuple(x.shape), x.element_size()
-    if not isinstance(corner, (tuple, list)) or any(type(n) is not int for n in corner):
-        raise TypeError(f"{name}: coordinates {corner!r} for x of shape {shape}; pass a tuple of ints")
-    if len(corner) != x.ndim:
-        raise ValueError(f"{name}: coordinates {tuple(corner)} for x of shape {shape}; one for each dimension")
-    if any(not -(2**31) <= n < 2**31 for n in corner):
-        raise ValueError(f"{name}: coordinates {tuple(corner)} for x; coordinates are int32")
-    if corner[-1] * itemsize % 16:
-        raise ValueError(
-            f"{name}: coordinates {tuple(corner)} for x of {x.dtype}; the last one must be a multiple of 16 bytes, "
-            f"here of {16 // itemsize}: begin at {corner[-1] * itemsize // 16 * 16 // itemsize}"
-        )
-    if store and min(corner) < 0:
-        raise ValueError(f"{name}: coordinates {tuple(corner)}; TMA stores to no negative ones: begin at 0")
-    if store and shape[-1] * itemsize % 16:
-        raise ValueError(
-            f"{name}: x has shape {shape}, rows of {shape[-1] * itemsize} bytes; a store writes on to the next "
-            "multiple of 16: pad the last dimension and describe the padding as part of it"
-        )
 
 
 def numbered(device: torch.device | str, *shape: int, dtype: torch.dtype = torch.float16) -> torch.Tensor:

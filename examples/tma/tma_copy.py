@@ -13,7 +13,7 @@ Needs      triton, sm_90
 Wins when  the copy is part of something else. A copy alone is torch's: x.clone(). On ragged rows all are slower, but
            TMA loses less of its bandwidth than pointers do.
 Variants   tma_copy_triton.py (by pointers; by TMA with one tile a program, persistent, and pipelined; plans and checks)
-Study      studies/tma/tma_copy.py, studies/tma/tma_copy_edges.py (what a store writes beyond its row)
+Study      studies/tma/tma_copy.py
 Source     chapter section "TMA", whose claim is a faster copy; where a store ends: triton issue 11583
 """
 
@@ -128,7 +128,7 @@ def compare(h: Harness, x: torch.Tensor, ours: dict, **options):
 
 
 def answer(tables: list, fastest: str, limit: int) -> str:
-    kib = {variant: others.kib_in_flight(variant, limit) for variant in ("persistent", fastest)}
+    kib = {name: others.kib_in_flight(name, PLANS[name], limit) for name in ("persistent", fastest)}
     tile = geomean(tables, "pointers", "tile")
     few, most = (geomean(tables, "torch copy", variant) for variant in kib)
     slower = "slower than" if tile < 0.98 else "faster than" if tile > 1.02 else "as fast as"

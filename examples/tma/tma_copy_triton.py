@@ -120,9 +120,8 @@ def per_sm(plan: Plan, limit: int) -> int:
     return max(1, min(plan.programs, (limit + 1024) // (plan.shared_bytes + 1024)))
 
 
-def kib_in_flight(variant: str, limit: int) -> int:
+def kib_in_flight(variant: str, plan: Plan, limit: int) -> int:
     """KiB that the programs of an SM have asked for and not yet received, at most."""
-    plan = PLANS[variant]
     return per_sm(plan, limit) * loads_in_flight(variant, plan) * plan.rows * plan.row_bytes >> 10
 
 

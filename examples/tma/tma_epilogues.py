@@ -74,8 +74,9 @@ def linear(
     """activation(x @ w.t() + bias) -> y [M, N], contiguous, by the variant of choose(), or by one of VARIANTS.
 
     x [M, K], w [N, K] as torch.nn.Linear has it, bias [N] or None, all float16 or bfloat16. Rows contiguous; K and N
-    multiples of 8, any M (0 too). activation: "none", "silu", "gelu" (by tanh) or "gelu exact"; on a GPU silu and gelu
-    use tanh.approx (off by up to 2**-12 |x|). In float32, warp specialized on the accumulator rounded to 16 bits.
+    multiples of 8, any M (0 too). activation: "none", "silu", "gelu" (by tanh) or "gelu exact", in float32. The
+    persistent kernel uses tanh.approx for silu and gelu (off by up to 2**-12 |x|); the warp-specialized one does not,
+    and its epilogue gets the accumulator rounded to 16 bits.
 
     Raises TypeError for another dtype or different ones; ValueError for rank, sizes that differ, K of 0, a layout that
     TMA cannot load, an unknown activation or variant, or a bias of another shape or device; RuntimeError for a device

@@ -90,24 +90,21 @@ def fitting(device: torch.device) -> tuple[int, int]:
     raise RuntimeError(f"tma_matmul: no tile fits the {limit} bytes of shared memory of {device}")
 
 
-def tma_matmul(
-    a: torch.Tensor, b: torch.Tensor, step: str = "parts", tile: tuple[int, int] | None = None
-) -> torch.Tensor:
+def tma_matmul(a: torch.Tensor, b: torch.Tensor, step: str = "parts") -> torch.Tensor:
     """a [M, K] @ b [K, N] -> c [M, N], contiguous, by one of STEPS, each one change from the one before.
 
     float16 or bfloat16, both the same, with a float32 accumulator. a and b have contiguous rows; K and N are multiples
-    of 8, M is any (0 too). `tile` is its columns, one of BLOCK_NS, and stages; None: the most that fits.
+    of 8, M is any (0 too).
 
     Raises TypeError for another dtype or two dtypes; ValueError for rank, inner sizes that differ, a layout that TMA
-    cannot load (of pointers, too: every step gets the same), an unknown step or another tile; RuntimeError for a device
-    without Triton or an input that requires grad.
+    cannot load (of pointers, too: every step gets the same) or an unknown step; RuntimeError for a device without
+    Triton or an input that requires grad.
     """
     M, N, K = check_gemm("tma_matmul", a, b, DTYPES, tma=True)
     check_choice("tma_matmul", STEPS, step=step)
-    check_choice("tma_matmul", (None, *itertools.product(BLOCK_NS, STAGES)), tile=tile)
     if not (M and N and K):
         return torch.zeros((M, N), dtype=a.dtype, device=a.device)  # nothing to add up, or nothing to write
-    columns, stages = tile or fitting(a.device)
+    columns, stages = fitting(a.device)
     c = torch.empty((M, N), dtype=a.dtype, device=a.device)
     loads, store, parts = step != "pointers", step in ("store", "parts"), PARTS if step == "parts" else 1
     a_desc, b_desc = tma_descriptor(a, [BLOCK_M, BLOCK_K]), tma_descriptor(b, [BLOCK_K, columns])
@@ -130,15 +127,15 @@ def reference(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
 WHOLE, RAGGED, SMALL = (4096, 4096, 4096), (4072, 4104, 4072), (260, 264, 72)
 
 
-def compare(h: Harness, M: int, N: int, K: int, tile: tuple[int, int] | None = None, **options):
-    """The table of one size: every step, on the largest tile that fits unless one is given, beside the library."""
+def compare(h: Harness, M: int, N: int, K: int):
+    """The table of one size: every step beside the library."""
     a, b = h.randn(M, K, dtype=h.half), h.randn(K, N, dtype=h.half)
     library = "cuBLAS" if a.is_cuda else "torch"
-    variants = {step: functools.partial(tma_matmul, step=step, tile=tile) for step in STEPS}
+    variants = {step: functools.partial(tma_matmul, step=step) for step in STEPS}
     work = Work(bytes=2 * (M * K + K * N + M * N), flops=2 * M * N * K, dtype=h.half)
     return h.compare(
         {library: torch.matmul} | variants, reference, a, b, baseline=library, work=work, terms=K,
-        peers=["pointers"], case=f"{M}x{N}x{K}", **options,
+        peers=["pointers"], case=f"{M}x{N}x{K}",
     )  # fmt: skip
 
 

@@ -18,7 +18,7 @@ Needs      triton, sm_90
 Wins when  there are several tiles per SM, and K is short but has more steps than the store has parts.
 Variants   tma_persistent_matmul_schedules.py (one program per tile; persistent, stored between tiles;
            plan(), checks, descriptors)
-Study      studies/tma/tma_persistent_matmul.py, studies/tma/tma_persistent_matmul_descriptors.py
+Study      studies/tma/tma_persistent_matmul.py
 Source     goes beyond the chapter, whose section "Persistent Kernels" has no TMA; tile order as in Triton tutorial 03,
            loops as in tutorial 09
 """
@@ -90,20 +90,19 @@ def matmul_late_kernel(
 
 
 def matmul_tma_persistent(
-    a: torch.Tensor, b: torch.Tensor, out: torch.Tensor | None = None, schedule: str | None = None,
-    group_m: int | None = None,
-) -> torch.Tensor:  # fmt: skip
-    """a [M, K] @ b [K, N] -> c [M, N], contiguous, by the rule of plan(), or by one of SCHEDULES and rows of a group.
+    a: torch.Tensor, b: torch.Tensor, out: torch.Tensor | None = None, schedule: str | None = None
+) -> torch.Tensor:
+    """a [M, K] @ b [K, N] -> c [M, N], contiguous, by the rule of plan(), or by one of SCHEDULES.
 
     float16 or bfloat16, both the same, with a float32 accumulator. a has contiguous rows, b contiguous rows or columns
     (weight.t()); K and N are multiples of 8, M is any (0 too). `out` is contiguous, of the same dtype, and overlaps
     neither.
 
     Raises TypeError for another dtype or two dtypes; ValueError for rank, inner sizes that differ, a layout that TMA
-    cannot load, an unknown schedule or group, late elsewhere than on sm_90 or with K of 256 or less, or another `out`;
+    cannot load, an unknown schedule, late elsewhere than on sm_90 or with K of 256 or less, or another `out`;
     RuntimeError for a device without Triton or with too little shared memory, or for an input that requires grad.
     """
-    c, launch = launch_of("matmul_tma_persistent", matmul_late_kernel, a, b, out, schedule, group_m)
+    c, launch = launch_of("matmul_tma_persistent", matmul_late_kernel, a, b, out, schedule)
     if launch is None:
         return c.zero_()
     kernel, programs, arguments, options = launch
@@ -117,12 +116,17 @@ def prepare_matmul(
     """What computes a @ b into `out` each time it is called, from what a and b then hold; it keeps all three alive.
 
     (A cache by data_ptr would have to keep every output it has seen, or describe memory that has since gone to another
-    tensor.) It launches on the current stream; the current device must be that of a.
+    tensor.) It launches on the current stream, and raises RuntimeError where the current device is not that of a.
     """
     c, launch = launch_of("prepare_matmul", matmul_late_kernel, a, b, out, schedule)
     run_again = c.zero_ if launch is None else prepare_launch(*launch)
 
     def again() -> torch.Tensor:
+        if c.is_cuda and c.device.index != torch.cuda.current_device():
+            raise RuntimeError(
+                f"prepare_matmul: the operands are on {c.device}, and the current device is "
+                f"cuda:{torch.cuda.current_device()}; call it within torch.cuda.device({c.device.index})"
+            )
         run_again()
         return c
 
@@ -133,10 +137,9 @@ def reference(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
     return a.double() @ b.double()
 
 
-def compare(h: Harness, M: int, N: int, K: int, ours: dict[str, Callable], columns: bool = False, **options):
-    """The table of one size: `ours`, functions of a and b, beside the library; `columns` for weight.t() as b."""
-    a = h.randn(M, K, dtype=h.half)
-    b = h.randn(N, K, dtype=h.half).t() if columns else h.randn(K, N, dtype=h.half)
+def compare(h: Harness, M: int, N: int, K: int, ours: dict[str, Callable], **options):
+    """The table of one size: `ours`, functions of a and b, beside the library."""
+    a, b = h.randn(M, K, dtype=h.half), h.randn(K, N, dtype=h.half)
     library = "cuBLAS" if a.is_cuda else "torch"
     work = Work(bytes=2 * (M * K + K * N + M * N), flops=2 * M * N * K, dtype=h.half)
     return h.compare(

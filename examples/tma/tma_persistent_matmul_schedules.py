@@ -98,7 +98,7 @@ def shared_bytes(block_m: int, block_n: int, block_k: int, itemsize: int, stages
     return itemsize * (max(operands, stored) if schedule in ("tile", "pair") else operands + stored) + 256
 
 
-def plan(M: int, N: int, K: int, device: torch.device, schedule: str | None = None, group_m: int | None = None) -> Plan:
+def plan(M: int, N: int, K: int, device: torch.device, schedule: str | None = None) -> Plan:
     """The rule, for 16-bit operands; with `schedule` its first tile that fits, with the most stages.
 
     The smallest tiles of which one wave covers c, so that the most SMs work: tile with 128x64 and six stages, or with
@@ -124,24 +124,20 @@ def plan(M: int, N: int, K: int, device: torch.device, schedule: str | None = No
         for stages in range(max(MOST_STAGES, fewest), fewest - 1, -1):
             if PER_SM[chosen] * (shared_bytes(*sizes, 2, stages, chosen) + RESERVED) <= limit + RESERVED:
                 programs = tiles_of(tile) if chosen in ("tile", "pair") else min(tiles_of(tile), sms)
-                return Plan(chosen, *sizes, warps, stages, group_m or GROUPS[chosen], programs)
+                return Plan(chosen, *sizes, warps, stages, GROUPS[chosen], programs)
     raise RuntimeError(f"matmul_tma_persistent: no tile fits the {limit} bytes of shared memory of {device}")
 
 
-def launch_of(
-    name: str, late_kernel, a, b, out, schedule: str | None, group_m: int | None = None
-) -> tuple[torch.Tensor, tuple | None]:
+def launch_of(name: str, late_kernel, a, b, out, schedule: str | None) -> tuple[torch.Tensor, tuple | None]:
     """c, and what computes it: kernel, programs, arguments and options; None where there is nothing to add up."""
     M, N, K, columns = check_tma_gemm(name, a, b, DTYPES)
     check_choice(name, (None, *SCHEDULES), schedule=schedule)
-    if group_m is not None and (type(group_m) is not int or not 1 <= group_m <= 4096):  # times tiles_n in int32
-        raise ValueError(f"{name}: group_m is {group_m!r}; pass 1 to 4096 rows of tiles, or None for the rule")
     if out is not None:
         check_tma_out(name, out, (M, N), a=a, b=b)
     c = torch.empty((M, N), dtype=a.dtype, device=a.device) if out is None else out
     if not (M and N and K):
         return c, None
-    p = plan(M, N, K, a.device, schedule, group_m)
+    p = plan(M, N, K, a.device, schedule)
     least = PARTS["late"] * p.block_k
     if p.schedule == "late" and (least >= K or architecture(a.device) != 90):
         raise ValueError(f"{name}: schedule 'late' needs K above {least}, got {K}, and an sm_90; take 'split'")

@@ -15,7 +15,7 @@ Needs      triton
 Wins when  TMA: other threads need the tile (the operands of tl.dot), or registers and instructions are short. Data
            that pass through a thread once need no shared memory. The hint: for data that are read again, and there an
            H200 gains next to nothing (the study).
-Study      studies/tma/what_is_tma.py (machine code; what the hint is for)
+Study      studies/tma/what_is_tma.py (registers; what the hint is for)
 Source     chapter section "TMA in Triton", whose `eviction_policy="evict_last"  # TMA hint` is scale_pointers here
 """
 

@@ -1,8 +1,8 @@
-"""Study of blackwell: what becomes of every kernel on every architecture, columns of tensor memory, and all products.
+"""Study of blackwell: what becomes of every kernel on every architecture, columns of tensor memory, FP8.
 
 1. Each variant in 16 bits and FP8, and the block-scaled kernel beside tl.dot_scaled, compiled for sm_80 to sm_120.
 2. The columns of tensor memory that a plan counts, beside those the compiler takes.
-3. pipelined and specialized (by hand on a GPU with tensor memory) beside the library, 16 bits and FP8.
+3. pipelined and specialized (by hand on a GPU with tensor memory) beside the library in FP8.
 4. On such a GPU, block-scaled products beside the library and tl.dot_scaled.
 """
 
@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import functools
 
-from harness import Harness, Table, Work, geomean
+from harness import Harness, Work
 from harness.codegen import CodegenError, Kernel
 
 import torch
@@ -20,11 +20,9 @@ from examples.common.fp8 import E4M3
 from examples.common.gluon import gluon_architecture
 from examples.common.microscaling import FORMATS
 from examples.tma.blackwell import blackwell_matmul, reference
-from examples.tma.blackwell_compiled import LARGE
 from examples.tma.blackwell_plan import (
     BLOCK_BYTES,
     COLUMNS,
-    EPILOGUE_WARPS,
     FIND,
     PARTITIONED,
     VARIANTS,
@@ -58,7 +56,7 @@ def cells(kernel: Kernel) -> dict:
     }  # fmt: skip
 
 
-def show_code(h: Harness, n: int = 4096) -> dict[str, Kernel]:
+def show_code(h: Harness, n: int = 4096) -> None:
     """Every kernel on every architecture, in one table; raises where what is required is missing."""
     mx_matmul = h.peer("fp8/microscaling").mx_matmul
     half, e4m3, short = h.meta(n, n, dtype=h.half), h.meta(n, n, dtype=E4M3), str(h.half).removeprefix("torch.")
@@ -92,43 +90,22 @@ def show_code(h: Harness, n: int = 4096) -> dict[str, Kernel]:
         if kernel.tensor_memory != allocated_columns(used):
             raise CodegenError(f"{what}: {used} columns counted, {kernel.tensor_memory} taken: count them again")
     h.table("columns of tensor memory", taken)
-    return kernels
 
 
-def explain(h: Harness, kernels: dict[str, Kernel]) -> None:
-    """What the code says about partitions, read from it."""
-    for variant in VARIANTS[1:]:
-        for name, kernel in kernels.items():
-            if name.startswith(variant) and not kernel.error:
-                asked = EPILOGUE_WARPS if variant == "by hand" else LARGE[2]
-                made = kernel.found.get("setmaxnreg")
-                h.say(f"{name}: " + (f"partitions, {kernel.warps} warps for {asked}" if made else "none: dropped"))
+def compare_fp8(h: Harness, n: int) -> None:
+    """n x n x n in FP8: every variant that runs here beside the library."""
+    a, b, one = h.randn(n, n, dtype=E4M3), h.randn(n, n, dtype=E4M3), torch.ones((), device=h.device)
 
+    def scaled_mm(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
+        return torch._scaled_mm(a, b.T, one, one, out_dtype=h.half, use_fast_accum=True)
 
-def compare(h: Harness, n: int, dtype: torch.dtype) -> Table:
-    """The table of n x n x n: every variant that runs here beside the library."""
-    a, b = h.randn(n, n, dtype=dtype), h.randn(n, n, dtype=dtype)
-    one = torch.ones((), device=h.device)
-    if h.interpreted:
-        known = {"torch": lambda a, b: a.to(h.half) @ b.to(h.half).T}
-    elif dtype.itemsize == 2:
-        known = {"cuBLAS": lambda a, b: a @ b.T}
-    else:
-        known = {"_scaled_mm": lambda a, b: torch._scaled_mm(a, b.T, one, one, out_dtype=h.half, use_fast_accum=True)}
+    known = {"torch": lambda a, b: a.to(h.half) @ b.to(h.half).T} if h.interpreted else {"_scaled_mm": scaled_mm}
     ours = {v: functools.partial(blackwell_matmul, variant=v, out_dtype=h.half) for v in runnable(h.device)}
-    return h.compare(
-        known | ours, reference, a, b, baseline=next(iter(known)), dtype=h.half, **budget(dtype, n),
-        work=Work(bytes=2 * n * n * dtype.itemsize + 2 * n * n, flops=2 * n**3, dtype=dtype),
-        case=f"{n}x{n}x{n} {str(dtype).removeprefix('torch.')}", title=f"beside {next(iter(known))}",
+    h.compare(
+        known | ours, reference, a, b, baseline=next(iter(known)), dtype=h.half, **budget(E4M3, n),
+        work=Work(bytes=4 * n * n, flops=2 * n**3, dtype=E4M3),
+        case=f"{n}x{n}x{n} float8_e4m3fn", title=f"beside {next(iter(known))}",
     )  # fmt: skip
-
-
-def summarize(h: Harness, tables: list[Table]) -> None:
-    """Geometric means over the cases of one dtype, which has a library call of its own."""
-    if all(tables):
-        library = tables[0].baseline
-        means = {row.variant: round(geomean(tables, library, row.variant), 3) for row in tables[0].rows[1:]}
-        h.fact(f"geometric mean over {library}, {tables[0].case.split()[-1]}", means)
 
 
 def compare_scaled(h: Harness, n: int) -> None:
@@ -150,10 +127,9 @@ def compare_scaled(h: Harness, n: int) -> None:
 def study(h: Harness) -> None:
     here = has_tensor_memory(gluon_architecture(h.device))
     if h.shows_code:
-        explain(h, show_code(h))
-        h.fact("tensor memory", "there is, so all of this ran" if here else "none here: compiled, not run")
+        show_code(h)
     sizes = h.pick(interpreted=(160,), quick=(4096,), full=(4096, 8192)) if h.timing else (160,)
-    for dtype in (h.half, E4M3):
-        summarize(h, [compare(h, n, dtype) for n in sizes])
-    for n in sizes if here else ():
-        compare_scaled(h, n)
+    for n in sizes:
+        compare_fp8(h, n)
+        if here:
+            compare_scaled(h, n)

@@ -1,151 +1,117 @@
-"""descriptors, measured: windows of every rank and layout, the code of each form, the allocator, the host's time.
+"""descriptors, broken: what a launch does with a broken rule of a descriptor, or with a box at a forbidden place.
 
-1. window() on tensors of every rank and odd layouts, beyond every edge, with zeros and with NaN around them.
-2. What each form of the copy is in PTX.
-3. What a launch without an allocator says, and how much workspace a launch takes.
-4. What a call takes on the host; what descriptors made by programs take on the GPU, for each tile.
+A tensor that breaks one of RULES goes to Triton as it is, in a host descriptor and in one that the kernel makes; what
+TensorDescriptor refuses is not launched. A box breaks no rule of its descriptor, but begins where none may begin, or
+is stored to rows that end within 16 bytes. On a GPU each launch has a process of its own, as an illegal instruction
+ends the process's use of the GPU; without one the interpreter runs it.
 """
 
 from __future__ import annotations
 
-import contextvars
-import math
-import re
-from collections import Counter
+from contextlib import ExitStack
 
 from harness import Harness
-from harness.codegen import CodegenError, dump
-from harness.hardware import enqueue_ms
+from harness.process import Child, ChildFailed, report
 
 import torch
 import triton
+from triton.tools.tensor_descriptor import TensorDescriptor
 
-from examples.common.device import device_limits
-from examples.tma.descriptors import (
-    COPIES,
-    PROGRAMS_PER_SM,
-    TILE,
-    copy,
-    descriptor,
-    launch_copy,
-    with_workspace,
-)
-from examples.tma.descriptors_rules import require_descriptor
-from examples.tma.descriptors_window import FORMS, window, window_reference
+from examples.common.tma import rows_for_tma, tma_descriptor
+from examples.tma.descriptors import copy_device_kernel, copy_host_kernel, with_workspace
+from examples.tma.descriptors_rules import OFFLINE, RULES, noticed, numbered
 
-WORKSPACE = 128  # bytes of one descriptor
-
-
-def windows(h: Harness) -> dict[str, tuple[torch.Tensor, tuple, tuple, tuple | None]]:
-    """Tensors of every rank and odd layouts, each with a window that leaves it on some side."""
-    half = h.half
-    return {
-        "1-D": (h.randn(777, dtype=half), (-8,), (900,), None),
-        "2-D, sizes of nothing in particular": (h.randn(67, 96, dtype=half)[:, :91], (0, 0), (67, 91), (32, 64)),
-        "2-D, quite outside": (h.randn(5, 8, dtype=half), (5, 0), (4, 8), None),
-        "2-D, a block of 512 rows": (h.randn(700, 8, dtype=half), (-100, 0), (900, 8), (512, 8)),
-        "2-D, 1024 columns in a block": (h.randn(5, 1032, dtype=half), (1, 8), (3, 1032), (1, 1024)),
-        "2-D, every third row": (h.randn(60, 64, dtype=half)[::3, 8:40], (1, 8), (25, 40), (8, 16)),
-        "3-D, turned": (h.randn(6, 9, 40, dtype=half).transpose(0, 1), (-1, 3, 16), (7, 4, 32), (4, 2, 16)),
-        "4-D": (h.randn(3, 4, 5, 48, dtype=half)[1:, :, ::2, 16:], (1, -1, 1, 16), (2, 4, 2, 32), (1, 4, 2, 16)),
-        "5-D": (h.randn(2, 3, 4, 5, 24, dtype=half), (0, 1, -1, 2, 8), (2, 2, 3, 4, 16), (1, 2, 2, 4, 16)),
-        "float32": (h.randn(20, 36), (2, 4), (30, 40), None),
-    }
+BOX = (16, 32)
+# Of float16: where the box is loaded from a matrix of 64 x 64, where it is stored to another, and the columns of that.
+BOXES = {
+    "load from row -3, column -8": ((-3, -8), (0, 0), 64),  # is allowed: zeros arrive for what lies outside
+    "load from column 1": ((0, 1), (0, 0), 64),
+    "load from column 300": ((0, 300), (0, 0), 64),
+    "store to column 1": ((0, 0), (0, 1), 64),
+    "store to row -3": ((0, 0), (-3, 0), 64),
+    "store to column -8": ((0, 0), (0, -8), 64),
+    "store to rows of 63": ((0, 0), (0, 32), 63),
+}
 
 
-def every_form(x: torch.Tensor, starts: tuple, sizes: tuple, block: tuple | None) -> tuple[torch.Tensor, ...]:
-    """The window once by each form, with zeros around it, and with NaN."""
-    return tuple(window(x, starts, sizes, block, padding, form) for form in FORMS for padding in ("zero", "nan"))
+@triton.jit
+def move_box_kernel(x_desc, y_desc, x_row, x_col, y_row, y_col):
+    y_desc.store([y_row, y_col], x_desc.load([x_row, x_col]))
 
 
-def references(x: torch.Tensor, starts: tuple, sizes: tuple, block: tuple | None) -> tuple[torch.Tensor, ...]:
-    return tuple(window_reference(x, starts, sizes, padding=padding) for padding in ("zero", "nan")) * len(FORMS)
+def move_box(name: str, device: torch.device | str) -> tuple[torch.Tensor, torch.Tensor]:
+    """All of the memory around the target after the move, and what should be there."""
+    (x_row, x_col), (y_row, y_col), columns = BOXES[name]
+    x, around = numbered(device, 64, 64), numbered(device, 64, 128) - 300
+    box = torch.nn.functional.pad(x, (512,) * 4)[512 + x_row :, 512 + x_col :][: BOX[0], : BOX[1]]
+    want = torch.nn.functional.pad(around, (64,) * 4)
+    want[64 + y_row :, 64 + y_col :][: BOX[0], : BOX[1]] = box
+    want = want[64:-64, 64:-64]
+    want[:, columns:] = around[:, columns:]
+    described = (tma_descriptor(t, list(BOX)) for t in (x, around[:, :columns]))
+    move_box_kernel[(1,)](*described, x_row, x_col, y_row, y_col)
+    return around, want
 
 
-def show_code(h: Harness) -> None:
-    """What each form is in PTX."""
-    x, rows = h.meta(4096, 4096, dtype=torch.float16), {}
-    for form in COPIES[:3]:
-        ptx = dump(copy, (form, x), sm=90)["ptx"]
-        names = re.findall(r"^\t(?:@!?%p\d+ )?([a-z][\w.:]*)", ptx, re.MULTILINE)
-        count = Counter(name.split(".")[0] for name in names)
-        arguments = re.findall(r"^\t\.param (?:\.align \d+ )?\.[a-z](\d+)[^,\n]*?(?:\[(\d+)\])?,?$", ptx, re.MULTILINE)
-        rows[form] = {
-            "instructions": len(names),
-            "tensormap": count["tensormap"],
-            "fence": count["fence"],
-            "bytes of arguments": sum(int(bits) // 8 * int(many or 1) for bits, many in arguments),
-        }
-    if rows["host"]["tensormap"] or not rows["device"]["tensormap"]:
-        raise CodegenError(f"descriptors: tensormap instructions belong to the device form alone, found {rows}")
-    h.table("PTX of a copy on sm_90", rows)
+def copy_broken(form: str, rule: str, device: torch.device | str) -> tuple[torch.Tensor, torch.Tensor]:
+    """A copy as Triton makes it of the tensor that breaks the rule, and the tensor."""
+    x, padding, block = RULES[rule][1](device)
+    (M, N), y = x.shape, rows_for_tma(x)
+    grid = (triton.cdiv(M, block[0]) * triton.cdiv(N, block[1]),)
+    if form == "host":
+        x_desc = TensorDescriptor(x, list(x.shape), list(x.stride()), list(block), padding)
+        copy_host_kernel[grid](x_desc, tma_descriptor(y, list(block)), N, *block)
+    else:
+        strides = x.stride(0), y.stride(0)
+        with_workspace(y.device, lambda: copy_device_kernel[grid](x, y, M, N, *strides, *block, KEPT=False))
+    return y, x
 
 
-def show_allocator(h: Harness) -> None:
-    """What a launch without an allocator says, and how much workspace a launch takes."""
-    x = h.randn(200, 96, dtype=h.half)
-    y, asked = torch.empty_like(x), []
-
-    def remember(size: int, alignment: int, stream: int | None) -> torch.Tensor:
-        asked.append(f"{size} bytes, aligned to {alignment}")
-        return torch.empty(size, dtype=torch.uint8, device=h.device)
-
+def outcome(form: str, case: str, device: torch.device | str) -> str:
+    """What comes of a launch: the error, or how many values are wrong."""
     try:
-        contextvars.Context().run(launch_copy, "device", x, y)  # a context in which nobody has set one
-        message = "nothing"
-    except RuntimeError as error:
-        message = f"{type(error).__name__}: {error}"
-    h.fact("a launch that finds no allocator", message)
-    context = contextvars.copy_context()
-    context.run(triton.set_allocator, remember)
-    context.run(launch_copy, "device", x, y)
-    programs = math.prod(triton.cdiv(n, b) for n, b in zip(x.shape, TILE, strict=True))
-    found = {"programs": programs, "descriptors": 2, "predicted bytes": 2 * programs * WORKSPACE, "asked": asked}
-    h.fact("workspace of a launch", found)
+        got, want = move_box(case, device) if case in BOXES else copy_broken(form, case, device)
+        wrong = int((got != want).sum())
+    except Exception as error:
+        while error.__cause__ is not None:  # of Triton's wrappers, the innermost
+            error = error.__cause__
+        return f"{type(error).__name__}: {error}".splitlines()[0]
+    return f"{wrong} of {want.numel()} wrong" if wrong else "right"
 
 
-def show_host_cost(h: Harness) -> None:
-    """What a call takes on the host."""
-    x = h.randn(64, 64, dtype=h.half)
-    y = torch.empty_like(x)
-    kept = descriptor(x), descriptor(y)
-    calls = {
-        "make 2 TensorDescriptors": lambda: (descriptor(x), descriptor(y)),
-        "require_descriptor, twice": lambda: [require_descriptor("copy", t, TILE) for t in (x, y)],
-        "launch, pointers": lambda: launch_copy("pointers", x, y),
-        "launch, host descriptors kept": lambda: launch_copy("host", x, y, kept),
-        "launch, host descriptors made": lambda: launch_copy("host", x, y),
-        "launch, device descriptors": lambda: with_workspace(h.device, lambda: launch_copy("device", x, y)),
-    }
-    for call in calls.values():
-        call()  # compiles
-    h.fact("host us for each call", {name: round(1000 * enqueue_ms(call), 2) for name, call in calls.items()})
+def child_outcome(form: str, case: str) -> None:
+    report(outcome=outcome(form, case, "cuda"))
 
 
-def explain(h: Harness, table) -> None:
-    """What the lesson's table says of one tile: who makes the descriptors is all in which its kernels differ."""
-    n = int(table.case.split("x")[0])
-    sms, tiles = device_limits(h.device).sms, math.prod(triton.cdiv(n, b) for b in TILE)
-    more = {form: table[form].ms - table["host"].ms for form in COPIES[2:]}
-    each = {form: round(1e6 * ms * sms / tiles, 1) for form, ms in more.items()}
-    h.fact("ns of an SM more than with host descriptors, per tile", each)
-    h.say(
-        f"{tiles} tiles of {2 * math.prod(TILE) // 1024} KiB: descriptors made by each program cost "
-        f"{more['device'] / table['host'].ms:+.1%} of the time, made once by {PROGRAMS_PER_SM * sms} programs "
-        f"{more['device, kept'] / table['host'].ms:+.1%}"
-    )
+def of_child(child: Child) -> str:
+    try:
+        return child.result()["outcome"]
+    except (ChildFailed, TimeoutError) as error:
+        return f"no result: {str(error).splitlines()[-1]}"
 
 
 def study(h: Harness) -> None:
-    for name, case in windows(h).items():
-        h.check(every_form, references, *case, what=f"window {name}", terms=0, constant_ok=True)
-    if h.profile:
+    gpu = h.device.type == "cuda"
+    if h.profile or (gpu and not h.timing):  # a run that only checks meets no fault
+        h.fact("broken rules", "launched by a run that times, and only there")
         return
-    if h.shows_code:
-        show_code(h)
-    show_allocator(h)
-    if h.timing and h.device.type == "cuda":
-        show_host_cost(h)
-    for table in h.lesson:
-        if table:
-            explain(h, table)
+    refused, rows = noticed(h.device), {}
+    for rule, (_, broken) in RULES.items():
+        x, padding, block = broken("meta")
+        large = "not run, for its size" if rule in OFFLINE else ""
+        rows[rule] = {"host": "refused when it is made" if rule in refused else large}
+        if padding == "zero" and x.ndim == len(block) == 2:
+            rows[rule]["device"] = large
+    rows |= {name: {"host": ""} for name in BOXES}
+    runs = [(case, form) for case, row in rows.items() for form, result in row.items() if not result]
+    with ExitStack() as stack, h.progress("breaking every rule"):
+        if gpu:
+            children = [stack.enter_context(Child(child_outcome, form, case, timeout=45)) for case, form in runs]
+            results = list(map(of_child, children))
+        else:
+            results = [outcome(form, case, h.device) for case, form in runs]
+    for (case, form), result in zip(runs, results, strict=True):
+        rows[case][form] = result
+    h.table("what a launch does with a broken rule, by who makes the descriptor", rows)
+    silent = [f"{case} ({form})" for (case, form), result in zip(runs, results, strict=True) if " wrong" in result]
+    h.say(f"wrong without an error: {'; '.join(silent) or 'none here'}")

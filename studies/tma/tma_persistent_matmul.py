@@ -1,94 +1,110 @@
-"""Study of the persistent TMA matmul: every schedule over sizes and layers, and how the rule of plan() was found.
+"""Study of the persistent TMA matmul: every schedule over sizes and layers, and who makes the descriptors.
 
-1. All five schedules and the rule, beside cuBLAS: squares and the layers of a transformer, as time for each wave.
+1. All five schedules and the rule of plan(), beside cuBLAS: squares and the layers of a transformer.
 2. Few tiles, where tiles of 128x256 would leave most SMs idle: in all of one wave, or in the second.
-3. GROUP_M, the rows of tiles in a group: what the programs load together should fit L2.
-4. b as weight.t(), which nn.Linear has: contiguous columns.
+3. Schedule split with descriptors made by the host for each call; by the host once (prepare_matmul); by each program
+   before its loop; or, a mistake, by each program for every tile. The GPU's time shows what the last two cost it, and a
+   caller in a loop what the first costs the host.
 """
 
 from __future__ import annotations
 
 import functools
+import math
+from collections.abc import Callable
 
-from harness import Harness, Table, geomean
+from harness import Harness, Table, Timing, geomean
 
+import torch
 import triton
 
-from examples.tma.tma_persistent_matmul import compare, matmul_tma_persistent
-from examples.tma.tma_persistent_matmul_schedules import PER_SM, SCHEDULES, plan, runnable
+from examples.common.operands import check_tma_gemm
+from examples.common.tma import launch_with_scratch, tma_strides
+from examples.tma.tma_persistent_matmul import compare, matmul_tma_persistent, prepare_matmul
+from examples.tma.tma_persistent_matmul_schedules import (
+    DTYPES,
+    PARTS,
+    PER_SM,
+    SCHEDULES,
+    matmul_flattened_kernel,
+    plan,
+    runnable,
+)
 
-SQUARES = [(n, n, n) for n in (2048, 4096, 8192, 16384)]
-LAYERS = [(4096, 14336, 4096), (4096, 4096, 14336), (2048, 28672, 8192), (8192, 28672, 8192)]
+SIZES = [(n, n, n) for n in (2048, 4096, 8192, 16384)] + [(4096, 14336, 4096), (4096, 4096, 14336)]
 FEW_TILES = [(1024, 1024, 1024), (2560, 1664, 4096)]  # on 132 SMs: a quarter of a wave of 128x256 tiles, and 1.06
 SMALL = [(257, 264, 264)]  # more tiles than the interpreter has SMs, tails everywhere, more steps than parts
+PLACES = {"program, once": "program", "program, each tile": "tile"}
 
 
-def waves(h: Harness, M: int, N: int, K: int, schedule: str | None = None) -> tuple[int, int]:
-    """Tiles of c, and the programs that hold one at a time."""
-    p = plan(M, N, K, h.device, schedule)
-    return triton.cdiv(M, p.block_m) * triton.cdiv(N, p.block_n), PER_SM[p.schedule] * (h.machine.sms or 4)
-
-
-def say_what_was_taken(h: Harness, M: int, N: int, K: int) -> None:
-    p, (tiles, places) = plan(M, N, K, h.device), waves(h, M, N, K)
-    h.say(
-        f"{M}x{N}x{K}: the rule took {p.schedule}, {p.stages} stages, groups of {p.group_m}; {tiles} tiles of "
-        f"{p.block_m}x{p.block_n}, {places} at a time, are {tiles / places:.2f} waves, paid as "
-        f"{triton.cdiv(tiles, places)}"
-    )
-
-
-def compare_schedules(h: Harness, M: int, N: int, K: int) -> Table:
-    ours = {name: functools.partial(matmul_tma_persistent, schedule=name) for name in runnable(h.device)}
-    table = compare(h, M, N, K, {"triton": matmul_tma_persistent} | ours, title="schedules")
+def compare_schedules(h: Harness, size: tuple[int, int, int], names: tuple[str, ...], title: str) -> Table:
+    ours = {name: functools.partial(matmul_tma_persistent, schedule=name) for name in names}
+    table = compare(h, *size, {"triton": matmul_tma_persistent} | ours, title=title)
     if table:
-        say_what_was_taken(h, M, N, K)
-        us = {}
-        for name in ("triton", *ours):
-            tiles, places = waves(h, M, N, K, None if name == "triton" else name)
-            us[name] = 1000 * table[name].ms / triton.cdiv(tiles, places)
-        h.say("us of a wave: " + ", ".join(f"{name} {length:.2f}" for name, length in us.items()))
+        p = plan(*size, h.device)
+        tiles, places = triton.cdiv(size[0], p.block_m) * triton.cdiv(size[1], p.block_n), PER_SM[p.schedule]
+        h.say(
+            f"{table.case}: the rule took {p.schedule}, {p.stages} stages; {tiles} tiles of {p.block_m}x{p.block_n} "
+            f"are {tiles / (places * h.machine.sms):.2f} waves"
+        )
     return table
 
 
-def summarize(h: Harness, what: str, tables: list[Table]) -> None:
-    """Geometric mean and least of each variant over all cases, beside the library."""
-    if tables and all(tables):
-        library = tables[0].baseline
-        rows = {
-            row.variant: {
-                "geometric mean": round(geomean(tables, library, row.variant), 4),
-                "least": round(min(table.over(library, row.variant) for table in tables), 4),
-            }
-            for row in tables[0].rows[1:]
-        }
-        h.table(f"over {library}, {what}", rows)
+def matmul_device_descriptors(a: torch.Tensor, b: torch.Tensor, where: str) -> torch.Tensor:
+    """matmul_tma_persistent(a, b, schedule="split"), with descriptors that the kernel makes: `where` of PLACES."""
+    M, N, K, columns = check_tma_gemm("matmul_device_descriptors", a, b, DTYPES)
+    c = torch.empty((M, N), dtype=a.dtype, device=a.device)
+    p = plan(M, N, K, a.device, "split")
+    operands = a, b.t() if columns else b, c
+    strides = [tma_strides(x)[0] for x in operands]  # a multiple of 16 bytes also where there is but one row
+    launch_with_scratch(
+        a.device,
+        lambda: matmul_flattened_kernel[(p.programs,)](
+            *operands, M, N, K, *strides, DESCRIPTORS=where, B_COLUMNS=columns, BLOCK_M=p.block_m, BLOCK_N=p.block_n,
+            BLOCK_K=p.block_k, GROUP_M=p.group_m, STAGES=p.stages, PARTS=PARTS[p.schedule], num_warps=p.warps,
+        ),
+    )  # fmt: skip
+    return c
 
 
-def show_code(h: Harness, n: int = 8192) -> None:
-    x, find = h.meta(n, n), {90: ("cp.async.bulk.tensor", "mbarrier", "wgmma")}
-    kernels = {
-        name: k for name in SCHEDULES for k in h.codegen(matmul_tma_persistent, x, x.t(), schedule=name, find=find)
-    }
-    held = [f"{name} {kernel.registers} registers, {kernel.shared >> 10} KiB" for name, kernel in kernels.items()]
-    h.say(f"on sm_90, a thread and a program: {'; '.join(held)}")
+def prepared() -> Callable:
+    """A function of a and b that prepares at its first call, for the buffers of a model, which stay."""
+    call = None
+
+    def matmul_prepared(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
+        nonlocal call
+        call = call or prepare_matmul(a, b, a.new_full((a.shape[0], b.shape[1]), math.nan), "split")
+        return call()
+
+    return matmul_prepared
+
+
+def compare_places(h: Harness, n: int, end_to_end: bool) -> None:
+    """What the GPU takes, or what a caller in a loop waits for."""
+    ours = {"host, each call": functools.partial(matmul_tma_persistent, schedule="split")}
+    ours |= {name: functools.partial(matmul_device_descriptors, where=where) for name, where in PLACES.items()}
+    ours["host, prepared"] = prepared()
+    title = "descriptors, whole calls" if end_to_end else "descriptors"
+    table = compare(h, n, n, n, ours, title=title, timing=Timing(end_to_end=end_to_end))
+    if table and end_to_end:
+        rows = {r.variant: {"host": round(r.enqueue_us, 1), "call": round(1000 * r.ms, 1)} for r in table.rows}
+        h.table(f"microseconds of the host, and of a call in a loop, {table.case}", rows)
 
 
 def study(h: Harness) -> None:
-    show_code(h)
-    sizes = h.pick(interpreted=SMALL, quick=SQUARES[:2], full=SQUARES + LAYERS)
-    summarize(h, "schedules", [compare_schedules(h, *size) for size in sizes])
+    x, find = h.meta(8192, 8192), {90: ("cp.async.bulk.tensor", "mbarrier", "wgmma")}
+    for name in SCHEDULES:
+        h.codegen(matmul_tma_persistent, x, x.t(), schedule=name, find=find)
+    for where in PLACES.values():
+        h.codegen(matmul_device_descriptors, x, x, where, find=find)
 
+    sizes = h.pick(interpreted=SMALL, quick=SIZES[:2], full=SIZES)
+    tables = [compare_schedules(h, size, runnable(h.device), "schedules") for size in sizes]
+    if all(tables):
+        means = {row.variant: round(geomean(tables, "cuBLAS", row.variant), 4) for row in tables[0].rows[1:]}
+        h.fact("geometric mean over cuBLAS, schedules", means)
     for size in h.pick(interpreted=[], quick=FEW_TILES[:1], full=FEW_TILES):
-        ours = {"triton": matmul_tma_persistent, "split": functools.partial(matmul_tma_persistent, schedule="split")}
-        if compare(h, *size, ours, title="few tiles"):
-            say_what_was_taken(h, *size)
-
-    for size in h.pick(interpreted=SMALL, quick=SQUARES[1:2], full=[SQUARES[3], LAYERS[0]]):
-        groups = {f"groups of {n}": functools.partial(matmul_tma_persistent, group_m=n) for n in (1, 4, 8, 16, 32)}
-        if table := compare(h, *size, groups, title="groups"):
-            h.say(f"{table.case}: fastest {table.best.variant}; the rule takes {plan(*size, h.device).group_m}")
-
-    sizes = h.pick(interpreted=SMALL, quick=SQUARES[1:2], full=[*SQUARES[1:3], *LAYERS[:2]])
-    ours = {"triton": matmul_tma_persistent}
-    summarize(h, "b.t()", [compare(h, *size, ours, columns=True, title="b.t()") for size in sizes])
+        compare_schedules(h, size, ("split",), "few tiles")
+    n = h.pick(interpreted=264, quick=2048, full=2048)
+    for end_to_end in (False, True):
+        compare_places(h, n, end_to_end)

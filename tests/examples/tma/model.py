@@ -20,6 +20,7 @@ import triton
 from hypothesis import Phase, settings
 from triton.runtime.jit import JITFunction
 
+from examples.common.device import SHARED_LIMIT, Limits
 from examples.common.fp8 import E4M3
 from examples.common.microscaling import FORMATS, dequantize
 
@@ -378,11 +379,13 @@ class OnModel:
         return launch
 
 
-def use_model(monkeypatch, kernels, seed=0):
-    """Run `kernels`, {name: module}, on the model. The list of the SMs that will have run."""
+def use_model(monkeypatch, kernels, seed=0, sms=None):
+    """Run `kernels`, {name: module}, on the model, with so many SMs. The list of the SMs that will have run."""
     if hardware.machine().mode != "interpreted":
         pytest.skip("the model is for machines without a GPU")
     ran = []
     for name, module in kernels.items():
+        if sms:
+            monkeypatch.setattr(module, "device_limits", lambda device: Limits(sms, SHARED_LIMIT[90]), raising=False)
         monkeypatch.setattr(module, name, OnModel(getattr(module, name), ran, seed))
     return ran

@@ -3,11 +3,9 @@
 import functools
 import re
 
-from harness.bench import Row, Table
 from harness.codegen import dump
 
 import pytest
-import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -17,7 +15,7 @@ from examples.tma import gluon_matmul as module
 from examples.tma import gluon_matmul_ring as ring
 from examples.tma.gluon_matmul import BEHIND, BUFFERS, DTYPES, PARTS, STAGES, STEPS, TILE, gluon_matmul, reference
 from examples.tma.gluon_matmul_ring import gluon_matmul_one_buffer, gluon_matmul_ring
-from tests.examples.tma.helpers import check_tall_and_wide
+from tests.examples.tma.helpers import check_tall_and_wide, odd_operands
 from tests.examples.tma.model import no_shrinking, use_model
 from tests.examples.triton.helpers import code, harness, meta, refused
 
@@ -36,8 +34,7 @@ def check(h, a, b, step, what=None):
 def on_model(monkeypatch, seed=0, sms=1):
     names = {"gluon_matmul_kernel": module, "gluon_matmul_one_buffer_kernel": ring, "gluon_matmul_ring_kernel": ring}
     monkeypatch.setattr(common, "gluon_architecture", lambda device: 90)
-    monkeypatch.setattr(module, "device_limits", lambda device: Limits(sms, SHARED_LIMIT[90]))
-    return use_model(monkeypatch, names, seed)
+    return use_model(monkeypatch, names, seed, sms)
 
 
 @pytest.mark.parametrize("step", KERNELS)
@@ -67,7 +64,7 @@ def test_the_second_consumer_waits_once_a_tile_where_a_tile_fills_the_ring(h, mo
     assert {sm.waits[2] for sm in ran} == {6 * staggered}
 
 
-# --- code# --- code
+# --- code
 
 
 def test_generated_code():
@@ -98,13 +95,6 @@ def test_what_is_refused(h, monkeypatch):
         refused(fn, ValueError, "K is 12", a[:, :12], b[:12])
 
 
-def test_the_answer_on_hopper():
-    for gluon, verdict in [(1.0, "it buys little."), (0.5, "it pays."), (2.0, "it does not pay.")]:
-        ms = {"cuBLAS": 1.0, "triton": 1.0, "one buffer": 2.0, "ring": 1.0, "gluon": gluon}
-        rows = [Row(name, name not in ("cuBLAS", "triton"), None, 0, t, speedup=1 / t) for name, t in ms.items()]
-        assert module.answer([Table("gluon_matmul", "4096", "cuBLAS", rows)]).endswith(f"1.00x cuBLAS: {verdict}")
-
-
 # --- what only a GPU can say
 
 
@@ -124,31 +114,13 @@ SHAPES = [(1, 8, 8), (129, 264, 72), (5, 136, 8), (5, 16, 0), (0, 16, 8), (5, 0,
 @pytest.mark.gpu
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_on_the_gpu(hopper, monkeypatch, dtype):
-    """Shapes, layouts, NaN and infinity; a ring that is shorter, as long and longer than a tile; and every launch and
-    every step give the same bits: a buffer read or written at the wrong time would show in time."""
-    a, b = hopper.randn(140, 160, dtype=dtype), hopper.randn(200, 320, dtype=dtype)
-    odd_a, odd_b = hopper.randn(130, 72, dtype=dtype), hopper.randn(72, 264, dtype=dtype)
-    odd_a[3, 5], odd_a[129, 71], odd_b[2, 9], odd_b[71, 263] = (float(x) for x in ("nan", "inf", "-inf", "nan"))
-    layouts = [
-        (odd_a, odd_b),  # these reach what torch says they reach: nothing beside the tail of a tile
-        (a, b[:160, :104]),  # rows apart: what lies between them must not count
-        (a[:, 8:80], b[:72]),  # a start 16 bytes later
-        (a[::3, :72], b[:144:2, 16:]),  # every third, every second row
-        (a[:1, :72].as_strided((1, 72), (5, 1)), b[:72, :40]),  # one row, with a stride nobody steps by
-        (a, b[:136, :160].t()),  # columns apart
-    ]
-    for M, N, K in SHAPES:
-        x, w = hopper.randn(M, K, dtype=dtype), hopper.randn(N, K, dtype=dtype)
-        layouts += [(x, w.t()), (x, w.t().contiguous())]
+    """Shapes, layouts, NaN and infinity; a ring that is shorter, as long and longer than a tile. (That every launch
+    gives the same bits is in tests/test_blackwell_optimizations.py.)"""
+    pairs = [(hopper.randn(M, K, dtype=dtype), hopper.randn(N, K, dtype=dtype)) for M, N, K in SHAPES]
     for step in KERNELS:
-        for left, right in layouts:
-            check(hopper, left, right, step)
-    for M, N, K in [(4096, 4096, 256), (1000, 8200, 1040), (16384, 512, 64), (304, 264, 8192)]:
-        x, w = hopper.randn(M, K, dtype=dtype), hopper.randn(N, K, dtype=dtype)
-        for b in (w.t(), w.t().contiguous()):
-            first = gluon_matmul_one_buffer(x, b)
-            for step, fn in KERNELS.items():
-                assert all(torch.equal(fn(x, b), first) for _ in range(50)), (step, M, N, K)
+        for x, w in [*odd_operands(hopper, dtype), *pairs]:
+            check(hopper, x, w.t(), step)
+            check(hopper, x, w.t().contiguous(), step)
     for sms in (1, 7, 132):
         monkeypatch.setattr(module, "device_limits", lambda device, sms=sms: Limits(sms, SHARED_LIMIT[90]))
         for steps in range(1, 10):

@@ -3,6 +3,7 @@
 import math
 import sys
 
+from harness.check import CheckError
 from harness.codegen import compile_for, dump
 
 import pytest
@@ -14,8 +15,8 @@ from examples.common.device import SHARED_LIMIT, Limits
 from examples.tma import tma_copy_triton as triton_copies
 from examples.tma.tma_copy import tma_copy
 from examples.tma.tma_copy_triton import PLANS, VARIANTS, lag, loads_in_flight, runnable
-from studies.tma.tma_copy import copy_planned
-from studies.tma.tma_copy_edges import bits, padded, up_to_16_bytes, written
+from studies.tma import tma_copy as study
+from studies.tma.tma_copy import bits, up_to_16_bytes, written_beside
 from tests.examples.tma.helpers import launches
 from tests.examples.tma.model import no_shrinking, use_model
 from tests.examples.triton.helpers import code, harness, meta, refused
@@ -25,11 +26,31 @@ X = meta(8192, 8192, dtype=torch.float16)
 
 
 def edges_hold(h, x, variant, plan=None, margin=16):
-    """written() holds the inside and all beyond 16 bytes; what a store does with the rest of them is all or nothing."""
-    found = written(x, variant, margin, plan)
-    assert found.inside == x.numel()
-    assert found.elsewhere == 0
-    assert found.up_to_16_bytes in ((0,) if h.interpreted or variant == "pointers" else (0, up_to_16_bytes(x)))
+    """It checks the inside and all beyond 16 bytes; what a store does with the rest of them is all or nothing."""
+    beside = written_beside(x, variant, margin, plan)
+    assert beside in ((0,) if h.interpreted or variant == "pointers" else (0, up_to_16_bytes(x)))
+
+
+def test_what_a_copy_writes_beside_its_output_is_seen(h, monkeypatch):
+    """A store beyond 16 bytes, to another row, or by pointers to the very next element; a missing tile."""
+    x = h.randn(40, 77, dtype=torch.float16)  # 3 elements short of 16 bytes
+
+    def wider(by, below=0):
+        def store(x, y, variant, plan):
+            y.as_strided((x.shape[0] + below, x.shape[1] + by), y.stride()).fill_(1.0)
+            y.copy_(x)
+
+        monkeypatch.setattr(study, "launch_copy", store)
+
+    wider(3)
+    assert written_beside(x, "tile") == up_to_16_bytes(x) == 40 * 3
+    for variant, more in [("pointers", (3, 0)), ("tile", (4, 0)), ("ring", (0, 1))]:
+        wider(*more)
+        with pytest.raises(CheckError, match=f"tma_copy {variant} wrote outside"):
+            written_beside(x, variant)
+    monkeypatch.setattr(study, "launch_copy", lambda x, y, variant, plan: y[8:].copy_(x[8:]))
+    with pytest.raises(CheckError, match=f"tma_copy tile: {8 * 77} elements are not those of x"):
+        written_beside(x, "tile")
 
 
 @pytest.mark.parametrize("variant", VARIANTS)
@@ -63,23 +84,17 @@ def test_bits_arrive_as_they_are(h, dtype):
         assert torch.equal(bits(tma_copy(x, variant)), bits(x)), variant
 
 
-def test_an_out_that_tma_would_leave(h):
-    """Refused everywhere, though the interpreter stops at the element; pointers take it."""
-    x, memory = padded(h, 4, 13, torch.float16), torch.zeros(4, 24, dtype=torch.float16, device=h.device)
-    for variant in set(TMA_VARIANTS) & set(runnable()):
-        refused(tma_copy, ValueError, "out are 26 bytes long, .*variant='pointers'", x, variant, out=memory[:, :13])
-    assert not memory.any()
-    tma_copy(x, "pointers", out=memory[:, :13])
-    assert torch.equal(memory[:, :13], x)
-    assert not memory[:, 13:].any()
-
-
-def test_strides(h):
-    """An output has its own; pointers take rows that TMA cannot; a single row or column may have any stride."""
+def test_outputs_and_strides(h):
+    """Pointers take rows that TMA cannot; a single row or column may have any stride. An out whose rows end within 16
+    bytes is refused everywhere by TMA, though the interpreter stops at the element."""
     x, odd = h.randn(70, 136, dtype=torch.float16)[:, :120], h.randn(20, 33, dtype=torch.float16)[:, 1:24]
     row, column = h.randn(1, 13, dtype=torch.float16), h.randn(40, 8, dtype=torch.float16)[:, :1]
-    assert torch.equal(tma_copy(odd, "pointers"), odd)
+    out = torch.zeros(20, 24, dtype=torch.float16, device=h.device)
+    assert torch.equal(tma_copy(odd, "pointers", out[:, :23]), odd)
+    assert not out[:, 23:].any()
     for variant in runnable():
+        if variant != "pointers":
+            refused(tma_copy, ValueError, "out are 26 bytes long, .*variant='pointers'", row, variant, out[:1, :13])
         out = torch.full((70, 128), math.nan, dtype=x.dtype, device=x.device)[:, :120]
         assert tma_copy(x, variant, out=out) is out
         assert torch.equal(out, x), variant
@@ -107,15 +122,11 @@ def test_on_the_gpu(h, gpu_gib):
 
 def test_what_it_compiles_to():
     """Without a swizzle a ring's row of 256 values is one box; swizzled it would be four of 128 bytes."""
-    for variant, sm in (("pointers", 90), ("pipelined", 100), ("ring", 90)):
-        found = "ld.global.v4" if variant == "pointers" else "cp.async.bulk.tensor"
-        kernel = code(sm, found, tma_copy, X, variant)
-        assert kernel.warps == PLANS[variant].warps
-        assert ("cp.async.bulk.tensor" in kernel.found) == (variant != "pointers")
     # STAGES - LAG loads before the loop, one in it, and one store.
     ptx, plan = dump(tma_copy, (X, "ring"), sm=90)["ptx"], PLANS["ring"]
     assert ptx.count("cp.async.bulk.tensor") == loads_in_flight("ring", plan) + 2
-    kernel = code(90, "cp.async.bulk.tensor", copy_planned, X, "ring", *plan._replace(rows=8, row_bytes=4096))
+    planned = {"plan": plan._replace(rows=8, row_bytes=4096)}
+    kernel = code(90, "cp.async.bulk.tensor", tma_copy, X, "ring", **planned)
     assert 0 <= kernel.shared - 6 * 8 * 4096 <= 16 * 6  # what the wrapper reckons with
     (kernel,) = compile_for(tma_copy, (X, "ring"), sms=(80,))
     assert "'ring' needs sm_90, for its TMA (this is sm_80)" in kernel.error

@@ -8,19 +8,25 @@ import pytest
 import torch
 
 from examples.common.activations import ACTIVATIONS
-from examples.common.device import SHARED_LIMIT, Limits
 from examples.common.fp8 import E4M3, quantize_reference
+from examples.common.quantize import read_back as read_groups
 from examples.tma import tma_epilogues_hopper
 from examples.tma import tma_epilogues_shared as shared
 from examples.tma.tma_epilogues import budget, layer, linear, reference
 from examples.tma.tma_epilogues_fp8 import linear_fp8
 from examples.tma.tma_epilogues_shared import GROUP_M, TILES, fitting_tile, runnable
 from examples.tma.tma_epilogues_swiglu import swiglu
-from studies.tma.tma_epilogues import FP8_BUDGET, read_back, reference_swiglu
-from tests.examples.tma.helpers import launches
+from studies.tma.tma_epilogues import reference_swiglu
+from tests.examples.tma.helpers import launches, odd_operands, pretend
 from tests.examples.triton.helpers import code, meta, refused
 
 LAUNCH = (tma_epilogues_hopper, shared)
+# One rounding to e4m3, relative or, below its smallest normal, by the size of the row.
+FP8_BUDGET = {"dtype": torch.float32, "roundings": 1, "acc": 2.0**-4 * 1.001, "terms": 0}
+
+
+def read_back(q, scale):
+    return q.float() * scale if scale.numel() == 1 else read_groups(q, scale, "group")
 
 
 def check_linear(h, x, w, bias, activation, variant, what=None, **more):
@@ -54,14 +60,7 @@ def check_all(h, M, N, K):
 
 @pytest.fixture
 def gpu_of(monkeypatch):
-    """Let the wrapper believe in another GPU: so many SMs, so much shared memory (the interpreter has no limit)."""
-
-    def pretend(sms, sm=90, shared_bytes=None):
-        limits = Limits(sms, shared_bytes or SHARED_LIMIT[sm])
-        for module in LAUNCH:
-            monkeypatch.setattr(module, "device_limits", lambda device: limits)
-
-    return pretend
+    return functools.partial(pretend, monkeypatch, LAUNCH)
 
 
 def test_nothing_to_do(h):
@@ -136,24 +135,17 @@ def test_every_tile_is_taken_once(h, gpu_of):
 
 @pytest.mark.parametrize("variant", [None, "persistent"])
 def test_layouts(h, variant):
-    """Columns apart: what lies between them must not be summed; a later start; every third row; one row."""
-    x, w, bias = h.randn(140, 320, dtype=h.half), h.randn(300, 480, dtype=h.half), h.randn(301, dtype=h.half)
-    for left, right in [
-        (x[:, 16:160], w[:264, 8:152]),
-        (x[::3, :144], w[16:288:2, 32:176]),
-        (x[:1, :144].as_strided((1, 144), (5, 1)), w[:40, :144]),
-    ]:
-        n, what = right.shape[0], f"strides {left.stride()}, {right.stride()}"
-        check_linear(h, left, right, bias[1 : n + 1], "none", variant, what=what)  # a bias from an odd start
-    check_swiglu(h, x[:, :144] / 8, w[:136, :144], w[136:272, 144:288] / 8, variant)
+    bias = h.randn(301, dtype=h.half)
+    for x, w in odd_operands(h):
+        n, what = w.shape[0], f"strides {x.stride()}, {w.stride()}"
+        check_linear(h, x, w, bias[1 : n + 1], "none", variant, what=what)  # a bias from an odd start
+    x, w = next(odd_operands(h))
+    check_swiglu(h, x / 8, w[:128], w[128:256] / 8, variant)
 
 
 def test_which_tile_fits(h, gpu_of):
-    for sm, out, tile in [
-        (90, 2, (128, 256, 64, 8, 4)),
-        (100, 1, (128, 256, 64, 8, 4)),
-        (120, 2, (128, 128, 64, 8, 3)),
-    ]:
+    large, small = (128, 256, 64, 8, 4), (128, 128, 64, 8, 3)
+    for sm, out, tile in [(90, 2, large), (100, 1, large), (120, 2, small)]:
         gpu_of(4, sm)
         assert fitting_tile(torch.device("cpu"), out) == tile
     if h.interpreted:  # in the memory of the last
