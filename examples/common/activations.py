@@ -62,7 +62,7 @@ def gelu_fitted(x):
     x Phi(x) is max(x, 0) - |x| Phi(-|x|), and Phi(-a) = exp(-a^2 / 2) t P(t) with t = 1 / (1 + 0.28 a); P is fitted to
     the least relative error (4e-6): small where Phi is, so the negative tail keeps its digits.
     """
-    magnitude = tl.abs(x)
+    magnitude = tl.maximum(-x, tl.minimum(x, 16.0))  # of +inf too: Phi(-16) is 0 in float32, and inf * 0 would be NaN
     root = tl.rsqrt(1.0 + 0.28 * magnitude)
     t = root * root
     poly = 0.02495613 + t * (0.10543722 + t * -0.05022897)

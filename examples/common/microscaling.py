@@ -13,7 +13,7 @@ import triton
 import triton.language as tl
 
 from examples.common.device import require_triton_device
-from examples.common.fp8 import FLOOR
+from examples.common.fp8 import FLOOR, require_scales
 from examples.common.tma import require_tma_layout, tma_descriptor
 
 
@@ -57,14 +57,7 @@ def check_tensor_scale(name: str, fmt: str, scale: torch.Tensor | None, like: to
         raise ValueError(f"{name}: {fmt} {have} scale for the tensor, got {type(scale).__name__}")
     if scale is None:
         return
-    if not isinstance(scale, torch.Tensor) or scale.dtype is not torch.float32:
-        got = scale.dtype if isinstance(scale, torch.Tensor) else type(scale).__name__
-        raise TypeError(f"{name}: the tensor's scale is {got}; pass a float32 tensor of one element")
-    if scale.numel() != 1 or scale.device != like.device:
-        raise ValueError(
-            f"{name}: the tensor's scale has shape {list(scale.shape)} and is on {scale.device}; need one element on "
-            f"{like.device}"
-        )
+    require_scales(name, like, False, **{"the tensor's scale": (scale, ((), (1,), (1, 1)))})
     if values and scale.device.type != "meta" and not 0 < scale.item() < float("inf"):
         raise ValueError(f"{name}: the tensor's scale is {scale.item()}; it must be positive and finite")
 
@@ -160,12 +153,6 @@ def swizzle_scales(scale: torch.Tensor) -> torch.Tensor:
     return tiles.flatten(3).contiguous().view(scale.dtype)
 
 
-def unswizzle_scales(scale: torch.Tensor, rows: int, groups: int) -> torch.Tensor:
-    """swizzle_scales undone."""
-    tiles = scale.view(torch.uint8).unflatten(3, (4, 4)).permute(0, 3, 2, 1, 4)
-    return tiles.flatten(3).flatten(0, 2)[:rows, :groups].contiguous().view(scale.dtype)
-
-
 def bytes_of(x: torch.Tensor) -> torch.Tensor:
     return x.view(torch.uint8)
 
@@ -175,14 +162,11 @@ def power_of_two(exponents: torch.Tensor) -> torch.Tensor:
     return ((exponents.long() + 1023) << 52).view(torch.float64)
 
 
-def values_of(exponent_bits: int, fraction_bits: int, device: torch.device) -> torch.Tensor:
-    """The values of the positive codes of a small float, in their order, by the definition of such a format."""
-    codes = torch.arange(2 ** (exponent_bits + fraction_bits), device=device)
-    exponents, fractions = codes >> fraction_bits, codes % 2**fraction_bits
-    significands = fractions + (exponents > 0) * 2**fraction_bits
-    bias = 2 ** (exponent_bits - 1) - 1
-    values = significands * power_of_two(exponents.clamp(min=1) - bias - fraction_bits)
-    return values[:-1] if exponent_bits == 4 else values  # e4m3 keeps its last code for NaN
+def values_of(dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+    """The values of the positive codes of FP4 or e4m3, in their order; e4m3 keeps its last code for NaN."""
+    if dtype is FP4:
+        return torch.tensor([0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0], dtype=torch.float64, device=device)
+    return torch.arange(127, dtype=torch.uint8, device=device).view(torch.float8_e4m3fn).double()
 
 
 def nearest(x: torch.Tensor, values: torch.Tensor) -> torch.Tensor:
@@ -201,7 +185,7 @@ def reference_quantize(
     nvfp4 is described in float32 steps, which are taken here as in the kernel, so that the bytes can be the same.
     """
     form = FORMATS[fmt]
-    elements = values_of(2, 1, x.device) if form.pack == 2 else values_of(4, 3, x.device)
+    elements = values_of(form.element, x.device)
     groups = x.double().unflatten(1, (-1, form.group))
     finite = groups.isfinite().all(2)
     groups = groups.where(finite[..., None], 0.0)
@@ -210,7 +194,7 @@ def reference_quantize(
         if tensor_scale is None:
             largest = x.double().where(x.isfinite(), 0.0).abs().max() if x.numel() else x.new_zeros(()).double()
             tensor_scale = largest.float().clamp(min=FLOOR) * (1 / NV_SPAN)
-        scales = values_of(4, 3, x.device)
+        scales = values_of(form.scale, x.device)
         code = nearest((amax.float() / (6 * tensor_scale)).double(), scales).clamp(min=1)
         factor = 1 / (scales[code].float() * tensor_scale)
         scaled = (groups.float() * factor[..., None]).double()
@@ -229,20 +213,14 @@ def reference_quantize(
 
 
 def dequantize(
-    q: torch.Tensor, scale: torch.Tensor, fmt: str, tensor_scale: torch.Tensor | None = None, swizzled: bool = False
+    q: torch.Tensor, scale: torch.Tensor, fmt: str, tensor_scale: torch.Tensor | None = None
 ) -> torch.Tensor:
-    """What quantized values stand for, in float64."""
+    """What quantized values with plain scales stand for, in float64."""
     form = FORMATS[fmt]
     if form.pack == 2:
         codes = torch.stack([bytes_of(q) & 15, bytes_of(q) >> 4], dim=2).flatten(1).long()
-        values = values_of(2, 1, q.device)[codes & 7] * (1.0 - 2.0 * (codes >> 3))
+        values = values_of(FP4, q.device)[codes & 7] * (1.0 - 2.0 * (codes >> 3))
     else:
         values = q.double()
-    if swizzled:
-        scale = unswizzle_scales(scale, q.shape[0], values.shape[1] // form.group)
-    if fmt == "nvfp4":
-        scales = scale.double() if tensor_scale is None else scale.double() * tensor_scale.double()
-    else:
-        exponents = bytes_of(scale).int() - 127
-        scales = power_of_two(exponents).where(exponents < 128, torch.nan)
+    scales = scale.double() if tensor_scale is None else scale.double() * tensor_scale.double()
     return (values.unflatten(1, (-1, form.group)) * scales[..., None]).flatten(1)

@@ -6,7 +6,6 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
-import torch.nn.functional as F
 from torch import nn
 
 from examples.common.fp8 import (
@@ -17,9 +16,8 @@ from examples.common.fp8 import (
     dequantize_reference,
     fp8_max,
     quantize_reference,
-    require_fp8,
-    require_scales,
 )
+from examples.common.fp8_gemm import scaled_mm_blockwise
 
 ALL = None  # a block's side that is as long as the matrix
 
@@ -99,37 +97,23 @@ def engine(recipe: Recipe, m: int, n: int, k: int, device: torch.device) -> str:
 
 
 def multiply(
-    q: torch.Tensor, scale: torch.Tensor, weight: torch.Tensor, weight_scale: torch.Tensor, recipe: Recipe,
-    check_scales: bool = True,
-) -> torch.Tensor:  # fmt: skip
+    q: torch.Tensor, scale: torch.Tensor, weight: torch.Tensor, weight_scale: torch.Tensor, recipe: Recipe
+) -> torch.Tensor:
     """(q * scale) @ (weight * weight_scale).T in bfloat16; the sum is in the accumulator of what multiplies.
 
-    q [M, K] and weight [N, K] are float8, scales float32, one for each block of the recipe. Raises TypeError for
-    another dtype; ValueError for sizes that are 0 or differ, and what require_scales refuses.
+    q [M, K] and weight [N, K] are float8, scales float32, one for each block of the recipe: quantize() makes
+    both. Raises ValueError for sizes that are 0 or differ.
     """
-    require_fp8("multiply", q=q, weight=weight)
     if q.ndim != 2 or weight.ndim != 2 or q.shape[1] != weight.shape[1] or not q.numel() or not weight.numel():
         raise ValueError(f"multiply: q {list(q.shape)}, weight {list(weight.shape)}; need [M, K] and [N, K], not empty")
-    blocks = sized(recipe.x_block, q), sized(recipe.w_block, weight)
-    shapes = [
-        tuple(-(-size // side) for size, side in zip(t.shape, block, strict=True))
-        for t, block in zip((q, weight), blocks, strict=True)
-    ]
-    require_scales("multiply", q, check_scales, scale=(scale, shapes[:1]), weight_scale=(weight_scale, shapes[1:]))
     how = engine(recipe, q.shape[0], *weight.shape, q.device)
     if how == "torch emulated":
-        x, w = (
-            t.float() * spread(s, block, t.shape)
-            for t, s, block in zip((q, weight), (scale, weight_scale), blocks, strict=True)
-        )
+        x = q.float() * spread(scale, sized(recipe.x_block, q), q.shape)
+        w = weight.float() * spread(weight_scale, sized(recipe.w_block, weight), weight.shape)
         return (x @ w.t()).bfloat16()
     if how == "torch scaled_mm":
-        kind = F.ScalingType
         scale = scale if scale.stride(0) == 1 else scale.t().contiguous().t()
-        return F.scaled_mm(
-            q, weight.t(), scale, kind.BlockWise1x128, weight_scale.t(), kind.BlockWise128x128,
-            output_dtype=torch.bfloat16,
-        )  # fmt: skip
+        return scaled_mm_blockwise(q, weight.t(), scale, weight_scale.t())
     if recipe.x_block == (ALL, ALL):
         scale, weight_scale = scale.reshape(()), weight_scale.reshape(())
     else:
@@ -162,7 +146,7 @@ class FP8Linear(nn.Module):
         if not x.numel():
             return x.new_empty(*x.shape[:-1], n)
         q, scale, self.amax = self.quantizer(x.reshape(-1, k), self.recipe, self.amax)
-        return multiply(q, scale, self.weight, self.scale, self.recipe, check_scales=False).view(*x.shape[:-1], n)
+        return multiply(q, scale, self.weight, self.scale, self.recipe).view(*x.shape[:-1], n)
 
     def exact(self, x: torch.Tensor) -> torch.Tensor:
         """The float64 product of what forward(x) would multiply now; x is a matrix."""

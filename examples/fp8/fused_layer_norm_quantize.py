@@ -2,8 +2,8 @@
 
 A norm and a quantizer as two kernels write y in 16 bits and read it back: of 7 bytes an element, 4 are that detour. The
 norm has y in float32 while it has the row, so it can take the largest magnitude and write FP8 with its scale: 2 bytes
-read, 1 written. The price is a second reduction before anything may be written, so the row must stay on the chip: in
-registers up to 16384 columns, longer ones in L1 (fused_layer_norm_quantize_resident.py).
+read, 1 written. The price is a second reduction before anything may be written, so the row must stay in registers: it
+has at most 16384 columns.
 
 Weight and bias are read for every row, from L1; where that is the limit, x is loaded past it (ld.global.cg), so that
 they stay there. y is rounded once, to FP8; two kernels round it to 16 bits on the way.
@@ -11,12 +11,13 @@ they stay there. y is rounded once, to FP8; two kernels round it to 16 bits on t
 Question   What does a norm save by writing FP8 and its scales itself, instead of leaving it to a quantizer?
 Needs      triton, sm_89
 Wins when  what reads y is an FP8 GEMM, and x is larger than L2; the gradient of the norm needs x, not y.
-Variants   fused_layer_norm_quantize_resident.py
 Study      studies/fp8/fused_layer_norm_quantize.py
 Source     goes beyond the chapter; bytes counted here; RMSNorm: Zhang and Sennrich 2019
 """
 
 from __future__ import annotations
+
+import math
 
 from harness import Harness, Work, geomean, run
 
@@ -37,10 +38,14 @@ from examples.common.quantize import (
     read_back,
     scale_and_inverse,
 )
-from examples.common.rows import DTYPES, check_eps, check_norm, widen
-from examples.fp8.fused_layer_norm_quantize_resident import VECTOR, launch_resident, plan_rows
+from examples.common.rows import DTYPES, check_eps, check_length, check_norm, widen
 
 ROWS_MAX = 16384  # longer rows do not fit the registers of one program
+# By the bytes of an element: values of a row that a thread holds, and its registers.
+HELD = {2: (32, 64), 4: (32, 80)}
+LONG, HELD_LONG = 8192, (64, 96)  # 16-bit rows of just this length
+UNALIGNED = 128  # registers where VECTOR does not divide every row's start and length
+VECTOR = 8  # neighbouring columns of a thread
 
 
 @triton.jit
@@ -90,22 +95,41 @@ def layer_norm_quantize_rows_kernel(
     tl.store(q_ptrs, y.to(q_ptr.dtype.element_ty), mask=None if WHOLE else inside)
 
 
-def _launch_rows(x, weight, bias, q: torch.Tensor, scale: torch.Tensor, eps: float, kind: dict) -> None:
-    plan = plan_rows(x, kind["PER_GROUP"])
-    layer_norm_quantize_rows_kernel[(triton.cdiv(len(x), plan["ROWS"]),)](
-        x, weight, bias, q, scale, x.stride(0), len(x), *x.shape, eps, **kind, GROUP=GROUP, VECTOR=VECTOR, **plan
-    )
+def plan_rows(x: torch.Tensor, per_group: bool) -> dict:
+    """Rows and columns of a program that holds whole rows, how it reads them, its warps and registers."""
+    n_cols, size = x.shape[1], x.element_size()
+    block_n = max(GROUP, triton.next_power_of_2(n_cols))
+    align = math.gcd(VECTOR, n_cols, x.stride(0))
+    aligned = align == VECTOR
+    long = aligned and size == 2 and n_cols == LONG
+    per_thread, registers = HELD_LONG if long else HELD[size]
+    num_warps = max(1, block_n // (32 * per_thread))
+    return {
+        "ROWS": max(1, 32 * per_thread // block_n),  # at least what fills a warp
+        "BLOCK_N": block_n,
+        "FULL": n_cols == block_n,
+        "ALIGN": align,
+        "STEP": min(block_n, 32 * num_warps * VECTOR),
+        "PAST_L1": aligned and size == 2 and (long or per_group),
+        "num_warps": num_warps,
+        "maxnreg": registers if aligned else UNALIGNED,
+    }
 
 
 def _quantized_norm(name, x, weight, bias, eps, per, dtype, center: bool) -> tuple[torch.Tensor, torch.Tensor]:
     columns = {"weight": weight} | ({} if bias is None else {"bias": bias})
     n_rows, n_cols = check_norm(name, DTYPES, {"x": x}, columns)
+    check_length(name, n_cols, ROWS_MAX, "torch's norm, then quantize")
     check_eps(name, eps)
     check_choice(name, ("row", "group"), per=per)
     q, scale = empty_quantized(name, x, per, dtype)
     if n_rows:  # a grid of zero programs is a launch error
-        kind = {"CENTER": center, "BIAS": bias is not None, "PER_GROUP": per == "group", "MOST": fp8_max(dtype)}
-        (_launch_rows if n_cols <= ROWS_MAX else launch_resident)(x, weight, bias, q, scale, eps, kind)
+        plan = plan_rows(x, per == "group")
+        layer_norm_quantize_rows_kernel[(triton.cdiv(n_rows, plan["ROWS"]),)](
+            x, weight, bias, q, scale, x.stride(0), n_rows, n_rows, n_cols, eps,
+            CENTER=center, BIAS=bias is not None, PER_GROUP=per == "group", MOST=fp8_max(dtype),
+            GROUP=GROUP, VECTOR=VECTOR, **plan,
+        )  # fmt: skip
     return q, scale
 
 
@@ -121,7 +145,8 @@ def fused_layer_norm_quantize(
     what shares its scale to NaN.
 
     Raises TypeError for another dtype, a missing weight, an eps that is no number; ValueError for another rank, sizes
-    or stride, no columns, an unknown `per`, a bad eps; RuntimeError for no Triton or an input that requires grad.
+    or stride, no columns or more than 16384, an unknown `per`, a bad eps; RuntimeError for no Triton or an input that
+    requires grad.
     """
     return _quantized_norm("fused_layer_norm_quantize", x, weight, bias, eps, per, dtype, True)
 
@@ -170,7 +195,7 @@ def answer(tables: dict[str, list]) -> str:
 
 
 def demo(h: Harness) -> None:
-    for rows, cols in [(3, 5), (3, 781), (1, 17000)]:
+    for rows, cols in [(3, 5), (3, 781), (1, 9000)]:
         for per in ("row", "group"):
             norm = lambda *args, per=per: read_back(*fused_layer_norm_quantize(*args, per=per), per)  # noqa: E731
             h.check(norm, reference, *inputs(h, rows, cols), what=f"{rows}x{cols} per {per}", **READ_BACK)

@@ -15,7 +15,7 @@ import triton
 import triton.language as tl
 
 from examples.common.device import device_limits, interpreted, require_triton_device
-from examples.common.fp8 import FLOOR, dequantize_reference, quantize_reference
+from examples.common.fp8 import E4M3, FLOOR, dequantize_reference, quantize_reference
 from examples.common.microscaling import (
     FORMATS,
     NV_SPAN,
@@ -28,7 +28,7 @@ from examples.common.microscaling import (
     reference_quantize,
     scales_shape,
 )
-from examples.common.rows import DTYPES
+from examples.common.quantize import check_quantize
 
 QUANTIZE_VALUES, MAX_COLS = 4096, 1024  # of a program
 # BLOCK_M and BLOCK_N (multiples of 128) of a product, BLOCK_K, warps, stages. Native tiles count BLOCK_K in bytes.
@@ -124,16 +124,13 @@ def mx_quantize(
     name = "mx_quantize"
     require_triton_device(name, x, *([tensor_scale] if isinstance(tensor_scale, torch.Tensor) else []))
     form = format_of(name, fmt)
-    if x.dtype not in DTYPES:
-        raise TypeError(f"{name}: dtype {x.dtype} is not one of {DTYPES}")
+    check_quantize(name, x, E4M3)
     if not isinstance(rule, str) or rule not in RULES or (rule != "floor" and fmt == "nvfp4"):
         raise ValueError(f"{name}: rule {rule!r} is not one of {RULES}, of which nvfp4 has none but the first")
-    if x.ndim != 2 or x.shape[1] % form.group:
+    if x.shape[1] % form.group:
         raise ValueError(
             f"{name}: shape {tuple(x.shape)}; need [M, K] with K a multiple of {form.group}, the group of {fmt}: pad it"
         )
-    if x.stride(1) != 1 and x.shape[1] > 1:
-        raise ValueError(f"{name}: strides {x.stride()}; rows must be contiguous: call x.contiguous() first")
     if tensor_scale is not None:
         check_tensor_scale(name, fmt, tensor_scale, x, check_scales)
     M, K = x.shape
@@ -214,8 +211,9 @@ class Operands(NamedTuple):
 
     @classmethod
     def random(cls, h, M: int, N: int, K: int, fmt: str) -> Operands:
-        both = [mx_quantize(h.randn(rows, K, dtype=h.half), fmt, swizzled=True) for rows in (M, N)]
-        decoded = [dequantize(q, scale, fmt, swizzled=True).to(h.half) for q, scale, _ in both]
+        data = [h.randn(rows, K, dtype=h.half) for rows in (M, N)]
+        both = [mx_quantize(x, fmt, swizzled=True) for x in data]
+        decoded = [dequantize(*mx_quantize(x, fmt)[:2], fmt).to(h.half) for x in data]
         packed = [x for q, scale, _ in both for x in (q, scale)]
         return cls(tuple(packed), tuple(whole for *_, whole in both), tuple(decoded))
 

@@ -1,9 +1,7 @@
-"""Study of blockwise_matmul: the code of every variant on every GPU, sizes and layers, the error by the length of K.
+"""Study of blockwise_matmul: the code of every variant on every GPU, sizes and layers.
 
 1. The code of each variant, tiles of two and of three warpgroups: no tensor-core instruction but FP8's.
 2. Squares and the layers of a transformer, beside cuBLASLt's call that takes these very layouts.
-3. The error of one sum in the tensor cores, of the library's and of promoted sums against float64, on the same numbers,
-   and of rounding those to e4m3; a mean of 1 keeps products from cancelling, so that the sum grows with K.
 """
 
 from __future__ import annotations
@@ -15,7 +13,7 @@ from harness import Harness
 import torch
 
 from examples.common.quantize import GROUP
-from examples.fp8.blockwise_matmul import E4M3, blockwise_matmul, compare, library, operands, rms_errors, runnable
+from examples.fp8.blockwise_matmul import E4M3, blockwise_matmul, compare, library, operands, runnable
 from studies.fp8.fp8_matmul import LAYERS, SQUARES, require_only_fp8, summary
 
 # What each variant must hold in its PTX.
@@ -39,20 +37,6 @@ def show_code(h: Harness) -> None:
             require_only_fp8(variant, h.codegen(blockwise_matmul, *args, variant=variant, find=find))
 
 
-def errors_by_length(h: Harness) -> None:
-    n = h.pick(interpreted=128, quick=1024, full=4096)
-    lengths = h.pick(interpreted=(512, 2048), quick=(512, 4096, 32768), full=[2**n for n in range(9, 16)])
-    rows = {}
-    for mean in (0, 1):
-        for K in lengths:
-            rms = rms_errors(h, n, K, mean)
-            rows[f"K = {K}, mean {mean}"] = {name: float(f"{error:.2e}") for name, error in rms.items()}
-        first, last = (rows[f"K = {K}, mean {mean}"] for K in (lengths[0], lengths[-1]))
-        ways = [f"{name} {first[name]:.1e} -> {last[name]:.1e}" for name in first]
-        h.say(f"mean {mean}, K = {lengths[0]} -> {lengths[-1]}, rms: {', '.join(ways)}")
-    h.table("rms error over the rms of the result, float32 out, all scales 1", rows)
-
-
 def study(h: Harness) -> None:
     show_code(h)
     ours = {name: functools.partial(blockwise_matmul, variant=name, check_scales=False) for name in runnable(h.device)}
@@ -63,5 +47,3 @@ def study(h: Harness) -> None:
         cases.append({name: table.over(table.baseline, name) for name in ours if table})
     if all(cases):
         h.table(f"over {table.baseline}", summary(cases))
-    if not h.profile:
-        errors_by_length(h)

@@ -63,14 +63,11 @@ def compare_quantizers(h: Harness, rows: int, cols: int) -> None:
             library: lambda x, f=in_torch, n=fmt, t=whole: tuple(map(bytes_of, f(x, n, t))),
             "triton": functools.partial(quantized_bytes, fmt=fmt, tensor_scale=whole),
         }
-        table = h.compare(
+        h.compare(
             variants, lambda x, n=fmt, t=whole: expected_bytes(x, n, "floor", t), x, baseline=library,
             work=Work(bytes=x.nbytes + int(x.numel() * form.bits / 8)), title="quantize", dtype=torch.uint8,
             case=f"{fmt} {rows}x{cols}",
         )  # fmt: skip
-        if table and (share := table["triton"].of_ceiling):
-            pace = "memory sets its pace" if share >= 0.8 else "it is not memory that sets its pace"
-            h.say(f"{fmt}: {share:.0%} of the copy ceiling, so {pace}; {table.over(library, 'triton'):.2f}x {library}")
 
 
 def study(h: Harness) -> None:

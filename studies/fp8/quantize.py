@@ -2,8 +2,7 @@
 
 1. Every bit: of ragged sizes, and of rows of zeros, of numbers below what a scale resolves, near the end of float16,
    infinite and NaN.
-2. How many elements one infinity takes with it: all that share its scale.
-3. The code of every recipe: accesses of 16 bytes, and a cast that saturates.
+2. The code of every recipe: accesses of 16 bytes, and a cast that saturates.
 """
 
 from __future__ import annotations
@@ -13,7 +12,7 @@ from harness import Harness
 import torch
 
 from examples.common.fp8 import E4M3, FORMATS, quantize_reference
-from examples.fp8.quantize import RECIPES, block_of, quantize, read_back
+from examples.fp8.quantize import RECIPES, block_of, quantize
 
 
 def bits(q: torch.Tensor, scale: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
@@ -44,13 +43,6 @@ def with_extremes(x: torch.Tensor) -> torch.Tensor:
     return x
 
 
-def lost_to_one_infinity(h: Harness) -> dict[str, int]:
-    """How many elements of 256x512 come back as NaN, by recipe."""
-    x = h.randn(256, 512, dtype=h.half)
-    x[100, 200] = float("inf")
-    return {recipe: int(read_back(x, recipe).isnan().sum()) for recipe in RECIPES}
-
-
 def study(h: Harness) -> None:
     x = with_extremes(h.randn(15, 1024, dtype=h.half))[:, :901]  # a row stride above the columns
     size = h.pick(interpreted=256, quick=4096, full=16384)
@@ -59,8 +51,6 @@ def study(h: Harness) -> None:
             check_bits(h, h.randn(rows, cols, dtype=h.half), recipe)
         for dtype in FORMATS:
             check_bits(h, x, recipe, dtype, "zeros, extremes, infinities and NaN")
-    if not h.profile:
-        h.fact("elements of 256x512 that one infinity turns to NaN, by recipe", lost_to_one_infinity(h))
     wide = ("ld.global.v4", "st.global.v4")
     for quantizer in RECIPES.values():
         h.codegen(quantizer, h.meta(16384, 16384), find={89: wide, 90: (*wide, "cvt f8"), 100: (*wide, "cvt f8")})

@@ -61,7 +61,7 @@ def refused(cases: list[tuple], **good) -> None:
 def code(sm: int, find: tuple, wrapper: Callable, *args, spills: int = 0, **options) -> Kernel:
     """The one kernel of wrapper(*args), which compiles for sm, fits, has these instructions and spills no more."""
     (kernel,) = compile_for(wrapper, args, options, sms=(sm,))
-    assert (kernel.error, kernel.fits) == (None, True)
+    assert (kernel.error, kernel.too_much) == (None, None)
     assert all(kernel.found.get(name) for name in find), kernel.found
     assert kernel.spills <= spills
     return kernel

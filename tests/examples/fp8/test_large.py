@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from examples.common.fp8 import E4M3
-from examples.common.microscaling import FORMATS, unswizzle_scales
+from examples.common.microscaling import FORMATS
 from examples.fp8 import blockwise_matmul as blockwise
 from examples.fp8 import fp8_matmul as matmul
 from examples.fp8.fused_gelu_quantize import fused_gelu_quantize
@@ -24,8 +24,7 @@ def layer_norm(x, per):
 
 def microscaling(x, fmt):
     whole = torch.ones(1, device=x.device) if fmt == "nvfp4" else None
-    q, scale, _ = mx_quantize(x, fmt, tensor_scale=whole, swizzled=True)
-    return q, unswizzle_scales(scale, x.shape[0], x.shape[1] // FORMATS[fmt].group)
+    return mx_quantize(x, fmt, tensor_scale=whole, swizzled=True)[:2]
 
 
 QUANTIZERS = dict(RECIPES)
@@ -34,7 +33,7 @@ QUANTIZERS |= {f"norm {per}": functools.partial(layer_norm, per=per) for per in 
 QUANTIZERS |= {fmt: functools.partial(microscaling, fmt=fmt) for fmt in FORMATS}
 
 
-@pytest.mark.parametrize("cols", [1024, 8192, 20480])
+@pytest.mark.parametrize("cols", [1024, 16384])
 @pytest.mark.parametrize("name", QUANTIZERS)
 def test_quantizers(h, gpu_gib, name, cols):
     gpu_gib(24)

@@ -9,9 +9,9 @@ import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from examples.common.fp8 import E4M3, E5M2, FLOOR, FORMATS, fp8_max
+from examples.common.fp8 import E5M2, FLOOR, FORMATS, fp8_max
 from examples.common.rows import DTYPES
-from examples.fp8.quantize import GROUP, GROUP_ROWS, RECIPES, ROWS_MAX, quantize
+from examples.fp8.quantize import GROUP, RECIPES, ROWS_MAX, quantize
 from examples.fp8.quantize_long_row import LONG_STEP
 from studies.fp8.quantize import bits, check_bits, with_extremes
 from tests.examples.fp8.helpers import meta, refused
@@ -20,24 +20,14 @@ recipes = pytest.mark.parametrize("recipe", RECIPES)
 formats = pytest.mark.parametrize("dtype", FORMATS)
 
 
-# One element, a prime, around one group, around the rows of a tile, more rows than columns.
-SHAPES = [(1, 1), (3, 781), (GROUP_ROWS + 1, GROUP + 1), (GROUP, GROUP), (259, 5)]
-
-
-@recipes
-@pytest.mark.parametrize("shape", SHAPES)
-def test_bits_are_those_of_the_reference(h, recipe, shape):
-    for of, dtype in ((torch.float32, E5M2), (torch.float16, E4M3)):  # products of 16-bit numbers are ties, at times
-        check_bits(h, h.randn(*shape, dtype=of, scale=3.0), recipe, dtype)
-
-
 @given(
     rows=st.integers(1, 150), cols=st.integers(1, 400), scale=st.sampled_from([1e-30, 1e-3, 1.0, 1e30]),
     recipe=st.sampled_from(list(RECIPES)), dtype=st.sampled_from(FORMATS),
 )  # fmt: skip
 @settings(suppress_health_check=[HealthCheck.function_scoped_fixture])
-def test_any_shape(h, rows, cols, scale, recipe, dtype):
+def test_bits_are_those_of_the_reference(h, rows, cols, scale, recipe, dtype):
     check_bits(h, h.randn(rows, cols, scale=scale), recipe, dtype)
+    check_bits(h, h.randn(rows, cols, dtype=torch.float16), recipe, dtype)  # at times, products of these are ties
 
 
 def test_where_a_row_becomes_long(h):
