@@ -9,23 +9,21 @@ Question   Which torch.compile backends work, and what does the result lose in e
 Needs      torch
 Wins when  the machine that serves has no compiler or another runtime. For a GPU, and for training, it is inductor.
 Variants   backends_runtimes.py (ONNX Runtime, TVM, OpenVINO), backends_attempt.py (how a backend is tried)
-Study      studies/compiler/backends.py
 Source     chapter section "Backends"; onnxrt left torch with pull request 158262 (2.9), Relay left TVM in 0.20, IPEX
            ended with 2.8 (its repository's issue 867).
 """
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Callable
 from importlib.util import find_spec
 from typing import NamedTuple
 
-from harness import Harness, Timing, Work, run
+from harness import Harness, run
 
 import torch
 
-from examples.compiler.backends_attempt import Outcome, attempt, describe, network, quiet
+from examples.compiler.backends_attempt import Outcome, attempt, describe
 from examples.compiler.backends_runtimes import onnxruntime_backend, openvino_f32, tvm_relax
 
 
@@ -102,20 +100,6 @@ def try_each(h: Harness) -> tuple[dict[str, Outcome], dict[str, Outcome]]:
     return by_name, best
 
 
-def compare(h: Harness, names: list[str], device: str) -> None:
-    """The backends that ran, on a network worth compiling, for inference."""
-    batch, width, hidden = h.pick(quick=(64, 256, 1024), full=(64, 1024, 4096))
-    model, x = network(width, hidden, device).requires_grad_(False), h.randn(batch, width).to(device)
-    exact = copy.deepcopy(model).double()
-    variants = {"torch eager": model}
-    variants |= {f"torch {name}": h.compiled(model, backend=backend(name)["backend"]) for name in names}
-    with quiet():
-        h.compare(
-            variants, lambda x: exact(x.double()), x, baseline="torch eager", work=Work(), title=f"on {device}",
-            timing=Timing(end_to_end=True, cold=True), max_error_ratio=4.0,
-        )  # fmt: skip
-
-
 def demo(h: Harness) -> None:
     by_name, best = try_each(h)
     working = [name for name, outcome in best.items() if not outcome.error]
@@ -133,9 +117,6 @@ def demo(h: Harness) -> None:
             texts[name] += f"; {instead.__name__} {describe(name, best[name])}"
     h.table("backends of the chapter's table", rows)
     h.fact("each backend of the chapter's table", texts)
-    compare(h, [n for n in working if not BACKENDS[n].better or h.device.type == "cpu"], h.device.type)
-    if h.device.type != "cpu" and (elsewhere := [n for n in working if BACKENDS[n].better]):
-        compare(h, elsewhere, "cpu")
 
     def answer() -> str:
         whole = [name for name in working if not best[name].losses]

@@ -5,7 +5,8 @@ function, FxGraphCache the code of one graph. (Triton keeps its own in TRITON_CA
 shapes, dtypes and constants, the compiler's settings and versions, not the source text.
 torch.compiler.save_cache_artifacts() packs what a process compiled into bytes, for a machine without such a folder.
 
-Each row is a process of its own: cold, on the warm folder, with the bytes and an empty folder. On a CPU the quick run
+Each row is a process of its own: cold, on the warm folder, with the bytes and an empty folder. They start beside each
+other, and the rest of each is timed while the others wait. On a CPU the quick run
 sets TORCHINDUCTOR_VEC_ISA_OK=1, which spares each empty folder the search for the vector instructions that g++ and the
 CPU share: seconds that have nothing to do with this graph. --full leaves it in.
 
@@ -14,13 +15,15 @@ Needs      torch
 Wins when  processes start often: deployment, CI, many ranks. Importing the compiler and tracing the function no cache
            shortens, so a warm start is never 0 s.
 Variants   caching_key.py (what the caches answer when one thing is changed)
-Study      studies/compiler/caching.py (which variable keeps what, and the faults of folders and compilers)
+Study      studies/compiler/caching.py (what two variables keep and switch off)
 Source     chapter sections on compilation time and on caching; the study tries their TORCH_COMPILE_CACHE_DIR.
 """
 
 from __future__ import annotations
 
 import time
+from contextlib import ExitStack
+from importlib import import_module
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
@@ -48,28 +51,26 @@ def reference(*tensors: torch.Tensor) -> torch.Tensor:
     return network(*(t.double() for t in tensors))
 
 
-def child_compile(inputs: str, out: str | None = None, save: str | None = None, load: str | None = None) -> None:
-    """Compile the network and run it once; say how long that took and what the caches answered."""
-    started = time.perf_counter()
-    import torch._dynamo
-    import torch._inductor.compile_fx  # what a first torch.compile imports, timed by itself
-
-    result = {"imports s": round(time.perf_counter() - started, 2)}
+def child_compile(inputs: str, out: str, save: str | None, load: str | None) -> None:
+    """Wait for this process' turn, compile the network, run it once; say how long and what the caches answered."""
     x, *weights = torch.load(inputs, map_location="cuda" if torch.cuda.is_available() else "cpu")
+    Path(f"{out}.ready").touch()
+    deadline = time.monotonic() + TIMEOUT_S
+    while not Path(f"{out}.turn").exists() and time.monotonic() < deadline:
+        time.sleep(0.02)
+    started = time.perf_counter()
+    import_module("torch._inductor.compile_fx")  # what a first torch.compile imports, timed by itself
+    result = {"imports s": round(time.perf_counter() - started, 2)}
     if load:
         started = time.perf_counter()
         torch.compiler.load_cache_artifacts(Path(load).read_bytes())
         result["load s"] = round(time.perf_counter() - started, 2)
     with torch.no_grad(), watch() as seen:
         y = torch.compile(network, dynamic=False)(x, *weights).cpu()
-    result |= {"first call s": round(seen.seconds, 2), "found": found(seen)}
-    if out:
-        torch.save(y, out)
+    torch.save(y, out)
     if save:
-        data, info = torch.compiler.save_cache_artifacts()
-        Path(save).write_bytes(data)
-        result["saved"] = {kind: len(keys) for kind, keys in info.artifacts.items()}
-    report(**result)
+        Path(save).write_bytes(torch.compiler.save_cache_artifacts()[0])
+    report(**result, **{"first call s": round(seen.seconds, 2), "found": found(seen)})
 
 
 def switches(h: Harness, folder: Path, name: str) -> dict[str, str]:
@@ -82,25 +83,29 @@ def switches(h: Harness, folder: Path, name: str) -> dict[str, str]:
 
 
 def timed(h: Harness, folder: Path, tensors: list[torch.Tensor]) -> dict[str, dict]:
-    """The processes whose times are reported, one after the other; each output is held to float64."""
-    rows = {}
+    """The processes, which start beside each other and are timed one after the other; outputs are held to float64."""
+    rows, children = {}, {}
     torch.save(tensors, folder / "inputs")
-    for name, cache, save, load in (
-        ("cold", "cache", "artifacts", None),
-        ("warm folder", "cache", None, None),
-        ("mega-cache", "other-machine", None, "artifacts"),
-    ):
-        arguments = ("inputs", "out", save, load)
-        arguments = [str(folder / file) if file else None for file in arguments]
-        environment = switches(h, folder, cache)
-        with h.progress(name), Child(child_compile, *arguments, env=environment, timeout=TIMEOUT_S) as child:
-            rows[name] = child.result()
-        rows[name]["process s"] = round(child.seconds, 2)
-        y = torch.load(folder / "out").to(h.device)
-        terms = len(tensors) * HIDDEN
-        h.check(lambda *_, y=y: y, reference, *tensors, what=f"{name}: its output", terms=terms, poison=False)
-        wanted = dict.fromkeys(CACHES, "miss" if name == "cold" else "hit")
-        require(rows[name]["found"] == wanted, f"{name}: {rows[name]['found']}")
+    with ExitStack() as stack:
+        for name, cache, save, load in (
+            ("cold", "cache", "artifacts", None),
+            ("warm folder", "cache", None, None),
+            ("mega-cache", "other-machine", None, "artifacts"),
+        ):
+            arguments = [str(folder / file) if file else None for file in ("inputs", name, save, load)]
+            child = Child(child_compile, *arguments, env=switches(h, folder, cache), timeout=TIMEOUT_S)
+            children[name] = stack.enter_context(child)
+        for name, child in children.items():
+            while not (folder / f"{name}.ready").exists() and child.process.poll() is None:
+                time.sleep(0.02)
+        for name, child in children.items():
+            (folder / f"{name}.turn").touch()
+            with h.progress(name):
+                rows[name] = child.result()
+            y, terms = torch.load(folder / name).to(h.device), len(tensors) * HIDDEN
+            h.check(lambda *_, y=y: y, reference, *tensors, what=f"{name}: its output", terms=terms, poison=False)
+            wanted = dict.fromkeys(CACHES, "miss" if name == "cold" else "hit")
+            require(rows[name]["found"] == wanted, f"{name}: {rows[name]['found']}")
     return rows
 
 
@@ -118,7 +123,7 @@ def demo(h: Harness) -> None:
         return
     with TemporaryDirectory(prefix="caching-", ignore_cleanup_errors=True) as folder:
         rows = timed(h, Path(folder), inputs_of(h))
-    times = ("imports s", "load s", "first call s", "process s")
+    times = ("imports s", "load s", "first call s")
     h.table("processes", {n: {t: row.get(t, 0.0) for t in times} | row["found"] for n, row in rows.items()})
     with h.progress("what changes the key"):
         changed = changes(h.randn(16, WIDTH), h.randn(WIDTH, HIDDEN), h.randn(HIDDEN))

@@ -12,7 +12,7 @@ Question   What do launch gaps cost, what closes them, and what breaks when a gr
 Needs      torch
 Wins when  the host cannot keep ahead of the GPU: small batches, many small kernels. Where each kernel takes longer than
            its launch there is no gap to close, and the graph's memory and copies are all that remains of it.
-Study      studies/compiler/cuda_graphs.py, studies/compiler/cuda_graphs_replay.py
+Study      studies/compiler/cuda_graphs.py
 Source     chapter section "CUDA Graphs and reduce-overhead".
 """
 
@@ -51,11 +51,10 @@ def refill(held: Sequence[torch.Tensor], inputs: Sequence[torch.Tensor]) -> None
 class Captured:
     """fn, recorded on inputs of one shape and replayed. Its result is overwritten by the next call: clone what stays.
 
-    `pool` is the memory of graphs that are replayed one after the other: torch.cuda.graph_pool_handle() makes one.
     Raises ValueError for an input that is not on a GPU; a call raises what refill() does.
     """
 
-    def __init__(self, fn: Callable, *inputs: torch.Tensor, pool=None) -> None:
+    def __init__(self, fn: Callable, *inputs: torch.Tensor) -> None:
         if not all(x.is_cuda for x in inputs):
             raise ValueError("Captured: an input is not on a GPU, and a CUDA graph holds nothing else; pass x.cuda()")
         self.inputs = [x.clone() for x in inputs]
@@ -66,7 +65,7 @@ class Captured:
                 fn(*self.inputs)
         torch.cuda.current_stream().wait_stream(side)
         self.graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(self.graph, pool=pool), torch.no_grad():
+        with torch.cuda.graph(self.graph), torch.no_grad():
             self.output = fn(*self.inputs)
 
     def __call__(self, *inputs: torch.Tensor) -> torch.Tensor:

@@ -8,8 +8,8 @@ every call; it needs rules for shapes (register_fake) and gradients (register_au
 Question   Which way around code that cannot be traced is right when, and what does a call cost?
 Needs      torch
 Wins when  the work outside of torch is long, or must happen at each call. What torch could do, the compiler should see.
-Variants   custom_ops_isotonic.py (an operator that reads its data, with a gradient; one that writes to its argument)
-Study      studies/compiler/custom_ops.py (the operators in a graph, and what a wrong fake kernel does)
+Variants   custom_ops_isotonic.py (an operator that reads its data, with a gradient)
+Study      studies/compiler/custom_ops.py (what a wrong fake kernel does, and what opcheck finds of it)
 Source     chapter section "Custom operators".
 """
 

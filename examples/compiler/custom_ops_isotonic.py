@@ -87,27 +87,6 @@ def isotonic(x: torch.Tensor) -> torch.Tensor:
     return isotonic_with_blocks(x)[0]
 
 
-@torch.library.custom_op(f"{NAMESPACE}::isotonic_into", mutates_args=("out",))
-def write_isotonic(x: torch.Tensor, out: torch.Tensor) -> None:
-    _check("isotonic_into", x, out)
-    out.copy_(pooled(x)[0])
-
-
-@write_isotonic.register_fake  # nothing comes out of it, so this only has bad input refused while compiling
-def _(x, out):
-    _check("isotonic_into", x, out)
-
-
-def isotonic_into(x: torch.Tensor, out: torch.Tensor) -> None:
-    """isotonic(x), written into `out`, without a gradient.
-
-    Raises TypeError for two dtypes, ValueError for two shapes or devices, RuntimeError for a tensor that requires grad.
-    """
-    if torch.is_grad_enabled() and (x.requires_grad or out.requires_grad):
-        raise RuntimeError("isotonic_into: a tensor requires grad, and its gradient would be lost; use isotonic(x)")
-    write_isotonic(x, out)
-
-
 def reference(x: torch.Tensor) -> torch.Tensor:
     """max over j <= i of min over k >= i of mean(x[j..k]), in float64: another way to the same fit, and traceable."""
     x, n = x.double(), x.shape[-1]

@@ -13,8 +13,7 @@ Needs      torch
 Wins when  (a symbol) sizes differ: leave the default. Constants are for one size: every call searches the guards of all
            graphs, so many of them lose to eager. Padding computes rows that nobody asked for; it is for CUDA graphs,
            which need few sizes. A model of short kernels loses to eager under every policy: the study has one.
-Study      studies/compiler/dynamic_shapes.py (orders, guards, marks refused, a small model)
-           studies/compiler/dynamic_shapes_cuda_graphs.py (one CUDA graph for each size)
+Study      studies/compiler/dynamic_shapes.py (a small model, one CUDA graph for each size)
 Source     chapter section "Dynamic Shapes".
 """
 

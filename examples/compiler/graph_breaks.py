@@ -16,7 +16,7 @@ Question   Which line of the model breaks the graph, what does that cost, and ho
 Needs      torch
 Wins when  (mending pays) always, here: between short kernels a break costs launches, guards and the wait for the value;
            between long ones it costs fusion, the more of it the more of the function is left to eager.
-Study      studies/compiler/graph_breaks.py (further fixes, fullgraph, explain, what does not break, kernels written)
+Study      studies/compiler/graph_breaks.py (fullgraph, explain, a break in a loop, names of the API)
 Source     chapter section "Graph Breaks and Debugging".
 """
 

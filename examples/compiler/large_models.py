@@ -11,7 +11,6 @@ all of them at once.
 Question   Does compiling still help when a model is 40 times as large, and what does it cost then?
 Needs      torch
 Wins when  launches or activations take time that the weights do not hide; it cannot help once they do.
-Study      studies/compiler/large_models.py (what the chapter claims, beside this run)
 Source     chapter sections "torch.compile fundamentals" and "Compilation cost".
 """
 

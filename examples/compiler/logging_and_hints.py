@@ -8,7 +8,7 @@ does not fails the run.
 Question   Which switch says why a graph breaks, why it is compiled again, what fused, and why no CUDA graph runs?
 Needs      torch
 Wins when  something is slow or compiled again and nobody knows why: begin with graph_breaks and recompiles.
-Study      studies/compiler/logging_and_hints.py (switches of a whole process: TORCH_COMPILE_DEBUG, TORCH_TRACE, ...)
+Study      studies/compiler/logging_and_hints.py (TORCH_COMPILE_DEBUG=1: what each stage of the compiler made)
 Source     chapter sections on debugging torch.compile and on its logs.
 """
 
@@ -28,12 +28,13 @@ from compile_inspect import fresh_compiler, logs, watch
 from examples.common.shown import require
 
 N = 64
-SCALES = (2.0, 3.0, 4.0)  # the second compiles again, for any number; the third does not
+SCALES = (2, 3, 4)  # the second compiles again, for any int; the third does not. A float would become a tensor on
+# the CPU, and need a C++ compiler beside a GPU
 ARTIFACTS = ("graph_breaks", "recompiles", "output_code", "perf_hints", "fusion", "cudagraphs")
 KERNEL = r"\b(?:cpp|triton_[a-z]+)_fused_\w+"
 
 
-def step(x: torch.Tensor, w: torch.Tensor, count: torch.Tensor, scale: float) -> torch.Tensor:
+def step(x: torch.Tensor, w: torch.Tensor, count: torch.Tensor, scale: int) -> torch.Tensor:
     count.add_(1)  # an input changed in place
     h = F.gelu(x @ w) * scale  # a number that is part of the code
     print(end="")  # a graph break

@@ -11,7 +11,7 @@ Question   Are compiled results worse than eager's, why do they differ, and whic
 Needs      torch
 Wins when  (when to set what) deterministic algorithms to compare two runs; emulate_precision_casts and fallback_random
            to find out whether a difference from eager is rounding or a fault. Each has its price.
-Study      studies/compiler/numerics.py (TF32, float32, dropout)
+Study      studies/compiler/numerics.py (float32, dropout)
 Source     chapter sections "torch.compile fundamentals" and "Debugging".
 """
 

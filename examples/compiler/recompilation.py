@@ -11,7 +11,7 @@ Python, with an entry for each.
 Question   Why does a compiled function compile again, and what keeps it at one cache entry?
 Needs      torch
 Wins when  a value changes from call to call: a step, a temperature, a learning rate, a history.
-Study      studies/compiler/recompilation.py (more causes and fixes; the limit, and what makes it loud)
+Study      studies/compiler/recompilation.py (the limit, and what makes it loud)
 Source     chapter sections "Common Issues" and "Compiler Stances".
 """
 
@@ -90,11 +90,11 @@ class RemembersInPlace(nn.Module):
         return self.seen.sum(0) / self.count
 
 
-def steps(x: torch.Tensor, kind: type = torch.optim.SGD, **options) -> tuple[Callable, list[Callable]]:
-    """An optimizer's step and its calls, with a scheduler that changes lr after each; the outputs are the weights."""
+def steps(x: torch.Tensor, lr: float | torch.Tensor) -> tuple[Callable, list[Callable]]:
+    """SGD's step and its calls, with a scheduler that changes lr after each; the outputs are the weights."""
     weight = nn.Parameter(x.clone())
     weight.grad = torch.tanh(x)
-    optimizer = kind([weight], **options)
+    optimizer = torch.optim.SGD([weight], lr=lr)
     scheduler = torch.optim.lr_scheduler.ExponentialLR(optimizer, gamma=0.9)
 
     def call(step: Callable) -> torch.Tensor:
@@ -172,9 +172,9 @@ def cost(h: Harness, x: torch.Tensor):
         )  # fmt: skip
 
 
-def check_outputs(h: Harness, what: str, found: Entries, want: list[torch.Tensor], **budget) -> None:
+def check_outputs(h: Harness, what: str, found: Entries, want: list[torch.Tensor]) -> None:
     got, want = torch.stack([output.detach().float() for output in found.outputs]), torch.stack(want)
-    h.check(lambda _: got, lambda _: want, got, what=what, poison=False, **(budget or BUDGET))
+    h.check(lambda _: got, lambda _: want, got, what=what, poison=False, **BUDGET)
 
 
 def demo(h: Harness) -> None:

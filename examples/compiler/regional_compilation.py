@@ -15,8 +15,7 @@ Question   How does the time to compile grow with depth, and what does compiling
 Needs      torch
 Wins when  blocks repeat and are compiled cold: development, autoscaling, many shapes. Where the host is the limit, N
            calls of compiled code with N sets of guards cost more than one: then compile the whole, or the region.
-Study      studies/compiler/regional_compilation.py (width against depth; when the whole model is ahead)
-           studies/compiler/regional_compilation_sharing.py (why one block's code serves all, and what undoes it)
+Study      studies/compiler/regional_compilation.py (what undoes sharing; a block of another class)
 Source     chapter section "Regional compilation".
 """
 

@@ -11,7 +11,7 @@ Needs      torch
 Wins when  a request must not wait for a compiler. fail_on_recompile finds what the warm-up forgot, in a test, before
            users do; eager_on_recompile keeps serving it.
 Variants   stances_outcomes.py (how it is found out what a call did)
-Study      studies/compiler/stances.py (force_backend, misspelt names, two shapes before compiling, threads)
+Study      studies/compiler/stances.py (two shapes before compiling, threads)
 Source     chapter section "Dynamic Shapes"; the documentation of torch.compiler.set_stance.
 """
 

@@ -1,76 +1,20 @@
-"""dynamic_shapes, measured: orders of sizes, guards, refused marks, a model that loses."""
+"""dynamic_shapes, measured: a model that loses under every policy, and one CUDA graph for each size."""
 
 from __future__ import annotations
-
-from collections.abc import Callable
 
 from harness import Harness
 
 import torch
 from torch import nn
 
-from compile_inspect import guards, logs
-from examples.compiler.dynamic_shapes import SIZES, GatedMLP, Served, sizes_compiled, time_mix
+from compile_inspect import cuda_graphs, logs, watch
+from examples.compiler.dynamic_shapes import SIZES, GatedMLP, Served, time_mix
 
-
-def count_orders(h: Harness, model: nn.Module, batches) -> None:
-    """Graphs by the order of sizes. Dynamo decides that alone, so nothing is generated."""
-    for order, sizes in {"2 to 64": batches[1:], "64 down to 1": batches[::-1]}.items():
-        torch.compiler.reset()
-        counts = {}
-        for name in ("automatic", "dynamic=True", "mark_dynamic", "mark_unbacked"):
-            counts[name] = len(sizes_compiled(Served(model, name, backend="eager"), sizes)[0])
-        h.fact(f"graphs for batches of {order}", counts)
-    torch.compiler.reset()
-
-
-def rows_guards(fn: Callable) -> list[str]:
-    """The guards on the number of rows, of each cache entry of fn, the newest first."""
-    found = []
-    for entry in guards(fn):
-        symbolic = [line for line in entry if ".size()[0]" in line]
-        constant = [line.split("size=[")[1].split(",")[0].split("]")[0] for line in entry if "check_tensor" in line]
-        symbols = [line.split("  #")[0].removeprefix("LAMBDA_GUARD: ") for line in symbolic]
-        found.append("; ".join(symbols) or f"rows == {constant[0]}")
-    return found
-
-
-def explain_one(h: Harness, model: nn.Module, batches) -> None:
-    """Why a batch of 1 has a graph of its own, by the guards on the number of rows."""
-    found = {}
-    for name in ("automatic", "mark_dynamic", "mark_unbacked"):
-        torch.compiler.reset()
-        served = Served(model, name, backend="eager")
-        sizes_compiled(served, batches)
-        found[name] = rows_guards(served.code)
-    h.fact("guards on the rows", found)
-    torch.compiler.reset()
-
-
-def refused_marks(h: Harness) -> None:
-    """Code that needs to know the size: a mark makes that an error, a guard, or is dropped without a word."""
-
-    def four_rows(x):
-        return x.view(4, 2) + 1
-
-    def other_above_4(x):
-        return x * 2 if len(x) > 4 else x
-
-    outcomes = {}
-    for fn in (four_rows, other_above_4):
-        for mark in ("mark_dynamic", "maybe_mark_dynamic", "mark_unbacked"):
-            torch.compiler.reset()
-            x = torch.ones(8)
-            getattr(torch._dynamo.decorators, mark)(x, 0)
-            try:
-                with logs():  # torch logs thirty lines beside the error
-                    torch.compile(fn, backend="eager", fullgraph=True)(x)
-                outcomes[f"{mark}, {fn.__name__}"] = f"compiled for {rows_guards(fn)[0]}"
-            except RuntimeError as error:
-                lines = [line for line in str(error).splitlines() if "specialized it" in line or "guard on" in line]
-                outcomes[f"{mark}, {fn.__name__}"] = f"{type(error).__name__}: {(lines or [str(error)])[0].strip(' -')}"
-    h.fact("a mark on code that needs the size", outcomes)
-    torch.compiler.reset()
+RECORDED = {
+    "marked, no CUDA graphs": ("mark_dynamic", {}),
+    "marked, reduce-overhead": ("mark_dynamic", {"mode": "reduce-overhead"}),
+    "powers of two, reduce-overhead": ("powers of two", {"mode": "reduce-overhead"}),
+}
 
 
 def small_model(h: Harness) -> None:
@@ -88,12 +32,65 @@ def small_model(h: Harness) -> None:
     torch.compiler.reset()
 
 
+class Replayed(Served):
+    """Under CUDA graphs an output lives until the next call, so that each is copied out."""
+
+    def __call__(self, x: torch.Tensor) -> torch.Tensor:
+        return super().__call__(x).clone()
+
+
+def device_mib() -> float:
+    """Memory in use on the GPU, in MiB, once unused blocks are given back."""
+    torch.cuda.synchronize()
+    torch.cuda.empty_cache()
+    free, total = torch.cuda.mem_get_info()
+    return (total - free) / 2**20
+
+
+def recorded(model: nn.Module, name: str, batches) -> tuple[Served, dict]:
+    """A policy called until everything that it records is recorded, and what that took.
+
+    A size that is new to a graph runs as a warm-up the first time and is recorded the second time.
+    """
+    policy, options = RECORDED[name]
+    served = (Replayed if options else Served)(model, policy, **options)
+    before, used = cuda_graphs(), device_mib()
+    shown = torch._inductor.config.patch(shape_padding=False)  # as in compile_all
+    with shown, logs(cudagraphs=True) as lines, watch() as seen:
+        for _ in range(3):
+            for x in batches:
+                served.first(x)
+    warned = [text.split(". Please")[0] for _, text in lines if "distinct" in text]
+    return served, {
+        "graphs compiled": seen.graphs, "CUDA graphs": cuda_graphs() - before, "MiB": round(device_mib() - used, 1),
+        "warnings": warned,
+    }  # fmt: skip
+
+
+def cuda_graphs_over_sizes(h: Harness, model: nn.Module, batches) -> None:
+    """One compiled graph, and a CUDA graph for each size that it meets: their number, memory and time."""
+    torch.compiler.reset()
+    served, table = {}, {}
+    for name in RECORDED:
+        with h.progress(f"recording {name}"):
+            served[name], table[name] = recorded(model, name, batches)
+    if not h.profile:
+        h.fact(f"CUDA graphs for batches of {len(batches[0])} to {len(batches[-1])}", table)
+        _, marked, padded = table.values()
+        h.say(
+            f"claim dynamic-cudagraphs: {'false' if marked['CUDA graphs'] else 'true'}. {len(batches)} sizes gave "
+            f"{marked['graphs compiled']} compiled graph and {marked['CUDA graphs']} CUDA graphs, {marked['MiB']} MiB; "
+            f"padded to powers of two {padded['CUDA graphs']}, {padded['MiB']} MiB"
+        )
+    time_mix(h, model, served, batches, "mix under CUDA graphs")
+
+
 def study(h: Harness) -> None:
-    if h.profile:
+    if not h.profile:
+        small_model(h)
+    if h.device.type != "cuda":
+        h.say("CUDA graphs with dynamic shapes: skipped, needs a GPU")
         return
-    width = 16
-    model, batches = GatedMLP(width, 32).to(h.device).requires_grad_(False), [h.randn(n, 3, width) for n in SIZES]
-    count_orders(h, model, batches)
-    explain_one(h, model, batches)
-    refused_marks(h)
-    small_model(h)
+    width = h.pick(quick=128, full=256)  # small: launching is what a CUDA graph saves
+    model = GatedMLP(width, 4 * width).to(h.device, torch.bfloat16).requires_grad_(False)
+    cuda_graphs_over_sizes(h, model, [h.randn(rows, 1, width, dtype=torch.bfloat16) for rows in SIZES[1:]])

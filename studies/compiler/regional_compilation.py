@@ -1,4 +1,4 @@
-"""regional_compilation, measured: do seconds follow parameters or blocks, when is the whole model ahead, training."""
+"""regional_compilation, measured: what shares one block's code, what undoes that, and a block of another class."""
 
 from __future__ import annotations
 
@@ -9,81 +9,93 @@ from dataclasses import replace
 from harness import Harness
 
 import torch
+from torch import nn
 
-from compile_inspect import watch
-from examples.common.transformer import SMALL, TINY, Transformer
-from examples.compiler.regional_compilation import EACH, NESTED, WHOLE, cold, each_block, make_model, sizes, whole
+from compile_inspect import guards, logs, watch
+from examples.common.transformer import TINY, Block, Config, Transformer
+from examples.compiler.regional_compilation import WAYS, call_block, each_block, nested_region
+
+MINI = replace(TINY, width=64, hidden=128, vocab=256)
 
 
+@torch.no_grad()
 def study(h: Harness) -> None:
     if h.profile:
         return
-    for table in h.lesson or ():
-        if table.timed:
-            steady(h, table)
-    config, depths, tokens = sizes(h)
-    with torch.no_grad():
-        by_width(h, config, depths[0], tokens)
-    training(h)
+    what_shares(h, layers=9)
+    one_block_of_another_class(h)
 
 
-def steady(h: Harness, table) -> None:
-    """What the cheaper compilation costs at each call, and how many calls it takes to lose what it saved."""
-    rows = {row.variant: row for row in table.rows}
-    for name in (EACH, NESTED):
-        saved, slower = rows[WHOLE].first_call_s - rows[name].first_call_s, rows[name].ms / rows[WHOLE].ms - 1
-        text = f"{name}: {saved:+.1f} s saved over the whole model cold, each call takes {slower:+.0%}"
-        if saved > 0 and slower > 0.02:
-            text += f": the whole model is ahead after {saved * 1000 / (rows[name].ms - rows[WHOLE].ms):,.0f} calls"
-        h.say(text)
+class Scaled(Block):
+    """A block with a number of its own, as many models have: their depth, a scale that follows from it."""
+
+    def __init__(self, config: Config, scale: int | torch.Tensor) -> None:
+        super().__init__(config)
+        self.scale = scale
+
+    def forward(self, x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
+        return super().forward(x, cos, sin) * self.scale
 
 
-def by_width(h: Harness, config, layers: int, tokens: torch.Tensor) -> None:
-    """As many blocks with more or fewer weights, and one block more: does the time follow the parameters?"""
-    other, rows = SMALL if config == TINY else TINY, {}
-    for each in (replace(config, layers=layers), replace(other, layers=layers), replace(config, layers=layers + 1)):
-        torch.compiler.reset()
-        with h.progress(f"{each.layers} layers of width {each.width}"):
-            _, seen = cold(whole, make_model(h, each, each.layers), tokens % each.vocab)
-        row = {"parameters": each.parameters, "cold s": round(seen.seconds, 2)}
-        rows[f"{each.layers} layers of width {each.width}"] = row
+def dynamo_alone(way: Callable, model: Transformer, tokens: torch.Tensor) -> dict:
+    """What Dynamo makes of the model: graphs, or subgraphs of a region; a backend that compiles nothing."""
+    graphs = []
+
+    def backend(graph: torch.fx.GraphModule, _) -> Callable:
+        graphs.append(graph)
+        return graph.forward
+
     torch.compiler.reset()
-    h.table("compiling the whole model", rows)
-    same, others, deeper = rows.values()
-    small, large = sorted((same, others), key=lambda row: row["parameters"])
-    more, longer = large["parameters"] / small["parameters"], large["cold s"] / small["cold s"]
-    h.say(
-        "claim compile-cost, so many seconds for so many parameters: "
-        f"{'no, for distinct blocks' if longer < more**0.5 else 'not refuted in this run'}. {more:.0f}x the parameters "
-        f"in as many blocks take {longer:.2f}x as long; a block more {deeper['cold s'] - same['cold s']:+.2f} s"
-    )
+    with logs(), watch() as seen:  # the warning at the limit is a count here
+        try:
+            way(model, backend=backend, fullgraph=False)(tokens)
+        except RuntimeError as error:  # of a region: torch 2.13 gives up where 2.11 makes a subgraph for each
+            return {"raises": str(error).split(". ")[0].split(" for function code")[0]}
+    nodes = [node for graph in graphs for node in graph.graph.nodes if node.op == "call_function"]
+    calls = [node.args[0].target for node in nodes if "invoke_subgraph" in str(node.target)]
+    if way is nested_region:
+        return {"subgraphs": len(set(calls)), "calls of them": len(calls)}
+    again = {"why again": seen.recompiles[-1].split(" # ")[0].strip()} if seen.recompiles else {}
+    return {"graphs": seen.graphs, **again}
 
 
-def gradients(model: Transformer, forward: Callable) -> Callable:
-    """tokens -> the gradients of all weights that have one."""
-    weights = [weight for weight in model.parameters() if weight.requires_grad]
-    return lambda tokens: torch.autograd.grad(forward(tokens).square().mean(), weights)
-
-
-def training(h: Harness) -> None:
-    """How many graphs one block compiled needs in training, by AOTAutograd alone."""
-    config = replace(TINY, width=64, hidden=128, vocab=256, layers=4)
-    model = Transformer.random(config, h.device, torch.float32).train().requires_grad_(True)
-    exact = copy.deepcopy(model).double()
-    exact.cos, exact.sin = exact.angles(config.max_tokens, h.device)
-    tokens, graphs = h.randint(config.vocab, 2, 16), {}
-    for name, trained in (("all weights", True), ("embedding frozen", False)):
-        model.embedding.requires_grad_(trained)
-        exact.embedding.requires_grad_(trained)
-        torch.compiler.reset()
-        step = gradients(model, each_block(model, backend="aot_eager"))
-        with watch() as seen:
-            h.check(
-                step, gradients(exact, exact), tokens, what=f"gradients, {name}", poison=False, dtype=torch.float32,
-                terms=1_000_000, roundings=64,
-            )  # fmt: skip
-        graphs[name] = seen.graphs
+def what_shares(h: Harness, layers: int) -> None:
+    """On small blocks: one graph for all of them, and a number of its own in each, which undoes that."""
+    config, found = replace(MINI, layers=layers), {}
+    tokens, plain = h.randint(config.vocab, 1, 8), Transformer.random(config, h.device, torch.float32)
+    models = {"equal blocks": plain}
+    for kind, scale_of in {"an int": int, "a tensor": lambda i: torch.tensor(i, device=h.device)}.items():
+        model = models[f"{kind} of its own"] = copy.deepcopy(plain)
+        model.blocks = nn.ModuleList(Scaled(config, scale_of(i + 1)) for i in range(layers)).to(h.device)
+        model.eval().requires_grad_(False)
+    for kind, model in models.items():
+        found[f"{kind}, each"] = dynamo_alone(each_block, model, tokens)
+        if kind == "equal blocks":
+            on_weights = [line for line in guards(call_block)[0] if "ID_MATCH" in line and "_parameters" in line]
+            h.fact("guards on which weight object a block has", len(on_weights))
+        found[f"{kind}, region"] = dynamo_alone(nested_region, model, tokens)
     torch.compiler.reset()
-    h.fact("graphs that each block compiled needs in training", graphs)
-    if graphs["embedding frozen"] > graphs["all weights"]:
-        h.say("the first block is another case when its input needs no gradient: the others' graph is not for it")
+    h.table(f"{layers} blocks", found)
+
+
+def one_block_of_another_class(h: Harness) -> None:
+    """Each way, and a region marked on a function that is handed the block: is the odd block's own forward run?"""
+    region = torch.compiler.nested_compile_region(call_block)
+
+    def by_function(model: Transformer, **options) -> Callable:
+        return torch.compile(lambda tokens: model(tokens, run_block=region), **options)
+
+    class Tripled(Block):
+        def forward(self, x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
+            return 3 * super().forward(x, cos, sin)
+
+    model = Transformer.random(replace(MINI, layers=3), h.device, torch.float32)
+    model.blocks[1].__class__ = Tripled
+    tokens, results = h.randint(MINI.vocab, 1, 8), {}
+    want = model(tokens)
+    for name, way in {**WAYS, "region marked on a function": by_function}.items():
+        torch.compiler.reset()
+        got = way(model, backend="eager", fullgraph=True)(tokens)
+        results[name] = "right" if torch.allclose(got, want, rtol=1e-3, atol=1e-3) else "wrong, without an error"
+    torch.compiler.reset()
+    h.fact("one block of three is of another class", results)

@@ -1,53 +1,57 @@
-"""training_step, measured: the joint graph and its cuts, gradients under each memory budget, and the memory used."""
+"""training_step, measured: the joint graph and its cuts, gradients, losses after some steps, AdamW by itself."""
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Callable
 from dataclasses import asdict
 
 from harness import Harness, Timing, Work
+from harness.check import CheckError, VacuousCheck
 
 import torch
-import torch._functorch.config
-import torch._inductor
 
-from compile_inspect import splits
-from examples.compiler.training_step import LanguageModel, case_of, saved_by_autograd, sizes
+from compile_inspect import kernels_run, logs, splits
+from examples.compiler.training_step import (
+    EAGER,
+    WHOLE,
+    LanguageModel,
+    Trainer,
+    case_of,
+    make_trainers,
+    saved_by_autograd,
+    sizes,
+)
 
-BUDGETS = (1.0, 0.5, 0.2, 0.0)
+STEPS = 4
+NEAR = 4  # times eager's own error, after some steps
+ADAMW_BYTES = 28  # of a float32 parameter: it, its gradient and two moments are read, all but the gradient written
 
 
 def study(h: Harness) -> None:
     if h.profile:
         return
-    new, (tokens, *_) = sizes(h)
+    new, batches = sizes(h)
+    tokens, last = batches[0], batches[-1]
     model = new()
     show_graphs(h, model, tokens)
     show_gradients(h, model, tokens)
-
-
-@functools.cache
-def inductor_within(budget: float) -> Callable:
-    """Inductor with this activation memory budget: to Dynamo a backend of its own, for all models that use it."""
-
-    def backend(graph: torch.fx.GraphModule, inputs: list) -> Callable:
-        with torch._functorch.config.patch(activation_memory_budget=budget):
-            return torch._inductor.compile(graph, inputs)
-
-    return backend
+    torch.compiler.reset()
+    double, other, model = new().float64(), new(), new()
+    trainers, exact = make_trainers(new), Trainer(double, double, "foreach")
+    with logs():  # Dynamo warns that it leaves out torch's profiler marks
+        show_training(h, trainers, exact, last)
+    alone = {
+        "torch AdamW fused": trainers[EAGER],
+        "torch AdamW foreach": Trainer(other, other, "foreach"),
+        "torch.compile AdamW": trainers[WHOLE],
+    }
+    show_optimizer(h, alone, gradients(model, model)(last), exact)
 
 
 def gradients(model: LanguageModel, losses: Callable) -> Callable:
     """tokens -> the gradient of the mean loss by each parameter."""
     parameters = list(model.parameters())
     return lambda tokens: torch.autograd.grad(losses(tokens).mean(), parameters)
-
-
-def within(budget: float, model: LanguageModel) -> Callable:
-    """The gradients by torch.compile with this activation memory budget, a share from 0 to 1."""
-    compiled = torch.compile(model, backend=inductor_within(budget), fullgraph=True, dynamic=False)
-    return gradients(model, compiled)
 
 
 def peak_bytes(fn: Callable, *inputs) -> int:
@@ -62,27 +66,18 @@ def peak_bytes(fn: Callable, *inputs) -> int:
 
 def show_graphs(h: Harness, model: LanguageModel, tokens: torch.Tensor) -> None:
     """The joint graph, and what waits in memory between its two parts."""
-    cases = {"default partitioner": ("default", 1.0)}
-    cases |= {f"min-cut, budget {budget}": ("min-cut", budget) for budget in BUDGETS}
     torch.compiler.reset()
-    found = splits(model, tokens, cases=cases)
+    found = splits(model, tokens, cases={name: (name, 1.0) for name in ("default", "min-cut")})
     torch.compiler.reset()
     number, size = saved_by_autograd(model, tokens)
     h.fact("saved for backward by eager autograd", {"saved": number, "saved_bytes": size})
     h.table("joint graph, cut by", {name: asdict(cut) for name, cut in found.items()})
-    default, full = found["default partitioner"], found["min-cut, budget 1.0"]
-    h.say(
-        f"waiting for backward: {size / 1e6:.1f} MB in eager, {default.saved_bytes / 1e6:.1f} cut by default, "
-        f"{full.saved_bytes / 1e6:.1f} by min-cut, for {full.backward - default.backward:+d} operations in backward, "
-        f"{full.backward_matmuls - default.backward_matmuls} of them matrix products or attention"
-    )
 
 
 def show_gradients(h: Harness, model: LanguageModel, tokens: torch.Tensor) -> None:
     """Forward and backward: every gradient against float64, time, and on a GPU the memory really used."""
-    variants = {"torch eager": gradients(model, model)}
-    for budget in BUDGETS if tokens.is_cuda else BUDGETS[:1]:
-        variants[f"torch.compile, budget {budget}"] = within(budget, model)
+    compiled = h.compiled(model, fullgraph=True)
+    variants = {"torch eager": gradients(model, model), "torch.compile": gradients(model, compiled)}
     exact = model.float64()
     h.compare(
         variants, gradients(exact, exact), tokens, baseline="torch eager", work=Work(), title="forward and backward",
@@ -91,6 +86,56 @@ def show_gradients(h: Harness, model: LanguageModel, tokens: torch.Tensor) -> No
     if tokens.is_cuda:
         peaks = {name: peak_bytes(fn, tokens) for name, fn in variants.items()}
         h.fact("peak bytes of forward and backward", peaks)
-        lowest, last = min(peaks, key=peaks.get), next(reversed(peaks))
-        if lowest != last:
-            h.say(f"to save less is not always to need less: the lowest peak is that of {lowest}, not of {last}")
+
+
+def after(steps: int, trainer: Trainer, tokens: torch.Tensor) -> torch.Tensor:
+    """The losses that the first weights have after that many updates."""
+    trainer.reset()
+    for _ in range(steps):
+        trainer(tokens)
+    return trainer(tokens)
+
+
+def rms(x: torch.Tensor) -> float:
+    return x.square().mean().sqrt().item()
+
+
+def show_training(h: Harness, trainers: dict[str, Trainer], exact: Trainer, tokens: torch.Tensor) -> None:
+    """How far training has come after some steps: as far as in float64."""
+    first, want = after(0, exact, tokens), after(STEPS, exact, tokens)
+    losses = {name: after(STEPS, trainer, tokens) for name, trainer in trainers.items()}
+    # Errors grow from step to step, so what a compiled step may be off follows from eager's own.
+    allowed = NEAR * max(rms(losses[EAGER] - want), 2**-22 * rms(want))
+    if not allowed < rms(want - first):
+        raise VacuousCheck(f"losses after {STEPS} steps: {allowed:.3g} (rms) allowed, and no step at all is nearer")
+    for name, got in losses.items():
+        if not (off := rms(got - want)) <= allowed:
+            raise CheckError(f"losses after {STEPS} steps: {name} is off by {off:.3g} (rms), {allowed:.3g} allowed")
+    means = {"float64, no step": first, "float64": want} | losses
+    h.fact(f"mean loss after {STEPS} steps", {name: float(f"{loss.mean():.6g}") for name, loss in means.items()})
+
+
+def show_optimizer(h: Harness, trainers: dict[str, Trainer], grads: tuple[torch.Tensor, ...], exact: Trainer) -> None:
+    """AdamW alone, on these gradients, by the optimizers of these trainers."""
+
+    def update(trainer: Trainer) -> Callable:
+        trainer.reset()
+        for parameter, grad in zip(trainer.model.parameters(), grads, strict=True):
+            parameter.grad = grad.to(parameter.dtype)
+
+        def call(*_) -> tuple[torch.Tensor, ...]:
+            trainer.update()
+            return tuple(p.detach() for p in trainer.model.parameters())
+
+        return call
+
+    variants = {name: update(trainer) for name, trainer in trainers.items()}
+    number = sum(grad.numel() for grad in grads)
+    with logs():
+        h.compare(
+            variants, update(exact), *grads, baseline="torch AdamW fused", work=Work(bytes=ADAMW_BYTES * number),
+            title="AdamW", case=f"{number} parameters float32",
+            timing=Timing(first_calls=dict.fromkeys(variants)),  # in the whole steps, before
+        )  # fmt: skip
+    if grads[0].is_cuda:
+        h.fact("kernels of AdamW", {name: len(kernels_run(fn)[0]) for name, fn in variants.items()})

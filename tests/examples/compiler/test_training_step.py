@@ -7,7 +7,7 @@ import torch
 
 from examples.common.transformer import TINY
 from examples.compiler.training_step import LanguageModel, Trainer, adamw
-from studies.compiler.training_step_parts import after
+from studies.compiler.training_step import after
 
 MINI = replace(TINY, width=64, layers=2, heads=2, kv_heads=1, hidden=96, vocab=128, max_tokens=32)
 
