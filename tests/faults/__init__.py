@@ -2,8 +2,7 @@
 
 A fault is a technique, a snippet of its source, what replaces it, and one sentence that says what is then wrong. The
 snippet is compared token by token, without comments, line breaks and trailing commas, in the first file of files_of()
-that has it: so a kernel may move to another file and keep its faults. RENAMED is what the house has renamed since the
-faults were written.
+that has it: so a kernel may move to another file and keep its faults.
 
     python -m tests.faults --only softmax --json out.json     plants each in a copy of the tree and runs demo and tests
 """
@@ -20,7 +19,6 @@ from pathlib import Path
 from typing import NamedTuple
 
 ROOT = Path(__file__).resolve().parents[2]
-RENAMED = {"_tile_of": "tile_coords", "band": "group"}  # tried where a snippet is not found as it was written
 SKIPPED = {
     tokenize.COMMENT, tokenize.NL, tokenize.NEWLINE, tokenize.INDENT, tokenize.DEDENT, tokenize.ENDMARKER,
 }  # fmt: skip
@@ -55,6 +53,39 @@ class Fault(NamedTuple):
         return f"{self.technique}: {self.wrong}"
 
 
+def _titled(line: str) -> tuple[str, dict]:
+    """What stands before the brackets, and the options in them."""
+    title, _, options = line.partition("  [")
+    pairs = (option.partition("=") for option in options.rstrip("]").split())
+    found = {name: value or True for name, _, value in pairs}
+    if "tests" in found:
+        found["tests"] = tuple(f"tests/{file}" for file in found["tests"].split(","))
+    return title, found
+
+
+def listed(text: str) -> list[Fault]:
+    """The faults that a text lists: under each technique what is then wrong, and the source as a diff.
+
+        # triton/softmax
+        the backward walk begins a block too far where the length divides  [within=softmax_resident_kernel]
+          - LAST: tl.constexpr = (N_COLS - 1) // BLOCK_N * BLOCK_N
+          + LAST: tl.constexpr = N_COLS // BLOCK_N * BLOCK_N
+
+    In brackets: gpu, uncaught, within=NAME, tests=FILE,FILE (under tests/). A technique's hold for all of its faults.
+    """
+    faults: list[Fault] = []
+    for line in filter(None, text.splitlines()):
+        if line.startswith("# "):
+            technique, shared = _titled(line[2:])
+        elif line.startswith(("  - ", "  + ")):
+            side = "snippet" if line[2] == "-" else "replacement"
+            faults[-1] = faults[-1]._replace(**{side: getattr(faults[-1], side) + line[4:] + "\n"})
+        else:
+            wrong, options = _titled(line)
+            faults.append(Fault(technique, "", "", wrong, **shared | options))
+    return faults
+
+
 def files_of(technique: str, root: Path = ROOT) -> Iterator[Path]:
     """Where the source of a technique may be, the likeliest first."""
     topic, name = technique.split("/")
@@ -86,21 +117,6 @@ def tokens_of(source: str) -> list[tokenize.TokenInfo]:
     return found
 
 
-@functools.lru_cache(maxsize=200)
-def _strings_of(source: str) -> list[str]:
-    return [token.string for token in tokens_of(source)]
-
-
-def _matches(source: str, snippet: str, names: dict[str, str]) -> list[tuple[tuple, tuple]]:
-    """(start, end) of each place in the source that reads as the snippet does, as (line, column)."""
-    text = textwrap.dedent(snippet).strip()
-    wanted = [names.get(token.string, token.string) for token in tokens_of(text)]
-    tokens, strings = tokens_of(source), _strings_of(source)
-    size = len(wanted)
-    starts = [i for i in range(len(strings) - size + 1) if strings[i] == wanted[0] and strings[i : i + size] == wanted]
-    return [(tokens[i].start, tokens[i + size - 1].end) for i in starts]
-
-
 def _replace(source: str, start: tuple, end: tuple, text: str) -> str:
     """`text` for what is from start to end, its further lines indented as the first one is."""
     lines = source.splitlines(keepends=True)
@@ -122,39 +138,30 @@ def _spans(source: str, name: str) -> list[tuple[int, int]]:
     ]
 
 
-def places(
-    source: str, snippet: str, within: str = "", names: dict[str, str] | None = None
-) -> list[tuple[tuple, tuple]]:
-    """(start, end) of each place that reads as the snippet does, within a function or class of that name if given."""
-    names = names or {}
-    found = _matches(source, snippet, names)
+def places(source: str, snippet: str, within: str = "") -> list[tuple[tuple, tuple]]:
+    """(start, end), as (line, column), of each place that reads as the snippet does, in what is called `within`."""
+    wanted = [token.string for token in tokens_of(textwrap.dedent(snippet).strip())]
+    tokens = tokens_of(source)
+    strings, size = [token.string for token in tokens], len(wanted)
+    starts = [i for i in range(len(strings) - size + 1) if strings[i] == wanted[0] and strings[i : i + size] == wanted]
+    found = [(tokens[i].start, tokens[i + size - 1].end) for i in starts]
     if within and found:
-        spans = _spans(source, names.get(within, within))
+        spans = _spans(source, within)
         found = [place for place in found if any(first <= place[0][0] <= last for first, last in spans)]
     return found
 
 
-def _named(text: str, names: dict[str, str]) -> str:
-    for old, new in names.items():
-        for token in reversed([t for t in tokens_of(text) if t.string == old]):
-            text = _replace(text, token.start, token.end, new)
-    return text
-
-
 def planted(fault: Fault, root: Path = ROOT) -> tuple[Path, str]:
     """The file that the fault is in, and its text with the fault. Raises NotFound."""
-    for names in ({}, RENAMED):
-        for path in files_of(fault.technique, root):
-            source = path.read_text(encoding="utf-8")
-            found = places(source, fault.snippet, fault.within, names)
-            if not found:
-                continue
-            if len(found) != fault.count:
-                raise NotFound(f"{fault.id}: {len(found)} times in {path.relative_to(root)}, not {fault.count}")
-            chosen = found if fault.nth is None else [found[fault.nth]]
-            for start, end in reversed(chosen):
-                source = _replace(source, start, end, _named(fault.replacement, names))
-            return path, source
+    for path in files_of(fault.technique, root):
+        source = path.read_text(encoding="utf-8")
+        if not (found := places(source, fault.snippet, fault.within)):
+            continue
+        if len(found) != fault.count:
+            raise NotFound(f"{fault.id}: {len(found)} times in {path.relative_to(root)}, not {fault.count}")
+        for start, end in reversed(found if fault.nth is None else [found[fault.nth]]):
+            source = _replace(source, start, end, fault.replacement)
+        return path, source
     raise NotFound(f"{fault.id}: its snippet is in no file of {fault.technique}")
 
 

@@ -63,13 +63,11 @@ class Runner:
         for name in ("TORCHINDUCTOR_CACHE_DIR", "TRITON_CACHE_DIR"):
             self.environment[name] = str(tree.parent / name.lower())
         if shutil.which("nvidia-smi") is None:
-            self.server = self._start(["tests.faults.warm"], stdout=subprocess.PIPE, stdin=subprocess.PIPE)
+            self.server = self._start("tests.faults.warm", stdout=subprocess.PIPE, stdin=subprocess.PIPE)
 
-    def _start(self, argv: list[str], **pipes) -> subprocess.Popen:
-        command = [sys.executable, "-m", *argv]
-        return subprocess.Popen(
-            command, cwd=self.tree, env=self.environment, text=True, start_new_session=True, **pipes
-        )
+    def _start(self, *argv: str, **pipes) -> subprocess.Popen:
+        options = {"cwd": self.tree, "env": self.environment, "text": True, "start_new_session": True}
+        return subprocess.Popen([sys.executable, "-m", *argv], **options, **pipes)
 
     def run(self, *argv: str, limit: float) -> tuple[int | None, str]:
         """(exit status, output) of `python -m argv`; None when it took too long."""
@@ -78,9 +76,7 @@ class Runner:
             self.server.stdin.flush()
             answer = json.loads(self.server.stdout.readline())
             return answer["status"], answer["output"]
-        process = self._start(
-            list(argv), stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.STDOUT
-        )  # fmt: skip
+        process = self._start(*argv, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.STDOUT)
         try:
             output, _ = process.communicate(timeout=limit)
             return process.returncode, output
@@ -106,10 +102,8 @@ def demo(fault: Fault, runner: Runner, limit: float) -> dict:
     status, output = runner.run("tests.faults.demo", fault.technique, limit=limit)
     if status == 0:
         return {"demo": None if "SKIPPED  " in output else False}
-    return {
-        "demo": True,
-        "demo_by": "hang" if status is None else _first(output, "FAILED  |FAILED: |ERROR|[A-Z]\\w+Error"),
-    }
+    by = "hang" if status is None else _first(output, "FAILED  |FAILED: |ERROR|[A-Z]\\w+Error")
+    return {"demo": True, "demo_by": by}
 
 
 def tests(fault: Fault, runner: Runner, limit: float) -> dict:
@@ -128,8 +122,7 @@ def tests(fault: Fault, runner: Runner, limit: float) -> dict:
 
 def judge(fault: Fault, runner: Runner) -> dict:
     """What catches the fault, in the runner's tree, which is afterwards as it was before."""
-    tree = runner.tree
-    started = time.perf_counter()
+    tree, started = runner.tree, time.perf_counter()
     result = {"id": fault.id, "kind": "mutant" if fault.nth is not None else "planted"}
     if fault.technique.startswith("xla/") and find_spec("torch_xla") is None:
         return result | {"demo": None, "tests": None, "by": "not run: needs torch_xla"}
@@ -177,7 +170,7 @@ def compare(now: list[dict], before: list[dict]) -> int:
 
 
 def chosen(options: argparse.Namespace) -> list[Fault]:
-    faults = ([] if options.mutants else all_planted()) + ([] if options.planted else sampled())
+    faults = all_planted() + ([] if options.planted else sampled())
     wanted = [name.strip("/") for name in options.only]
     return [f for f in faults if not wanted or any(f.technique == w or f.technique.startswith(f"{w}/") for w in wanted)]
 
@@ -186,7 +179,6 @@ def main(argv: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="python -m tests.faults", description=__doc__.splitlines()[0])
     parser.add_argument("--only", action="append", default=[], metavar="TECHNIQUE", help="triton/softmax, or a topic")
     parser.add_argument("--planted", action="store_true", help="only the faults that somebody thought of")
-    parser.add_argument("--mutants", action="store_true", help="only the generated ones")
     parser.add_argument("--jobs", type=int, default=2)
     parser.add_argument("--json", type=Path, required=True, metavar="PATH")
     parser.add_argument("--compare", action="store_true", help="run nothing: PATH against caught.json")

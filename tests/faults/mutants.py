@@ -9,6 +9,7 @@ later. Many are harmless (a constant that only decides the speed); what counts i
 from __future__ import annotations
 
 import ast
+import copy
 import json
 import zlib
 from collections import defaultdict
@@ -21,16 +22,9 @@ KEPT = Path(__file__).parent / "mutants.json"
 TOPICS = ("triton", "fp8", "tma")
 EACH = 3  # of a technique: one of each operator where there are all of them
 SPEED_ONLY = {
-    "num_warps",
-    "num_stages",
-    "maxnreg",
-    "loop_unroll_factor",
-    "pack",
-    "axis",
-    "instr_shape",
-    "warps_per_cta",
-}
-SWAPPED = {ast.Lt: "<=", ast.LtE: "<", ast.Gt: ">=", ast.GtE: ">", ast.Eq: "!="}
+    "num_warps", "num_stages", "maxnreg", "loop_unroll_factor", "pack", "axis", "instr_shape", "warps_per_cta",
+}  # fmt: skip
+SWAPPED = {ast.Lt: ast.LtE, ast.LtE: ast.Lt, ast.Gt: ast.GtE, ast.GtE: ast.Gt, ast.Eq: ast.NotEq}
 
 
 def _is_jit(node: ast.expr) -> str:
@@ -58,15 +52,15 @@ def functions(tree: ast.Module) -> Iterator[tuple[ast.FunctionDef, str]]:
             yield node, ""
 
 
-def statements(function: ast.FunctionDef) -> Iterator[tuple[ast.stmt, list[ast.expr]]]:
-    """Each statement, and what of it may change: of a compound one what stands before its colon."""
+def parts(function: ast.FunctionDef) -> Iterator[tuple[ast.AST, ast.expr, bool]]:
+    """(what is replaced, the expression in it that may change, whether it is a condition) of each statement."""
     for node in ast.walk(function):
         if isinstance(node, (ast.If, ast.While)):
-            yield node, [node.test]
+            yield node.test, node.test, True
         elif isinstance(node, ast.For):
-            yield node, [node.iter]
-        elif isinstance(value := getattr(node, "value", None), ast.expr) and isinstance(node, ast.stmt):
-            yield node, [] if isinstance(value, ast.Constant) and isinstance(node, ast.Expr) else [value]  # a docstring
+            yield node.iter, node.iter, False
+        elif isinstance(node, ast.stmt) and isinstance(value := getattr(node, "value", None), ast.expr):
+            yield node, value, False
 
 
 def _boolean(node: ast.expr) -> bool:
@@ -75,71 +69,47 @@ def _boolean(node: ast.expr) -> bool:
     return isinstance(node, (ast.Compare, ast.Subscript)) or (isinstance(node, ast.Name) and "in" in node.id)
 
 
-def changes(source: str, expression: ast.expr, branch: bool) -> Iterator[tuple[str, ast.expr, str]]:
-    """(operator, node, text in its place) of every change to an expression."""
-
-    def text(node: ast.AST) -> str:
-        return ast.get_source_segment(source, node)
-
-    if branch and isinstance(expression, ast.Name):
-        yield "comparison", expression, f"not {expression.id}"
-    skipped = set()
-    for node in ast.walk(expression):
-        if isinstance(node, (ast.JoinedStr, ast.Slice, ast.Tuple, ast.List)) or id(node) in skipped:
-            skipped |= {id(child) for child in ast.walk(node)} if not isinstance(node, (ast.Tuple, ast.List)) else {
-                id(child) for child in ast.iter_child_nodes(node) if isinstance(child, ast.Constant)
-            }  # fmt: skip
-        if id(node) in skipped:
-            continue
-        if isinstance(node, ast.Call):
-            skipped |= {id(x) for k in node.keywords if k.arg in SPEED_ONLY for x in ast.walk(k)}
-            for k in node.keywords:
-                if k.arg == "other" and text(node).count("other=") == 1:
-                    yield "mask", node, text(node).replace(f", other={text(k.value)}", "")
-        elif isinstance(node, ast.Compare) and len(node.ops) == 1 and type(node.ops[0]) in SWAPPED:
-            other = f"{text(node.left)} {SWAPPED[type(node.ops[0])]} {text(node.comparators[0])}"
-            yield "comparison" if branch else "mask", node, other
-        elif isinstance(node, ast.BinOp) and _boolean(node):
-            yield "mask", node, text(node.left)
-            yield "mask", node, text(node.right)
-        elif isinstance(node, ast.Constant) and type(node.value) is int and node.value > 1:
-            yield "constant", node, str(node.value + 1)
-        elif isinstance(node, ast.Constant) and type(node.value) is float and node.value == 0:
-            yield "constant", node, "1.0"
+def changes(node: ast.AST, branch: bool) -> Iterator[tuple[str, ast.AST, ast.AST]]:
+    """(operator, node, what takes its place) of every change to an expression."""
+    if isinstance(node, (ast.JoinedStr, ast.Slice)):
+        return
+    if isinstance(node, ast.Call):
+        for k in node.keywords:
+            if k.arg == "other":
+                yield "mask", node, ast.Call(node.func, node.args, [x for x in node.keywords if x is not k])
+    elif isinstance(node, ast.Compare) and len(node.ops) == 1 and type(node.ops[0]) in SWAPPED:
+        other = ast.Compare(node.left, [SWAPPED[type(node.ops[0])]()], node.comparators)
+        yield "comparison" if branch else "mask", node, other
+    elif isinstance(node, ast.BinOp) and _boolean(node):
+        yield "mask", node, node.left
+        yield "mask", node, node.right
+    elif isinstance(node, ast.Constant) and type(node.value) is int and node.value > 1:
+        yield "constant", node, ast.Constant(node.value + 1)
+    elif isinstance(node, ast.Constant) and type(node.value) is float and node.value == 0:
+        yield "constant", node, ast.Constant(1.0)
+    for child in ast.iter_child_nodes(node):
+        shape = isinstance(node, (ast.Tuple, ast.List)) and isinstance(child, ast.Constant)
+        if not shape and not (isinstance(child, ast.keyword) and child.arg in SPEED_ONLY):
+            yield from changes(child, branch)
 
 
 def mutants(technique: str, source: str) -> Iterator[tuple[str, Fault]]:
     """(operator, fault) of every mutant of a technique's file."""
-    lines = source.splitlines(keepends=True)
-    starts = [0]
-    for line in lines:
-        starts.append(starts[-1] + len(line.encode()))
-    encoded = source.encode()  # what columns of syntax trees count
-
-    def at(line: int, column: int) -> int:
-        return starts[line - 1] + column
-
     for function, language in functions(ast.parse(source)):
-        for statement, expressions in statements(function):
-            branch = isinstance(statement, (ast.If, ast.While))
-            begin = at(statement.lineno, statement.col_offset)
-            for expression in expressions:
-                end = at(expression.end_lineno, expression.end_col_offset)
-                if not branch and not isinstance(statement, ast.For):
-                    end = at(statement.end_lineno, statement.end_col_offset)
-                snippet = encoded[begin:end].decode()
-                for operator, node, text in changes(source, expression, branch):
-                    first, last = at(node.lineno, node.col_offset), at(node.end_lineno, node.end_col_offset)
-                    changed = (encoded[begin:first] + text.encode() + encoded[last:end]).decode()
-                    was = " ".join(encoded[first:last].decode().split())
-                    found = places(source, snippet, function.name)
-                    here = [i for i, (start, _) in enumerate(found) if start[0] == statement.lineno]
-                    if len(here) == 1 and changed != snippet:
-                        wrong = f"{function.name} line {statement.lineno}: {was} -> {' '.join(text.split())}"
-                        yield operator, Fault(
-                            technique, snippet, changed, wrong, count=len(found), within=function.name, nth=here[0],
-                            gpu=language == "gluon",
-                        )  # fmt: skip
+        for part, expression, branch in parts(function):
+            found = list(changes(expression, branch))
+            if branch and isinstance(expression, ast.Name):
+                found.append(("comparison", expression, ast.UnaryOp(ast.Not(), expression)))
+            snippet = ast.get_source_segment(source, part)
+            there = places(source, snippet, function.name) if found else []
+            here = [i for i, (start, _) in enumerate(there) if start[0] == part.lineno]
+            for operator, node, other in found if len(here) == 1 else []:
+                changed = ast.unparse(copy.deepcopy(part, {id(node): other}))  # the copy has `other` for `node`
+                wrong = f"{function.name} line {part.lineno}: {ast.unparse(node)} -> {ast.unparse(other)}"
+                yield operator, Fault(
+                    technique, snippet, changed, wrong, count=len(there), within=function.name, nth=here[0],
+                    gpu=language == "gluon",
+                )  # fmt: skip
 
 
 def sample(root: Path = ROOT) -> list[Fault]:

@@ -66,11 +66,9 @@ def plant(tmp_path, snippet, replacement, **options):
         ("load(x_ptr + n, mask=n < band, other=0.0)", "load(x_ptr)", "    x = load(x_ptr)\n"),  # however it is broken
         ("load(x_ptr + n,  # another\n mask=", "store(x_ptr, mask=", "    x = store(x_ptr, mask=n < band,\n"),
         ("x += 1\nreturn x", "x -= 1\nreturn x", "        x -= 1\n        return x\n"),
-        ("mask=n < group", "mask=n > group", "        mask=n > band,\n"),  # renamed since
     ],
 )
-def test_a_snippet_is_compared_token_by_token(tmp_path, monkeypatch, snippet, replacement, expected):
-    monkeypatch.setitem(planted.__globals__["RENAMED"], "group", "band")
+def test_a_snippet_is_compared_token_by_token(tmp_path, snippet, replacement, expected):
     assert expected in plant(tmp_path, snippet, replacement)
 
 
