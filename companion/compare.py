@@ -20,9 +20,6 @@ from rich.text import Text
 
 BETWEEN_MACHINES = 0.023  # seen between two H200 machines: nine tenths of 435 ratios were within it
 
-# What the recorded run of a technique calls otherwise than its code of today, until it is recorded again: (old, new).
-RENAMED = {"modes": ("torch.compile ", "torch ")}
-
 
 @dataclass(frozen=True)
 class Row:
@@ -49,9 +46,9 @@ class Row:
 
 def timed_rows(example: dict) -> dict[tuple, dict]:
     """(title, case, baseline, variant) -> the row with the times of its baseline, of a technique that was timed."""
-    renamed, found = RENAMED.get(example["name"], ("", "")), {}
+    found = {}
     for table in example["tables"]:
-        rows = {row["variant"].replace(*renamed): row for row in table["rows"]}
+        rows = {row["variant"]: row for row in table["rows"]}
         base = rows[table["baseline"]]
         ours = any(row["ours"] for row in rows.values())
         for variant, row in rows.items():

@@ -149,11 +149,11 @@ class Module:
             line, at = self.lines[node.lineno - 1], node.col_offset
             self.lines[node.lineno - 1] = line[:at] + new + line[at + len(old) :]
 
-    def used_of_others(self, node: ast.AST) -> list[tuple[Path, str]]:
-        return [
-            (self.whole[each.value.id], each.attr) for each in ast.walk(node)
-            if isinstance(each, ast.Attribute) and isinstance(each.value, ast.Name) and each.value.id in self.whole
-        ]  # fmt: skip
+    def used_of_others(self, node: ast.AST) -> list[Name]:
+        found = [
+            each for each in ast.walk(node) if isinstance(each, ast.Attribute) and isinstance(each.value, ast.Name)
+        ]
+        return [(self.whole[each.value.id], each.attr) for each in found if each.value.id in self.whole]
 
 
 def _import_of(node: ast.Import | ast.ImportFrom, alias: ast.alias) -> tuple[str, str]:
@@ -186,15 +186,15 @@ def _used(node: ast.AST, annotations: bool = False) -> set[str]:
     return {each.id for each in ast.walk(node) if isinstance(each, ast.Name) and id(each) not in skipped}
 
 
+@dataclass
 class _Export:
     """What goes along, module by module: a module before those that import from it."""
 
-    def __init__(self, modules: dict[Path, Module] | None = None) -> None:
-        self.modules = {} if modules is None else modules
-        self.taken: dict[Path, dict[str, ast.stmt]] = {}
-        self.imports: dict[str, str] = {}  # statements by the names they bind
-        self.renamed: dict[Name, str] = {}  # imports of a name that means something else elsewhere
-        self.aliases: dict[str, str] = {}  # what a file calls otherwise than where it is defined
+    modules: dict[Path, Module] = field(default_factory=dict)
+    taken: dict[Path, dict[str, ast.stmt]] = field(default_factory=dict)
+    imports: dict[str, str] = field(default_factory=dict)  # statements by the names they bind
+    renamed: dict[Name, str] = field(default_factory=dict)  # imports of a name that means something else elsewhere
+    aliases: dict[str, str] = field(default_factory=dict)  # what a file calls otherwise than where it is defined
 
     def module(self, path: Path) -> Module:
         if path not in self.modules:
@@ -332,37 +332,11 @@ def _says(name: str, wrappers: dict[Name, set[Name]], checked: set[Name]) -> str
 
 
 def _import_block(statements: Iterable[str]) -> str:
-    """Sorted as ruff sorts them: the standard library, then the rest; what comes from one module together."""
-    members: dict[tuple[bool, bool, str, str], list[str]] = {}
-    for line in statements:
-        kind, module, *rest = line.split()
-        alone = line if kind == "import" or "as" in rest else ""
-        outside = module.split(".")[0] not in sys.stdlib_module_names
-        members.setdefault((outside, kind == "from", module, alone), []).extend(rest[1:2])
-    text = ""
-    for before, key in itertools.pairwise(
-        [None, *sorted(members, key=lambda key: (*key[:3], min(members[key], default="")))]
-    ):
-        names = sorted(members[key], key=lambda name: (not name.isupper(), name.islower(), name))
-        line = key[3] or f"from {key[2]} import {', '.join(names)}"
-        if len(line) > 120:
-            line = f"from {key[2]} import (\n    " + ",\n    ".join(names) + ",\n)"
-        text += "\n" * bool(before and before[0] != key[0]) + line + "\n"
-    return text
-
-
-def _check_class(wanted: set[str]) -> str:
-    """CHECK with the members that are wanted, and what these use."""
-    lines, body = CHECK.splitlines(), ast.parse(CHECK).body[0].body[1:]
-    init = next(node for node in body if getattr(node, "name", "") == "__init__")
-    for node in sorted([*body, *init.body], key=lambda node: -node.lineno):  # those that use a member come before it
-        text = ast.unparse(node)
-        name = re.match(r"(?:def |self\.)?(\w+)", text)[1]
-        if name in wanted:
-            wanted |= set(re.findall(r"self\.(\w+)", text))
-        elif node is not init and name != "torch":
-            del lines[node.lineno - 1 : node.end_lineno + (not lines[node.end_lineno])]
-    return "\n".join(lines)
+    """The standard library's, then the rest; of each, `import x` before `from x import y`."""
+    groups: dict[bool, list[str]] = {True: [], False: []}
+    for line in sorted(statements, key=lambda line: (line.startswith("from"), line)):
+        groups[line.split()[1].split(".")[0] in sys.stdlib_module_names].append(line)
+    return "\n".join("\n".join(group) + "\n" for group in groups.values() if group)
 
 
 def export(technique: Technique, commit: str, file: str) -> tuple[str, str]:
@@ -383,11 +357,8 @@ def export(technique: Technique, commit: str, file: str) -> tuple[str, str]:
     whole.take_effects()
     parts = list(whole.statements())
     indented = lesson.alone("\n".join("\n".join(lesson.lines[n.lineno - 1 : n.end_lineno]) for n in statements))
-    handed = "\n".join([*parts, indented])
-    check = _check_class({"check"} | set(re.findall(r"\bh\.(\w+)", handed)))
-    check += f"\n\n\ndef check_on_this_machine(h) -> None:\n{indented}\n{MAIN}"
-    imports = {*whole.imports.values(), "import os", "import torch"}
-    imports |= {"from types import SimpleNamespace"} if "SimpleNamespace" in check else set()
+    check = f"{CHECK}\n\ndef check_on_this_machine(h) -> None:\n{indented}\n{MAIN}"
+    imports = {*whole.imports.values(), "import os", "import torch", "from types import SimpleNamespace"}
     late = {line for line in imports if line.split()[1].split(".")[0] == "triton"}
     lines = (ROOT / "LICENSE").read_text(encoding="utf-8").splitlines()
     copyright = next(line for line in lines if line.startswith("Copyright"))
@@ -405,9 +376,7 @@ def export(technique: Technique, commit: str, file: str) -> tuple[str, str]:
 def _spaced(parts: list[str]) -> str:
     """Two blank lines around a function or a class, none between other statements that follow each other."""
     text = parts[0]
-    for before, part in itertools.pairwise(parts):
-        plain = not any(
-            each.lstrip("# ").startswith(("def ", "class ", "@")) or "\ndef " in each for each in (before, part)
-        )
-        text += ("\n" if plain and not part.startswith("# ---") else "\n\n\n") + part
+    for pair in itertools.pairwise(parts):
+        apart = any(re.search(r"^(?:def |class |@)", part, re.M) for part in pair) or pair[1].startswith("# ---")
+        text += ("\n\n\n" if apart else "\n") + pair[1]
     return text

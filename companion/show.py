@@ -64,11 +64,8 @@ def show_example(name: str, path: Path | None = None, study: bool = False, verbo
     if example["status"] != "passed":
         show.paragraph(console, f"{example['status']}: {example['reason']}", "red")
     if is_stale(technique, example):
-        show.paragraph(
-            console,
-            "recorded with older code: what the lesson runs, or the check or the timer, has changed since",
-            "dim",
-        )
+        changed = "recorded with older code: what the lesson runs, or the check or the timer, has changed since"
+        show.paragraph(console, changed, "dim")
     _show_part(console, example, verbose)
     if study and example.get("study"):
         show.technique_heading(console, technique, ", study")
@@ -113,9 +110,6 @@ def _show_part(console, example: dict, verbose: bool) -> None:
     show.say(console, "")
     machine = example["machine"]
     versions = f"torch {machine['torch']}" + (f", Triton {machine['triton']}" if machine.get("triton") else "")
-    show.paragraph(
-        console,
-        f"recorded on {machine['gpu'] or machine['host']['cpu']}, {example['when'][:10]}, {versions}, commit "
-        f"{(example['commit'] or 'unknown')[:12]}: {example['command']}",
-        "dim",
-    )
+    where, commit = machine["gpu"] or machine["host"]["cpu"], (example["commit"] or "unknown")[:12]
+    text = f"recorded on {where}, {example['when'][:10]}, {versions}, commit {commit}: {example['command']}"
+    show.paragraph(console, text, "dim")

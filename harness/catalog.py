@@ -10,7 +10,7 @@ from __future__ import annotations
 import ast
 import re
 import sys
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from importlib.util import module_from_spec, spec_from_file_location
 from pathlib import Path
 
@@ -64,14 +64,22 @@ class Needs:
 
 
 @dataclass(frozen=True)
-class Technique:
+class _File:
+    name: str
+    path: Path
+
+    @property
+    def file(self) -> str:
+        return str(self.path.relative_to(ROOT)) if self.path.is_relative_to(ROOT) else str(self.path)
+
+
+@dataclass(frozen=True)
+class Technique(_File):
     """One lesson: its name is the file's stem. `variants` and `studies` are the files that its docstring names.
 
     `error` says why it cannot be read, if it cannot.
     """
 
-    name: str
-    path: Path
     lesson: str = ""
     question: str = ""
     needs: Needs = Needs()
@@ -81,39 +89,23 @@ class Technique:
     source: str = ""
     error: str | None = None
 
-    @property
-    def file(self) -> str:
-        return _relative(self.path)
-
 
 @dataclass(frozen=True)
-class Topic:
+class Topic(_File):
     """One topic script and its techniques in the order in which it tells them; `tour` are names of techniques."""
 
-    name: str
-    path: Path
     title: str
-    techniques: tuple[Technique, ...] = field(default=())
+    techniques: tuple[Technique, ...] = ()
     tour: tuple[str, ...] = ()
-
-    @property
-    def file(self) -> str:
-        return _relative(self.path)
-
-
-def _relative(path: Path) -> str:
-    return str(path.relative_to(ROOT)) if path.is_relative_to(ROOT) else str(path)
 
 
 def _parse(path: Path) -> ast.Module:
     try:
         return ast.parse(path.read_text(encoding="utf-8"), filename=str(path))
-    except FileNotFoundError:
-        raise CatalogError(f"{path}: no such file") from None
-    except (UnicodeDecodeError, ValueError) as error:
-        raise CatalogError(f"{path}: {error}") from None
     except SyntaxError as error:
         raise CatalogError(f"{path}:{error.lineno}: {error.msg}") from None
+    except (OSError, ValueError) as error:
+        raise CatalogError(f"{path}: {getattr(error, 'strerror', None) or error}") from None
 
 
 def fields(docstring: str) -> dict[str, str]:
@@ -145,16 +137,8 @@ def read_technique(path: Path) -> Technique:
     studies = tuple(ROOT / name for name in re.findall(r"\bstudies/[\w/]+\.py\b", found.get("Study", "")))
     if missing := [str(each) for each in (*variants, *studies) if not each.is_file()]:
         raise CatalogError(f"{path}: its docstring names {', '.join(missing)}, which does not exist")
-    needs = Needs.parse(found["Needs"], str(path))
-    wins_when, source = found.get("Wins when", ""), found.get("Source", "")
-    return Technique(path.stem, path, lesson, found["Question"], needs, variants, studies, wins_when, source)
-
-
-def _read_or_explain(path: Path) -> Technique:
-    try:
-        return read_technique(path)
-    except CatalogError as error:
-        return Technique(path.stem, path, error=str(error))
+    needs, rest = Needs.parse(found["Needs"], str(path)), (found.get(name, "") for name in ("Wins when", "Source"))
+    return Technique(path.stem, path, lesson, found["Question"], needs, variants, studies, *rest)
 
 
 def read_topic(path: Path) -> Topic:
@@ -168,7 +152,12 @@ def read_topic(path: Path) -> Topic:
     files = _literal(tree, "TECHNIQUES")
     if files is None:
         raise CatalogError(f"{path}: a topic script lists its technique files in TECHNIQUES")
-    techniques = tuple(_read_or_explain(path.parent / file) for file in files)
+    techniques = []
+    for file in (path.parent / name for name in files):
+        try:
+            techniques.append(read_technique(file))
+        except CatalogError as error:
+            techniques.append(Technique(file.stem, file, error=str(error)))
     names = [technique.name for technique in techniques]
     if len(set(names)) != len(names):
         raise CatalogError(f"{path}: two of its techniques share a name: {sorted(names)}")
@@ -176,7 +165,7 @@ def read_topic(path: Path) -> Topic:
     if not isinstance(tour, (tuple, list)) or set(tour) - set(names):
         raise CatalogError(f"{path}: TOUR is {tour!r}; name techniques of this topic: {', '.join(names)}")
     title = (ast.get_docstring(tree) or path.stem).splitlines()[0].strip()
-    return Topic(path.stem, path, title, techniques, tuple(tour))
+    return Topic(path.stem, path, title, tuple(techniques), tuple(tour))
 
 
 def _literal(tree: ast.Module, name: str):
@@ -202,7 +191,7 @@ def load_module(path: Path):
     inside = path.relative_to(ROOT) if path.is_relative_to(ROOT) else Path(path.name)
     name = ".".join(inside.with_suffix("").parts)
     known = sys.modules.get(name)
-    if known is not None and getattr(known, "__file__", None) and Path(known.__file__).resolve() == path:
+    if known is not None and Path(getattr(known, "__file__", None) or "").resolve() == path:
         return known
     spec = spec_from_file_location(name, path)
     module = module_from_spec(spec)

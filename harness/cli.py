@@ -24,7 +24,7 @@ USAGE_ERROR, INTERRUPTED = 2, 130
 
 
 def main(script: str, argv: list[str] | None = None) -> None:
-    """Run the topic whose script this is: `main(__file__)`. Ends the process with the exit status."""
+    """Run the topic whose script this is: `main(__file__)`."""
     try:
         topic = read_topic(Path(script))
     except CatalogError as error:
@@ -53,12 +53,11 @@ def skip_without_packages() -> None:
         topic = _topic_of_one(Path(script))
     except (CatalogError, OSError, ValueError):  # a topic script, a test runner, a reader's own program
         return
-    (technique,) = topic.techniques
-    if not _missing(technique.needs):
-        if not technique.needs.xla:
-            return
+    needs = topic.techniques[0].needs
+    if not _missing(needs):
         with suppress(ImportError):
-            import_module("examples.common.xla")
+            if needs.xla:
+                import_module("examples.common.xla")
             return
     sys.exit(_status(topic))
 
@@ -148,7 +147,7 @@ def _run_topic(topic: Topic, argv: list[str]) -> int:
     parser = _parser(topic)
     try:
         options = parser.parse_args(argv)
-    except SystemExit as stop:
+    except SystemExit as stop:  # as argparse ends it: --help, or wrong usage
         return stop.code
     chosen = _choose(topic, options.techniques or (list(topic.tour) if options.tour else []))
     if isinstance(chosen, str):
@@ -242,10 +241,23 @@ def _run_technique(topic: Topic, technique: Technique, options, console, how: di
         _run_one(technique, study, how, list(technique.studies), "study")
 
 
+def _outcome(error: BaseException) -> tuple[str, str, list[tuple[str, str]]]:
+    """The status and the reason of what ended so, and the lines to print, each with its style."""
+    from harness.faults import explain, where
+    from harness.hardware import Skip
+
+    if isinstance(error, Skip):
+        return "skipped", str(error), [(f"SKIPPED: {error}", "")]
+    if isinstance(error, KeyboardInterrupt):
+        return "failed", "interrupted", []
+    if known := explain(error):
+        return "failed", known, [(f"FAILED: {known}", "red"), *((f"  {line}", "dim") for line in where(error))]
+    return "failed", f"{type(error).__name__}: {error}", [("".join(traceback.format_exception(error)), "red")]
+
+
 def _run_one(technique: Technique, session, how: dict, files: list[Path], function: str) -> None:
     """Run demo(h) or study(h) of these files; whatever goes wrong becomes its status, and the next one runs."""
     from harness.console import say
-    from harness.faults import explain, where
     from harness.hardware import Skip, ceilings, machine
     from harness.settings import settings_kept
     from harness.sources import sources_hash
@@ -283,24 +295,13 @@ def _run_one(technique: Technique, session, how: dict, files: list[Path], functi
             raise AssertionError(f"its {function}(h) checked, compared and recorded nothing")
         session.finish()
         record.status = "passed"
-    except Skip as skip:
-        record.status, record.reason = "skipped", str(skip)
-        session.finish(passed=False)
-        say(console, f"SKIPPED: {skip}")
-    except KeyboardInterrupt:
-        record.status, record.reason = "failed", "interrupted"
-        session.finish(passed=False)
-        raise
     except BaseException as error:  # a technique must not end the run, not even by sys.exit
-        known = explain(error)
-        record.status, record.reason = "failed", known or f"{type(error).__name__}: {error}"
+        record.status, record.reason, lines = _outcome(error)
         session.finish(passed=False)
-        if known:
-            say(console, f"FAILED: {known}", style="red")
-            for line in where(error):
-                say(console, f"  {line}", style="dim")
-        else:
-            say(console, "".join(traceback.format_exception(error)), style="red")
+        for line, style in lines:
+            say(console, line, style)
+        if isinstance(error, KeyboardInterrupt):
+            raise
     finally:
         record.seconds = round(time.perf_counter() - started, 3)
         record.machine = machine().record() | {"ceilings": ceilings().record()}

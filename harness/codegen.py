@@ -23,7 +23,7 @@ import subprocess
 import sys
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from operator import attrgetter
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -111,17 +111,9 @@ class Kernel:
             return f"{self.tensor_memory} columns of tensor memory, and there are {TENSOR_COLUMNS}"
         return None
 
-    def record(self) -> dict:
-        return asdict(self)
-
 
 def compile_for(
-    wrapper: Callable,
-    args: tuple = (),
-    kwargs: dict | None = None,
-    *,
-    sms: tuple[int, ...] = (80, 90, 100),
-    config: int = 0,
+    wrapper: Callable, args: tuple = (), kwargs: dict | None = None, *, sms: tuple[int, ...] = (80, 90, 100), config=0
 ) -> list[Kernel]:
     """Compile each kernel that wrapper(*args, **kwargs) launches, for each architecture in `sms`.
 
@@ -134,7 +126,7 @@ def compile_for(
         answer = _ask(wrapper, args, kwargs, config, sm)
         return [Kernel(wrapper.__qualname__, sm, error=answer)] if isinstance(answer, str) else [k for k, _ in answer]
 
-    with ThreadPoolExecutor(max(1, len(sms))) as pool:  # they only wait, for as many processes as there are
+    with ThreadPoolExecutor() as pool:  # its threads only wait, for as many processes as there are
         try:
             return [kernel for each in pool.map(kernels, sms) for kernel in each]
         except BaseException:  # Ctrl-C: nobody waits for a compilation to end
@@ -157,7 +149,7 @@ def dump(
         raise CodegenError(f"dump: {wrapper.__name__} on sm_{sm}: {answer}")
     texts = {each.kernel: text for each, text in answer}
     if not kernel and len(texts) == 1:
-        kernel = next(iter(texts))
+        (kernel,) = texts
     if kernel not in texts:
         have = ", ".join(texts) or "none"
         raise ValueError(f"dump: {wrapper.__name__} launches {have}; name one of them: kernel={kernel!r} does not")
@@ -208,10 +200,10 @@ class _Worker:
             status = self.process.wait()
         finally:
             overdue.cancel()
+        said = f"out of memory, or not ready after {TIMEOUT_S} s" if status == -9 else "no message"
         lines = [line for line in self.noise.read_text(errors="replace").splitlines() if "error" in line.lower()]
         self.close()
-        said = f"out of memory, or not ready after {TIMEOUT_S} s" if status == -9 else "no message"
-        return f"the compiler ended with status {status}: {lines[-1] if lines else said}"
+        return f"the compiler ended with status {status}: {[said, *lines][-1]}"
 
     def _start(self) -> None:
         self.close()

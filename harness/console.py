@@ -7,10 +7,9 @@ import re
 import sys
 import threading
 from contextlib import contextmanager
+from functools import partial
 from textwrap import wrap
 from typing import TYPE_CHECKING
-
-from harness.codegen import Kernel
 
 from rich import box
 from rich.console import Console
@@ -20,9 +19,11 @@ from rich.text import Text
 if TYPE_CHECKING:
     from harness.bench import Table
     from harness.catalog import Technique
+    from harness.codegen import Kernel
     from harness.record import ExampleRecord
 
 PIPE_WIDTH = 100  # of what goes to a pipe or a file, unless COLUMNS says otherwise
+LONGEST_NUMBER = 24  # characters; a cell with more of them is a text
 
 
 class _Console(Console):
@@ -41,6 +42,30 @@ def make_console() -> Console:
 def say(console: Console, text: str, style: str = "") -> None:
     """One line as it is: no markup, and no breaking where a reader may want to copy or search."""
     console.print(Text(text, style=style), soft_wrap=True)
+
+
+def paragraph(console: Console, text: str, style: str = "", indent: str = "  ") -> None:
+    """A text broken at words to the console's width."""
+    for line in wrap(text, console.width, initial_indent=indent, subsequent_indent=indent, break_on_hyphens=False):
+        say(console, line, style)
+
+
+# --- tables
+
+
+def plain_grid() -> Grid:
+    return Grid(box=box.SIMPLE_HEAD, show_edge=False, padding=(0, 1, 0, 0), pad_edge=False)
+
+
+def _grid(names: list[str], columns: dict[str, list[str]], styles: list[str] | None = None) -> Grid:
+    """Named rows, and columns by their heads with a cell for each row: numbers at the right, texts at the left."""
+    out = plain_grid()
+    out.add_column("", no_wrap=True)
+    for head, cells in columns.items():
+        out.add_column(Text(head), justify="left" if max(map(len, cells), default=0) > LONGEST_NUMBER else "right")
+    for i, row in enumerate(zip(names, *columns.values(), strict=True)):
+        out.add_row(*map(Text, row), style=styles and styles[i])
+    return out
 
 
 def show_grid(console: Console, table: Grid) -> None:
@@ -66,10 +91,134 @@ def _least(console: Console, table: Grid) -> int:
     return console.measure(table, options=wide).minimum
 
 
-def paragraph(console: Console, text: str, style: str = "", indent: str = "  ") -> None:
-    """A text broken at words to the console's width."""
-    for line in wrap(text, console.width, initial_indent=indent, subsequent_indent=indent, break_on_hyphens=False):
-        say(console, line, style)
+def show_cases(console: Console, tables: list[Table]) -> None:
+    """Tables of one title and baseline as one: a row for each variant of a single case; of several cases, how many
+    times as fast as the baseline each variant is in each. Nothing where nothing was timed."""
+    tables = [table for table in tables if table.timed]
+    if not tables:
+        return
+    say(console, "")
+    if len(tables) == 1:
+        _show_one(console, tables[0])
+    else:
+        ends = {table.case.rpartition(" ")[2] for table in tables}
+        end = f" {ends.pop()}" if len(ends) == 1 else ""  # the dtype that all have in common stands in the title
+        say(console, f"  {tables[0].title}{end}, times as fast as {tables[0].baseline}", style="bold")
+        _show_several(console, tables, end)
+    kinds: dict[str, list[str]] = {}  # notes that differ in their numbers alone
+    for note in (note for table in tables for note in table.notes):
+        kinds.setdefault(re.sub(r"\d+", "", note.split(" (")[0]), []).append(note)
+    for first, *more in kinds.values():
+        paragraph(console, first + (f"; and so in {len(more)} more case{'s' * (len(more) > 1)}" if more else ""), "dim")
+
+
+def _show_one(console: Console, table: Table, whole: bool = False) -> None:
+    """A row for each variant. Columns that hold nothing are left out; `whole` has errors and first calls, too."""
+    say(console, f"  {table.title}  {table.case}", style="bold")
+    rows = table.rows
+    of_baseline = f"x {table.baseline}" if len(table.baseline) <= 20 else "x baseline"  # the row that has 1.00
+    columns = {
+        "ms": [f"{row.ms:.4f}" if whole else f"{row.ms:.4g}" for row in rows],
+        "spread": [f"{(row.p80 - row.p20) / row.ms:.0%}" for row in rows],
+        "p20 - p80": [f"{row.p20:.4f} - {row.p80:.4f}" for row in rows],
+        "TB/s": [_rate(row.tbps) for row in rows],
+        "TFLOP/s": [_rate(row.tflops) for row in rows],
+        "% of ceiling": [_part(row.of_ceiling) for row in rows],
+        of_baseline: [f"{row.speedup:.2f}" for row in rows],
+        "error": [f"{row.error:.2f}" for row in rows],
+        "first call s": ["" if row.first_call_s is None else f"{row.first_call_s:.2f}" for row in rows],
+    }
+    hidden = ("spread",) if whole else ("p20 - p80", "error", "first call s")
+    columns = {head: cells for head, cells in columns.items() if any(cells) and head not in hidden}
+    styles = ["bold" if row.ours and not row.peer else "" for row in rows]
+    show_grid(console, _grid([row.variant for row in rows], columns, styles))
+
+
+def _show_several(console: Console, tables: list[Table], end: str) -> None:
+    """Cases beside each other: as rows, as columns where only those fit the width, in two halves where neither do."""
+    baseline = tables[0].baseline
+    variants = list(dict.fromkeys(row.variant for table in tables for row in table.rows if row.variant != baseline))
+    columns = {f"{baseline} ms": [f"{table[baseline].ms:.4g}" for table in tables]}
+    for name in variants:  # ours are all Triton's: their heads need not say so
+        cells = [f"{table[name].speedup:.2f}" if name in table else "" for table in tables]
+        columns[name.removeprefix("triton ")] = cells
+    if any(row.of_ceiling for table in tables for row in table.rows):
+        columns["fastest, % of ceiling"] = [_part(table.best.of_ceiling) for table in tables]
+    cases = [table.case.removesuffix(end) for table in tables]
+    by_case = _grid(cases, columns)
+    by_variant = _grid(list(columns), dict(zip(cases, zip(*columns.values(), strict=True), strict=True)))
+    if _least(console, by_case) <= console.width or len(tables) == 1:
+        show_grid(console, by_case)
+    elif _least(console, by_variant) <= console.width:
+        show_grid(console, by_variant)
+    else:
+        half = len(tables) // 2
+        _show_several(console, tables[:half], end)
+        _show_several(console, tables[half:], end)
+
+
+def show_comparison(console: Console, table: Table) -> None:
+    """One table of variants with all that is known of them, or the errors alone where nothing was timed."""
+    if not table.timed:
+        errors = ", ".join(f"{row.variant} {row.error:.2f}" for row in table.rows)
+        say(console, f"  right  {table.title} {table.case}: largest error / budget: {errors}")
+        return
+    _show_one(console, table, whole=True)
+    for note in table.notes:
+        paragraph(console, note, "dim")
+
+
+def _rate(value: float | None) -> str:
+    return "" if value is None else f"{value:.0f}" if value >= 100 else f"{value:.3g}"
+
+
+def _part(value: float | None) -> str:
+    return f"{value:.0%}" if value else ""
+
+
+def show_rows(console: Console, title: str, rows: dict[str, dict]) -> None:
+    """Rows of named cells; a cell that a row lacks stays empty, a list reads a / b, a sentence is broken at words.
+
+    What is wider than the console with all its words whole is shown row after row, each cell beside its name.
+    """
+    say(console, "")
+    paragraph(console, title, "bold", indent="")
+    _show_named(console, list(rows.items()))
+
+
+def _show_named(console: Console, rows: list[tuple[str, dict]]) -> None:
+    texts = [{head: _text(cell) for head, cell in cells.items()} for _, cells in rows]
+    heads = dict.fromkeys(head for cells in texts for head in cells)
+    columns = {head: [cells.get(head, "") for cells in texts] for head in heads}
+    out = _grid([name for name, _ in rows], columns)
+    if _least(console, out) <= console.width:
+        show_grid(console, out)
+        return
+    for (name, _), cells in zip(rows, texts, strict=True):
+        paragraph(console, name)
+        paragraph(console, "; ".join(f"{head}: {cell}" for head, cell in cells.items() if cell), indent="    ")
+
+
+def _text(cell) -> str:
+    return " / ".join(map(str, cell)) if isinstance(cell, list) else str(cell)
+
+
+def show_codegen(console: Console, kernels: list[Kernel]) -> None:
+    say(console, "code for each architecture, compiled here", style="bold")
+    _show_named(console, [(f"{kernel.kernel} sm_{kernel.sm}", _program(kernel)) for kernel in kernels])
+
+
+def _program(kernel: Kernel) -> dict:
+    if kernel.error:
+        return {"instructions": f"not supported: {kernel.error}"}
+    found = [f"{name} x{count}" for name, count in kernel.found.items()]
+    found += [f"does not fit: {kernel.too_much}"] if kernel.too_much else []
+    cells = {"instructions": ", ".join(found) or "-", "registers": kernel.registers, "spill bytes": kernel.spills}
+    tensor = {"tensor memory": kernel.tensor_memory} if kernel.tensor_memory else {}
+    return cells | {"shared KiB": f"{kernel.shared / 1024:.1f}"} | tensor
+
+
+# --- the parts of a run
 
 
 def header(console: Console, machine: dict, title: str, commit: str | None, dirty: bool | None) -> None:
@@ -99,7 +248,7 @@ def show_checks(console: Console, errors: list[float]) -> None:
     paragraph(console, f"{checks} passed; the largest error is {max(errors):.0%} of what rounding allows")
 
 
-def show_evidence(console: Console, record: ExampleRecord, evidence: dict[int, list[str]]) -> None:
+def show_evidence(console: Console, record: ExampleRecord, evidence: dict[int, dict[str, None]]) -> None:
     """One line for all checks, and one for the instructions that were required of the code and found in it."""
     errors = [check["error"] for check in record.checks if check["passed"]]
     errors += [row["error"] for table in record.tables for row in table["rows"]]
@@ -127,175 +276,11 @@ def show_fact(console: Console, name: str, value) -> None:
         say(console, f"    {key}: {shown}")
 
 
-def show_cases(console: Console, tables: list[Table]) -> None:
-    """Tables of one title and baseline as one: a row for each variant of a single case; of several cases, how many
-    times as fast as the baseline each variant is in each. Nothing where nothing was timed."""
-    tables = [table for table in tables if table.timed]
-    if not tables:
-        return
-    say(console, "")
-    if len(tables) == 1:
-        _show_one(console, tables[0])
-    else:
-        _show_several(console, tables)
-    kinds: dict[str, list[str]] = {}  # notes that differ in their numbers alone
-    for note in (note for table in tables for note in table.notes):
-        kinds.setdefault(re.sub(r"\d+", "", note.split(" (")[0]), []).append(note)
-    for first, *more in kinds.values():
-        paragraph(console, first + (f"; and so in {len(more)} more case{'s' * (len(more) > 1)}" if more else ""), "dim")
-
-
-def _show_one(console: Console, table: Table, whole: bool = False) -> None:
-    """A row for each variant. Columns that hold nothing are left out; `whole` has errors and first calls, too."""
-    say(console, f"  {table.title}  {table.case}", style="bold")
-    rates = {name: head for name, head in RATES.items() if any(getattr(row, name) for row in table.rows)}
-    ceiling = any(row.of_ceiling for row in table.rows)
-    of_baseline = f"x {table.baseline}" if len(table.baseline) <= 20 else "x baseline"  # the row that has 1.00
-    heads = ["ms", "p20 - p80" if whole else "spread", *rates.values(), *(["% of ceiling"] if ceiling else [])]
-    out = _grid("", *heads, of_baseline, *(["error", "first call s"] if whole else []))
-    for row in table.rows:
-        spread = f"{row.p20:.4f} - {row.p80:.4f}" if whole else f"{(row.p80 - row.p20) / row.ms:.0%}"
-        cells = [f"{row.ms:.4f}" if whole else f"{row.ms:.4g}", spread, *(_rate(getattr(row, name)) for name in rates)]
-        cells += [f"{row.of_ceiling:.0%}" if row.of_ceiling else ""] if ceiling else []
-        cells += [f"{row.speedup:.2f}"]
-        first = "" if row.first_call_s is None else f"{row.first_call_s:.2f}"
-        cells += [f"{row.error:.2f}", first] if whole else []
-        style = "bold" if row.ours and not row.peer else None
-        out.add_row(Text(row.variant), *cells, style=style)
-    show_grid(console, out)
-
-
-def _show_several(console: Console, tables: list[Table]) -> None:
-    """Cases beside each other: as rows, as columns where only those fit the width, in several grids where neither."""
-    baseline = tables[0].baseline
-    variants = list(dict.fromkeys(row.variant for table in tables for row in table.rows if row.variant != baseline))
-    ceiling = any(row.of_ceiling for table in tables for row in table.rows)
-    ends = {table.case.rpartition(" ")[2] for table in tables}
-    end = f" {ends.pop()}" if len(ends) == 1 else ""  # the dtype that all have in common stands in the title
-    # Ours are all Triton's: their heads need not say so.
-    short = [name.removeprefix("triton ") for name in variants]
-    head = [f"{baseline} ms", *short, *(["fastest, % of ceiling"] if ceiling else [])]
-    columns = {}
-    for table in tables:
-        cells = [f"{table[baseline].ms:.4g}"]
-        cells += [f"{table[name].speedup:.2f}" if name in table else "" for name in variants]
-        cells += [f"{table.best.of_ceiling:.0%}" if table.best.of_ceiling else ""] if ceiling else []
-        columns[table.case.removesuffix(end)] = cells
-    say(console, f"  {tables[0].title}{end}, times as fast as {baseline}", style="bold")
-    _show_cases_that_fit(console, head, columns)
-
-
-def _show_cases_that_fit(console: Console, head: list[str], columns: dict[str, list[str]]) -> None:
-    """One cell of `columns` for each of `head`, by case."""
-    by_case, by_variant = _grid("", *head), _grid("", *columns)
-    for case, cells in columns.items():
-        by_case.add_row(Text(case), *cells)
-    for name, *cells in zip(head, *columns.values(), strict=True):
-        by_variant.add_row(Text(name), *cells)
-    if _least(console, by_case) <= console.width or len(columns) == 1 or not head:
-        show_grid(console, by_case)
-    elif _least(console, by_variant) <= console.width:
-        show_grid(console, by_variant)
-    else:
-        cases, half = list(columns), len(columns) // 2
-        for part in (cases[:half], cases[half:]):
-            _show_cases_that_fit(console, head, {case: columns[case] for case in part})
-
-
-RATES = {"tbps": "TB/s", "tflops": "TFLOP/s"}
-
-
-def plain_grid() -> Grid:
-    return Grid(box=box.SIMPLE_HEAD, show_edge=False, padding=(0, 1, 0, 0), pad_edge=False)
-
-
-def _grid(first: str, *heads: str) -> Grid:
-    out = plain_grid()
-    out.add_column(Text(first), no_wrap=True)
-    for head in heads:
-        out.add_column(Text(head), justify="right", min_width=max(map(len, head.split()), default=0))
-    return out
-
-
-def show_comparison(console: Console, table: Table) -> None:
-    """One table of variants with all that is known of them, or the errors alone where nothing was timed."""
-    if not any(row.ms is not None for row in table.rows):
-        errors = ", ".join(f"{row.variant} {row.error:.2f}" for row in table.rows)
-        say(console, f"  right  {table.title} {table.case}: largest error / budget: {errors}")
-        return
-    _show_one(console, table, whole=True)
-    for note in table.notes:
-        paragraph(console, note, "dim")
-
-
-def _rate(value: float) -> str:
-    return f"{value:.0f}" if value >= 100 else f"{value:.3g}"
-
-
-LONGEST_NUMBER = 24  # of the cells that stand at the right
-
-
-def show_rows(console: Console, title: str, rows: dict[str, dict]) -> None:
-    """Rows of named cells; a cell that a row lacks stays empty, a list reads a / b, a sentence is broken at words.
-
-    What is wider than the console with all its words whole is shown row after row, each cell beside its name.
-    """
-    say(console, "")
-    paragraph(console, title, "bold", indent="")
-    out = plain_grid()
-    out.add_column("", no_wrap=True)
-    columns = list(dict.fromkeys(column for cells in rows.values() for column in cells))
-    for column in columns:
-        longest = max((len(str(cells.get(column, ""))) for cells in rows.values()), default=0)
-        justify = "right" if longest <= LONGEST_NUMBER else "left"
-        out.add_column(Text(column), justify=justify, min_width=max(map(len, column.split()), default=0))
-    texts = {name: {column: _text(cell) for column, cell in cells.items()} for name, cells in rows.items()}
-    for name, cells in texts.items():
-        out.add_row(Text(name), *(Text(cells.get(column, "")) for column in columns))
-    if _least(console, out) <= console.width:
-        show_grid(console, out)
-        return
-    for name, cells in texts.items():
-        paragraph(console, name)
-        paragraph(console, "; ".join(f"{column}: {cell}" for column, cell in cells.items() if cell), indent="    ")
-
-
-def _text(cell) -> str:
-    return " / ".join(map(str, cell)) if isinstance(cell, list) else str(cell)
-
-
-def show_codegen(console: Console, kernels: list[Kernel]) -> None:
-    say(console, "code for each architecture, compiled here", style="bold")
-    out = plain_grid()
-    for head in ("kernel", "sm", "instructions"):
-        out.add_column(head, no_wrap=head != "instructions")
-    tensor = any(k.tensor_memory for k in kernels)
-    for head in ("registers", "spill bytes", "shared KiB", *(["tensor memory"] if tensor else [])):
-        out.add_column(head, justify="right")
-    for k in kernels:
-        if k.error:
-            out.add_row(k.kernel, f"sm_{k.sm}", Text(f"not supported: {k.error}", style="red"))
-            continue
-        found = ", ".join(f"{name} x{count}" for name, count in k.found.items())
-        cells = [str(k.registers), str(k.spills), f"{k.shared / 1024:.1f}", str(k.tensor_memory or "")]
-        if k.too_much:
-            found += f"{', ' if found else ''}does not fit: {k.too_much}"
-        out.add_row(k.kernel, f"sm_{k.sm}", Text(found or "-"), *cells[: 4 if tensor else 3])
-    show_grid(console, out)
-
-
 @contextmanager
 def progress(console: Console, what: str):
     """Say what is going on once it takes more than a second: a spinner, or one plain line in a pipe."""
     status = console.status(f"{what} ...")
-
-    def say() -> None:
-        if console.is_terminal:
-            status.start()
-        else:
-            console.print(f"  ... {what}")
-
-    timer = threading.Timer(1.0, say)
+    timer = threading.Timer(1.0, status.start if console.is_terminal else partial(say, console, f"  ... {what}"))
     timer.daemon = True
     timer.start()
     try:
@@ -303,8 +288,7 @@ def progress(console: Console, what: str):
     finally:
         timer.cancel()
         timer.join()
-        if console.is_terminal:
-            status.stop()
+        status.stop()
 
 
 def show_summary(console: Console, examples: list[ExampleRecord], known: dict[str, str | None]) -> None:

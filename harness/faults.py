@@ -10,7 +10,7 @@ import re
 import sysconfig
 import tempfile
 import traceback
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import torch
@@ -22,8 +22,8 @@ def explain(error: BaseException) -> str | None:
     The texts are asked, not only the types: the error of a process of its own comes as that one's last words. What a
     technique says itself, by an AssertionError, needs no other words.
     """
-    if "already registered in mega-cache artifact factory" in str(error):
-        return _half_imported()
+    if "already registered in mega-cache artifact factory" in str(error):  # which a second import meets
+        return "torch.compile could not be loaded, for what the first technique that failed says"
     for each in () if isinstance(error, AssertionError) else _chain(error):
         text = f"{type(each).__name__}: {each}"
         for pattern, said in FAULTS:
@@ -36,30 +36,16 @@ def explain(error: BaseException) -> str | None:
 
 def where(error: BaseException) -> list[str]:
     """The first line of the error as it was raised, and the lines of code that it came through, no library's."""
-    return [f"{type(error).__name__}: {_first_line(str(error))}", *_places(error)]
+    frames = traceback.extract_tb(error.__traceback__)
+    return [f"{type(error).__name__}: {_first_line(str(error))}", *_places("".join(traceback.format_list(frames)))]
 
 
-Frame = tuple[str, "int | str | None", str, "str | None"]  # file, line, function, code
-
-
-def _places(error: BaseException) -> list[str]:
-    """The lines of code that the error came through, no library's; the last is where it was raised."""
-    return _readers((f.filename, f.lineno, f.name, f.line) for f in traceback.extract_tb(error.__traceback__))
-
-
-def _frames_told(text: str) -> list[Frame]:
-    """The frames of a traceback that is text within an error: of another process, or of the code a compiler read."""
-    return re.findall(r'File "([^"]+)", line (\d+), in (\S+)\n +(.+)', text)
-
-
-def _readers(frames: Iterable[Frame]) -> list[str]:
+def _places(text: str) -> list[str]:
+    """The readers' lines in a traceback, which may be text within an error: another process's, or the compiler's."""
+    frames = re.findall(r'File "([^"]+)", line (\d+), in (\S+)\n +(.+)', text)
     folders = [sysconfig.get_path(kind) for kind in ("stdlib", "platstdlib", "purelib", "platlib")]
     libraries = ("<", str(Path(__file__).parent), str(Path(torch.__file__).parent), *folders)
-    return [_place(*frame) for frame in frames if not frame[0].startswith(libraries)]
-
-
-def _place(file: str, line: object, function: str, code: str | None) -> str:
-    return f"{Path(file).name}:{line} in {function}: {code}"
+    return [f"{Path(f).name}:{line} in {name}: {code}" for f, line, name, code in frames if not f.startswith(libraries)]
 
 
 def _chain(error: BaseException) -> Iterator[BaseException]:
@@ -105,32 +91,18 @@ def _cache(_: BaseException, found: re.Match) -> str | None:
     return None
 
 
-def _half_imported() -> str:
-    """The compiler makes its cache while it is imported; when that fails, a second import fails in another way."""
-    try:
-        os.makedirs(os.environ.get("TORCHINDUCTOR_CACHE_DIR") or tempfile.gettempdir(), exist_ok=True)
-    except OSError as error:
-        return explain(error) or str(error)
-    return "torch.compile could not be loaded, for what the first technique that failed says"
-
-
 def _graph_break(_: BaseException, found: re.Match) -> str:
     """What fullgraph=True does not allow, and where."""
-    frames = _frames_told(found.string.rpartition("from user code:")[2])
-    at = f"{_place(*frames[-1]).rstrip(':')}: " if frames else ""
+    places = _places(found.string.rpartition("from user code:")[2])
+    at = f"{places[-1].rstrip(':')}: " if places else ""
     return (
         f"cannot be compiled as one graph (fullgraph=True): {at}{_first_line(found[1])}; "
         "python torch_compiler_examples.py graph_breaks shows each cause and its fix"
     )
 
 
-def _xla_memory(_: BaseException, found: re.Match) -> str:
-    size = f" ({int(found[1]) / 2**30:,.1f} GiB)" if found[1] else ""
-    return f"out of memory on XLA's device: {_first_line(found[0])}{size}; try --quick, or a smaller batch"
-
-
 def _xla_tensors(error: BaseException, found: re.Match) -> str:
-    places = _readers(_frames_told(found.string)) or _places(error)
+    places = _places(found.string) or where(error)[1:]
     return (
         f"tensors on the CPU among those on the XLA device{f', {places[-1]}' if places else ''}: {found[0]}; "
         "move them, or the model, with .to(xla.device())"
@@ -182,16 +154,17 @@ FAULTS: tuple[tuple[str, str | Callable[[BaseException, re.Match], str | None]],
     ),
     # PJRT_DEVICE, which is read when the first tensor goes to the device.
     (
-        r"No PjRtPlugin registered for: (CUDA|GPU)\. Make sure",
-        "PJRT_DEVICE={1}: torch_xla has no CUDA plugin any more, it was removed upstream after 2.8; "
-        f"{UNSET}; on a GPU use torch.compile with Inductor, or XLA through JAX",
+        r"No PjRtPlugin registered for: (.*?)\. Make sure",
+        f"PJRT_DEVICE={{1}}: there is no such device here (torch_xla's CUDA plugin ended with 2.8); {UNSET}",
     ),
-    (r"No PjRtPlugin registered for: (.*?)\. Make sure", f"PJRT_DEVICE={{1}}: there is no such device here; {UNSET}"),
     (r"\$PJRT_DEVICE is not set", f"PJRT_DEVICE is empty; {UNSET}"),
     (
         "libtpu not found",
         f"PJRT_DEVICE=TPU: there is no libtpu here; on a TPU pip install 'torch_xla[tpu]'; elsewhere {UNSET}",
     ),
-    (r"Out of memory allocating (\d+) bytes|RESOURCE_EXHAUSTED: .*", _xla_memory),
+    (
+        r"Out of memory allocating \d+ bytes|RESOURCE_EXHAUSTED: .*",
+        "out of memory on XLA's device: {0}; try --quick, or a smaller batch",
+    ),
     (NOT_ON_XLA, _xla_tensors),
 )

@@ -22,7 +22,7 @@ from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
 
-from harness.catalog import ROOT
+from harness.catalog import ROOT, load_module
 
 TIMEOUT_S = 120
 # Switches that change what a child shows. Where a toolkit, a library or a cache lies is no such switch.
@@ -51,21 +51,15 @@ class Child:
     """
 
     def __init__(
-        self,
-        function: Callable,
-        *args,
-        before: tuple[str, ...] = (),
-        log: Path | None = None,
-        env: dict[str, str | None] | None = None,
-        timeout: float = TIMEOUT_S,
-    ) -> None:
+        self, function: Callable, *args, before: tuple[str, ...] = (), log: Path | None = None,
+        env: dict[str, str | None] | None = None, timeout: float = TIMEOUT_S,
+    ) -> None:  # fmt: skip
         self.name, self.log, self.timeout, self.text = function.__name__, log, timeout, None
         file = str(Path(function.__code__.co_filename).resolve())
         path = os.pathsep.join(filter(None, (str(ROOT), os.environ.get("PYTHONPATH"))))
         inherited = {name: value for name, value in os.environ.items() if not STEERING.match(name)}
-        environment = {
-            name: value for name, value in {**inherited, "PYTHONPATH": path, **(env or {})}.items() if value is not None
-        }
+        given = {**inherited, "PYTHONPATH": path, **(env or {})}
+        environment = {name: value for name, value in given.items() if value is not None}
         code = f"from harness.process import _child; _child({file!r}, {self.name!r}, {json.dumps(args)!r})"
         self.started = time.perf_counter()
         self.process = subprocess.Popen(
@@ -116,6 +110,4 @@ def result_of(output: str) -> dict:
 
 def _child(file: str, function: str, args: str) -> None:
     """What runs in the process."""
-    from harness.catalog import load_module
-
     getattr(load_module(Path(file)), function)(*json.loads(args))

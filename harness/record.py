@@ -22,6 +22,7 @@ from __future__ import annotations
 import json
 import os
 import subprocess
+from contextlib import suppress
 from dataclasses import dataclass, field, fields
 from datetime import datetime, timezone
 from pathlib import Path
@@ -79,10 +80,8 @@ class Record:
             if missing := {"topic", "gpu", "examples"} - set(held):
                 raise ValueError(f"{path}: lacks {', '.join(sorted(missing))}; expected what --json writes")
             if (held["topic"], held["gpu"]) != (topic, gpu):
-                raise ValueError(
-                    f"{path}: holds {held['topic']} on {held['gpu'] or 'a CPU'}, and this run is {topic} on "
-                    f"{gpu or 'a CPU'}; choose another file"
-                )
+                have, wanted = f"{held['topic']} on {held['gpu'] or 'a CPU'}", f"{topic} on {gpu or 'a CPU'}"
+                raise ValueError(f"{path}: holds {have}, and this run is {wanted}; choose another file")
             self.examples = held["examples"]
 
     def put(self, example: ExampleRecord, order: list[str] | None = None) -> None:
@@ -96,9 +95,8 @@ class Record:
             self.examples.sort(key=lambda each: place.get(each["name"], len(place)))
 
     def as_dict(self) -> dict:
-        return {
-            "schema": SCHEMA, "topic": self.topic, "gpu": self.gpu, "running": self.running, "examples": self.examples,
-        }  # fmt: skip
+        names = ("topic", "gpu", "running", "examples")
+        return {"schema": SCHEMA, **{name: getattr(self, name) for name in names}}
 
     def save(self) -> None:
         if self.path is None:
@@ -147,10 +145,9 @@ def recorded(topic: str, name: str, root: Path = ROOT) -> dict | None:
     """The example of that name that README shows: of the first of REFERENCES that has recorded it; None of none."""
     for machine in REFERENCES:
         path = root / "results" / machine / f"{topic}.json"
-        if path.is_file():
-            for example in load(path)["examples"]:
-                if example["name"] == name:
-                    return example
+        examples = load(path)["examples"] if path.is_file() else []
+        if found := next((example for example in examples if example["name"] == name), None):
+            return found
     return None
 
 
@@ -166,16 +163,9 @@ def recorded_answer(topic: str, name: str) -> str | None:
 
 def git_state() -> tuple[str | None, bool | None]:
     """(commit, dirty) of this checkout. Where git does not know it, GIT_COMMIT from the environment, dirty unknown."""
-
-    def git(*args: str) -> str | None:
-        try:
-            done = subprocess.run(["git", "-C", str(ROOT), *args], capture_output=True, text=True, check=True)
-        except (OSError, subprocess.CalledProcessError):
-            return None
-        return done.stdout.strip()
-
-    commit = git("rev-parse", "HEAD") if (ROOT / ".git").exists() else None
-    if commit is None:
-        return os.environ.get("GIT_COMMIT"), None
-    status = git("status", "--porcelain", "--untracked-files=no")
-    return commit, None if status is None else bool(status)
+    ask = ["git", "-C", str(ROOT), "describe", "--always", "--dirty", "--abbrev=40", "--exclude=*"]
+    if (ROOT / ".git").exists():
+        with suppress(OSError, subprocess.CalledProcessError):
+            state = subprocess.run(ask, capture_output=True, text=True, check=True).stdout.strip()
+            return state.removesuffix("-dirty"), state.endswith("-dirty")
+    return os.environ.get("GIT_COMMIT"), None

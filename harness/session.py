@@ -44,19 +44,10 @@ class Harness:
     SANITIZED = False  # under a sanitizer, a hundred times slower: the smallest sizes, our kernels, and no code shown
 
     def __init__(
-        self,
-        name: str,
-        needs: Needs | None = None,
-        *,
-        topic: str = "",
-        full: bool = False,
-        timing: bool = True,
-        profile: bool = False,
-        verbose: bool = False,
-        seed: int = 0,
-        lesson: Iterable[Table] | None = None,
+        self, name: str, needs: Needs | None = None, *, topic: str = "", full: bool = False, timing: bool = True,
+        profile: bool = False, verbose: bool = False, seed: int = 0, lesson: Iterable[Table] | None = None,
         console: Console | None = None,
-    ) -> None:
+    ) -> None:  # fmt: skip
         self.name, self.topic, self.needs = name, topic, needs or Needs()
         self.full, self.timing, self.profile, self.verbose = full, timing, profile, verbose
         self.lesson, self.is_study = list(lesson or ()), lesson is not None
@@ -74,7 +65,7 @@ class Harness:
         self.seed = (seed + zlib.crc32(name.encode())) % 2**63
         self._generator = torch.Generator(self.device).manual_seed(self.seed)
         self._answer: tuple[Callable[[], str], bool] | None = None
-        self._evidence: dict[int, list[str]] = {}  # by architecture, the instructions that were required and found
+        self._evidence: dict[int, dict[str, None]] = {}  # by architecture, the required instructions found
         self._lines: list[Callable[[], None]] = []  # what finish() prints, in the order in which it came
         self._cases: dict[tuple[str, str], list[Table]] = {}
 
@@ -101,8 +92,7 @@ class Harness:
 
     def randn(self, *shape: int, dtype: torch.dtype = torch.float32, scale: float = 1.0) -> torch.Tensor:
         """Normal numbers of standard deviation `scale` in `dtype` on this run's device, from its seed."""
-        values = torch.randn(*shape, generator=self._generator, device=self.device)
-        return values.mul_(scale).to(dtype)
+        return torch.randn(*shape, generator=self._generator, device=self.device).mul_(scale).to(dtype)
 
     def randint(self, high: int, *shape: int) -> torch.Tensor:
         """int64 numbers from 0 to high - 1 on this run's device, from its seed."""
@@ -135,7 +125,7 @@ class Harness:
     def say(self, text: str) -> None:
         """A conclusion that the run draws from its numbers: printed, and recorded."""
         self.record.conclusions.append(text)
-        self._print(partial(show.paragraph, self.console, text))
+        self._print(show.paragraph, text)
 
     def fact(self, name: str, value) -> None:
         """Record a result that is not a time: graphs, recompiles, bytes, seconds to compile. Printed with -v.
@@ -144,7 +134,13 @@ class Harness:
         """
         self._keep(name, value)
         if self.verbose or self.is_study:
-            self._print(partial(show.show_fact, self.console, name, value))
+            self._print(show.show_fact, name, value)
+
+    def table(self, name: str, rows: dict[str, dict]) -> None:
+        """A fact, printed as a table: a row for each key, a column for each key within. Lists read a / b."""
+        self._keep(name, rows)
+        if rows:
+            self._print(show.show_rows, name, rows)
 
     def _keep(self, name: str, value) -> None:
         try:
@@ -154,23 +150,16 @@ class Harness:
             raise TypeError(f"fact {name!r}: {value!r} cannot be recorded as JSON: {error}") from None
         self.record.facts[name] = value
 
-    def table(self, name: str, rows: dict[str, dict]) -> None:
-        """A fact, printed as a table: a row for each key, a column for each key within. Lists read a / b."""
-        self._keep(name, rows)
-        if rows:
-            self._print(partial(show.show_rows, self.console, name, rows))
-
-    def _print(self, line: Callable[[], None]) -> None:
+    def _print(self, show_it: Callable, *what) -> None:
+        """Now with -v, else at the end."""
+        self._lines.append(partial(show_it, self.console, *what))
         if self.verbose:
-            line()
-        else:
-            self._lines.append(line)
+            self._lines.pop()()
 
     def check(self, fn: Callable, reference: Callable, *inputs, what: str | None = None, **budget) -> None:
-        """Run fn on poisoned memory and hold it to the float64 reference; harness.check says how.
+        """harness.check of fn against the float64 reference; not under --profile, which is to see the timed calls only.
 
-        Raises CheckError (wrong) or VacuousCheck (the check proves nothing). Not done under --profile, where
-        only the calls that a profiler is to see run.
+        Raises CheckError (wrong) or VacuousCheck (the check proves nothing).
         """
         if self.profile:
             return
@@ -186,20 +175,10 @@ class Harness:
             show.say(self.console, f"  right  {what}: {entry['error']:.2f} of its error budget")
 
     def compare(
-        self,
-        variants: dict[str, Callable],
-        reference: Callable,
-        *inputs,
-        baseline: str,
-        work: Work,
-        title: str | None = None,
-        case: str | None = None,
-        references: dict[str, Callable] | None = None,
-        timing: Timing = EACH_KERNEL,
-        peers: Iterable[str] = (),
-        max_error_ratio: float | None = None,
-        **budget,
-    ) -> Table:
+        self, variants: dict[str, Callable], reference: Callable, *inputs, baseline: str, work: Work,
+        title: str | None = None, case: str | None = None, references: dict[str, Callable] | None = None,
+        timing: Timing = EACH_KERNEL, peers: Iterable[str] = (), max_error_ratio: float | None = None, **budget,
+    ) -> Table:  # fmt: skip
         """Check every variant against one float64 reference, then time them all; see harness.bench.
 
         A variant that draws its own random numbers has a reference of its own in `references`, under its name. That
@@ -214,14 +193,14 @@ class Harness:
             raise ValueError(f"compare: baseline {baseline!r} is not one of the variants {list(variants)}")
         if unknown := set(references or ()) - set(variants):
             raise ValueError(f"compare: references for {sorted(unknown)}, but the variants are {list(variants)}")
-        if unknown := {name for name in peers if name not in variants or not is_ours(name)}:
-            own = [name for name in variants if is_ours(name)]
+        own = [name for name in variants if is_ours(name)]
+        if unknown := set(peers) - set(own):
             raise ValueError(f"compare: peers {sorted(unknown)} are not among this repository's variants, {own}")
         table = Table(title or self.name, case or describe(inputs), baseline)
         self.tables.append(table)
         if self.interpreted or self.SANITIZED:
-            kept = {baseline} if self.interpreted or max_error_ratio else set()
-            variants = {name: fn for name, fn in variants.items() if is_ours(name) or name in kept}
+            kept = [*own, baseline] if self.interpreted or max_error_ratio else own
+            variants = {name: fn for name, fn in variants.items() if name in kept}
         if self.profile:
             profile_variants(table, variants, inputs, self.machine, self.progress)
             self.record.profiled |= {range_name(table, name): work.record() for name in variants}
@@ -235,13 +214,12 @@ class Harness:
             with self.progress(f"timing {table.title} {table.case}"):
                 time_variants(table, variants, inputs, work, ceilings(), timing.end_to_end)
         self.record.tables.append(table.record())
+        cases = self._cases.setdefault((table.title, table.baseline), [])  # which are printed as one table
+        cases.append(table)
         if self.verbose:
             show.show_comparison(self.console, table)
-        else:  # the cases of one title are one table
-            cases = self._cases.setdefault((table.title, table.baseline), [])
-            if not cases:
-                self._lines.append(partial(show.show_cases, self.console, cases))
-            cases.append(table)
+        elif len(cases) == 1:
+            self._print(show.show_cases, cases)
         return table
 
     def codegen(
@@ -249,15 +227,15 @@ class Harness:
     ) -> list[Kernel]:
         """Compile what wrapper(*args) launches for each architecture in `find`, and require its instructions there.
 
-        `find` maps an architecture (90 for sm_90) to names from harness.codegen.INSTRUCTIONS. Needs no GPU. Raises
-        CodegenError when one is missing.
+        `find` maps an architecture (90 for sm_90) to names from harness.codegen.INSTRUCTIONS. Raises CodegenError when
+        one is missing.
         """
         if not self.shows_code:
             return []
         with self.progress(f"compiling {wrapper.__name__} for {', '.join(f'sm_{sm}' for sm in find)}"):
             kernels = compile_for(wrapper, args, kwargs, sms=tuple(find), config=config)
         call = 1 + max((entry.get("call", 0) for entry in self.record.codegen), default=0)
-        self.record.codegen += [kernel.record() | {"call": call} for kernel in kernels]
+        self.record.codegen += [vars(kernel) | {"call": call} for kernel in kernels]
         for sm, wanted in find.items():
             compiled = [kernel for kernel in kernels if kernel.sm == sm]
             for name in wanted:
@@ -265,8 +243,7 @@ class Harness:
                     reason = next((k.error for k in compiled if k.error), "it is not in the PTX")
                     show.show_codegen(self.console, kernels)
                     raise CodegenError(f"{wrapper.__name__} on sm_{sm}: no {name}: {reason}")
-                if name not in self._evidence.setdefault(sm, []):
-                    self._evidence[sm].append(name)
+                self._evidence.setdefault(sm, {})[name] = None  # a dict is a set that keeps its order
         if self.verbose:
             show.show_codegen(self.console, kernels)
         return kernels
@@ -290,24 +267,21 @@ class Harness:
 
     def finish(self, passed: bool = True) -> None:
         """Settle the answer and print what was kept back: checks, code, tables, conclusions, the answer."""
-        said = None
-        if self._answer and passed and not self.profile:
-            sentence, needs_times = self._answer
-            if self.timed or not needs_times:
-                said = sentence()
-                if not isinstance(said, str) or not 0 < len(said) <= LONGEST_ANSWER:
-                    raise ValueError(f"answer: {said!r}; a text of at most {LONGEST_ANSWER} characters is wanted")
-                self.record.answer = said
+        sentence, needs_times = self._answer if self._answer and passed and not self.profile else (None, True)
+        if sentence and (self.timed or not needs_times):
+            answer = sentence()
+            if not isinstance(answer, str) or not 0 < len(answer) <= LONGEST_ANSWER:
+                raise ValueError(f"answer: {answer!r}; a text of at most {LONGEST_ANSWER} characters is wanted")
+            self.record.answer = answer
         if not self.verbose:
             show.show_evidence(self.console, self.record, self._evidence)
         for line in self._lines:
             line()
         self._lines.clear()
-        if said:
-            show.show_answer(self.console, said)
-        elif self._answer and passed and not self.profile:
-            known = None if self.is_study else recorded_answer(self.topic, self.name)
-            show.show_answer(self.console, f"Not timed here; {known}" if known else "Not timed here.")
+        if sentence:
+            known = None if self.is_study or self.record.answer else recorded_answer(self.topic, self.name)
+            untimed = f"Not timed here; {known}" if known else "Not timed here."
+            show.show_answer(self.console, self.record.answer or untimed)
 
     def progress(self, what: str):
         return show.progress(self.console, what)

@@ -19,6 +19,8 @@ from unittest.mock import patch
 
 import numpy as np
 import torch
+from torch._logging import _internal as logs
+from torch.backends import cuda
 
 Setting = tuple[Callable[[], object], Callable[[object], object]]  # how it is read, and how it is put back
 
@@ -79,27 +81,18 @@ def _set_stance(value: dict) -> None:
 
 
 def _get_logging() -> dict[str, object]:
-    from torch._logging import _internal
-
-    state = _internal.log_state
+    state = logs.log_state
     return {"artifacts": sorted(state.artifact_names), **dict(sorted(state.log_qname_to_level.items()))}
 
 
 def _set_logging(value: dict) -> None:
-    from torch._logging import _internal
-
     levels = dict(value)
-    _internal.log_state.clear()
-    _internal.log_state.artifact_names.update(levels.pop("artifacts"))
-    _internal.log_state.log_qname_to_level.update(levels)
+    logs.log_state.clear()
+    logs.log_state.artifact_names.update(levels.pop("artifacts"))
+    logs.log_state.log_qname_to_level.update(levels)
     with patch.dict(os.environ):
         os.environ.pop("TORCH_LOGS", None)  # else it is read again instead
-        _internal._init_logs()
-
-
-def _forget_compiled(_) -> None:
-    if "torch._dynamo" in sys.modules:
-        torch.compiler.reset()
+        logs._init_logs()
 
 
 FLOAT32 = (  # the one that others follow first
@@ -120,11 +113,8 @@ SETTINGS: dict[str, Setting] = {
     # It writes the matmuls' attributes below, too.
     "float32 matmul precision": (torch.get_float32_matmul_precision, torch.set_float32_matmul_precision),
     **{f"torch.{path}": _attribute(path) for path in ATTRIBUTES},
-    **{
-        f"{kind} attention": (getattr(torch.backends.cuda, f"{kind}_sdp_enabled"),
-                              getattr(torch.backends.cuda, f"enable_{kind}_sdp"))
-        for kind in ("flash", "mem_efficient", "math", "cudnn")
-    },
+    **{f"{kind} attention": (getattr(cuda, f"{kind}_sdp_enabled"), getattr(cuda, f"enable_{kind}_sdp"))
+       for kind in ("flash", "mem_efficient", "math", "cudnn")},
     "deterministic algorithms": (torch.get_deterministic_debug_mode, torch.set_deterministic_debug_mode),
     "default dtype": (torch.get_default_dtype, torch.set_default_dtype),
     "default device": (
@@ -146,7 +136,7 @@ SETTINGS: dict[str, Setting] = {
     "numpy's random numbers": (np.random.get_state, np.random.set_state),
     "torch's random numbers": (torch.get_rng_state, torch.set_rng_state),
     "random numbers of GPUs": (torch.cuda.get_rng_state_all, torch.cuda.set_rng_state_all),
-    "what was compiled": (lambda: None, _forget_compiled),
+    "what was compiled": (lambda: None, lambda _: "torch._dynamo" in sys.modules and torch.compiler.reset()),
 }  # fmt: skip
 UNTOLD = [*SETTINGS][[*SETTINGS].index("cache folders") :]  # put back, and never a fault of a technique's
 
@@ -176,15 +166,13 @@ def settings_kept(what: str, seed: int) -> Iterator[None]:
     Random numbers (torch's, of the CPU and of GPUs, Python's and numpy's) start from `seed` and come back as they were.
     Raises SettingsChanged when a setting differs at the end, unless the technique already failed otherwise.
     """
-    before, failed = {name: _read(name) for name in SETTINGS}, False
+    before, failed = {name: _read(name) for name in SETTINGS}, True
     try:
         torch.manual_seed(seed)
         random.seed(seed)
         np.random.seed(seed % 2**32)
         yield
-    except BaseException:
-        failed = True
-        raise
+        failed = False
     finally:
         problems = [*_differences(before), *_put_back(before)]
         if problems and not failed:

@@ -22,7 +22,7 @@ import json
 import os
 import re
 import sys
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -278,64 +278,48 @@ def read_trace(trace: dict, call: str) -> list[Seen]:
     An operator's time is its own, without that of the operators it calls.
     """
     events = [e for e in trace["traceEvents"] if e.get("ph") == "X"]
-    seen = []
-    for e in events:
-        if e.get("cat") in ("kernel", "gpu_memcpy", "gpu_memset"):
-            known = e.get("args", {})
-            seen.append(
-                Seen(
-                    call, e["name"], 1, e["dur"], occupancy=known.get("est. achieved occupancy %"),
-                    registers=known.get("registers per thread"),
-                )
-            )  # fmt: skip
+    on_gpu = [(e, e.get("args", {})) for e in events if e.get("cat") in ("kernel", "gpu_memcpy", "gpu_memset")]
+    seen = [
+        Seen(
+            call, e["name"], 1, e["dur"], None, None, a.get("est. achieved occupancy %"), a.get("registers per thread")
+        )
+        for e, a in on_gpu
+    ]
     return together(seen or _operators(events, call))
 
 
-def _operators(events: list[dict], call: str) -> Iterator[Seen]:
-    threads: dict[tuple, list[dict]] = {}
-    for e in events:
-        if e.get("cat") == "cpu_op":
-            threads.setdefault((e["pid"], e["tid"]), []).append(e)
-    for thread in threads.values():
-        own: dict[int, float] = {}
-        open_: list[dict] = []
-        for e in sorted(thread, key=lambda e: (e["ts"], -e["dur"])):
-            while open_ and open_[-1]["ts"] + open_[-1]["dur"] <= e["ts"]:
-                open_.pop()
-            if open_:
-                own[id(open_[-1])] -= e["dur"]
-            own[id(e)] = e["dur"]
-            open_.append(e)
-        for e in thread:
-            yield Seen(call, e["name"], 1, max(own[id(e)], 0.0))
+def _operators(events: list[dict], call: str) -> list[Seen]:
+    own: dict[int, float] = {}
+    running: dict[tuple, list[dict]] = defaultdict(list)  # the operators of each thread that have not ended
+    operators = [e for e in events if e.get("cat") == "cpu_op"]
+    for e in sorted(operators, key=lambda e: (e["ts"], -e["dur"])):
+        outer = running[e["pid"], e["tid"]]
+        while outer and outer[-1]["ts"] + outer[-1]["dur"] <= e["ts"]:
+            outer.pop()
+        if outer:
+            own[id(outer[-1])] -= e["dur"]
+        own[id(e)] = e["dur"]
+        outer.append(e)
+    return [Seen(call, e["name"], 1, max(own[id(e)], 0.0)) for e in operators]
 
 
 def read_torch(folder: Path) -> list[Seen]:
     """The traces of a folder that profiling.run wrote."""
-    seen = []
-    for file, call in _json(folder / "names.json").items():
-        seen += read_trace(_json(folder / file), call)
-    return seen
+    names = _json(folder / "names.json")
+    return [one for file, call in names.items() for one in read_trace(_json(folder / file), call)]
 
 
 def read_proton(tree: list[dict]) -> list[Seen]:
     """Proton's tree: the scopes below its root are the calls; below them, kernels have a time."""
 
-    def leaves(node: dict) -> Iterator[dict]:
-        if "time (ns)" in node.get("metrics", {}):
-            yield node
+    def leaves(node: dict, call: str) -> Iterator[Seen]:
+        if "time (ns)" in (known := node.get("metrics", {})):
+            yield Seen(call, node["frame"]["name"], known.get("count", 1), known["time (ns)"] / 1e3)
         for child in node.get("children", []):
-            yield from leaves(child)
+            yield from leaves(child, call)
 
-    seen = []
-    for root in tree:
-        for scope in root.get("children", []):
-            for node in leaves(scope):
-                known = node["metrics"]
-                seen.append(
-                    Seen(scope["frame"]["name"], node["frame"]["name"], known.get("count", 1), known["time (ns)"] / 1e3)
-                )
-    return together(seen)
+    scopes = [scope for root in tree for scope in root.get("children", [])]
+    return together(one for scope in scopes for one in leaves(scope, scope["frame"]["name"]))
 
 
 def short(kernel: str, most: int = 56) -> str:

@@ -30,10 +30,6 @@ from pathlib import Path
 from unittest.mock import patch
 
 
-class Unavailable(Exception):
-    """This watcher cannot watch here; the message says why, and what can."""
-
-
 @contextmanager
 def tuned_in_one_call() -> Iterator[None]:
     """Triton's autotuners call each configuration once, take the first that runs, and leave no timings on disk.
@@ -61,9 +57,7 @@ def tuned_in_one_call() -> Iterator[None]:
 @contextmanager
 def launches_counted(out: Path, guarded: bool = True) -> Iterator[None]:
     """For a sanitizer: write {"kernel": launches} to `out` at the end, tune in one call of each configuration, take the
-    smallest sizes and few SMs, and compile for no other architecture.
-
-    Nothing is launched, and counted, in the interpreter.
+    smallest sizes and few SMs, and compile for no other architecture. The interpreter launches nothing.
 
     Memory that a check has poisoned counts as initialized, and its guarded edges as part of the tensor: a sanitizer
     that looks for what is not initialized, or beyond a tensor's end, wants it not `guarded`.
@@ -188,7 +182,6 @@ def traced(out: Path) -> Iterator[None]:
         file = f"{len(names) + 1:02}-{re.sub(r'[^a-zA-Z0-9]+', '-', name).strip('-')[:80]}.json"
         seen.export_chrome_trace(str(out / file))
         names[file] = name
-
         (out / "names.json").write_text(json.dumps(names, indent=1) + "\n", encoding="utf-8")
 
     with patch.object(bench, "capture", capture):
@@ -202,9 +195,9 @@ def scoped(out: Path) -> Iterator[None]:
     from harness.hardware import machine, package_version
 
     if machine().mode != "gpu":
-        raise Unavailable("Proton profiles kernels on a GPU, and none is here; profiling/torch_profile.sh needs none")
+        sys.exit("error: Proton profiles kernels on a GPU, and none is here; profiling/torch_profile.sh needs none")
     if not package_version("triton"):
-        raise Unavailable("Proton is part of Triton: pip install triton; profiling/torch_profile.sh needs it not")
+        sys.exit("error: Proton is part of Triton: pip install triton; profiling/torch_profile.sh needs it not")
 
     import torch
     import triton.profiler as proton
@@ -237,12 +230,9 @@ WATCHERS = {
 
 def main(argv: list[str]) -> None:
     watcher, out, script, *rest = argv
-    try:
-        with WATCHERS[watcher](Path(out)):
-            sys.argv = [script, *rest]
-            runpy.run_path(script, run_name="__main__")
-    except Unavailable as problem:
-        sys.exit(f"error: {problem}")
+    with WATCHERS[watcher](Path(out)):
+        sys.argv = [script, *rest]
+        runpy.run_path(script, run_name="__main__")
 
 
 if __name__ == "__main__":

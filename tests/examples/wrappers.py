@@ -27,7 +27,6 @@ from examples.fp8.microscaling import mx_matmul
 from examples.fp8.microscaling_quantize import Operands, mx_quantize
 from examples.fp8.quantize import quantize, quantize_block, quantize_group, quantize_row, quantize_tensor
 from examples.tma import descriptors
-from examples.tma.descriptors_window import window
 from examples.tma.tma_copy import tma_copy
 from examples.tma.tma_epilogues import linear
 from examples.tma.tma_epilogues_fp8 import linear_fp8
@@ -159,5 +158,4 @@ WRAPPERS = [
     Wrapper(scale_pointers, "MN", lambda h: (*ROWS(h), 2.0)),
     Wrapper(scale_descriptors, "MN", lambda h: (*ROWS(h), 2.0)),
     Wrapper(descriptors.copy, "MN", lambda h: ("host", *ROWS(h)), takes=("int32", "float64")),
-    Wrapper(window, "MN", lambda h: (*ROWS(h), (0, 0), (4, 16)), takes=("int32", "float64")),
 ]

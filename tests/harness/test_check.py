@@ -28,11 +28,6 @@ def judged(got, want, dtype=torch.float16, **budget):
     return judge(torch.as_tensor(got, dtype=dtype), want, what="probe", dtype=dtype, **budget)
 
 
-def test_right_output_passes_with_its_error(x):
-    assert 0 <= run(lambda x: x * 2, x) <= 1
-    assert 0 < run(lambda x: x * 2 * (1 + 2e-7), x) <= 1
-
-
 def forgets_last_row(x):
     out = torch.empty_like(x)
     out[:-1] = x[:-1] * 2
@@ -88,7 +83,7 @@ def test_each_output_of_several_is_judged(x):
     def reference(x):
         return x.double() * 2, x.double() * 3
 
-    check(lambda x: (x * 2, x * 3), reference, x, what="pair")
+    assert 0 < check(lambda x: (x * 2, x * 3 * (1 + 2e-7)), reference, x, what="pair") <= 1
     with pytest.raises(CheckError, match="pair output 1"):
         check(lambda x: (x * 2, x * 2), reference, x, what="pair")
     with pytest.raises(TypeError, match="must be float64"):

@@ -161,7 +161,7 @@ def test_a_technique_that_fails_stops_no_other(main, topic, tmp_path, monkeypatc
 
 def test_a_topic_that_cannot_start_says_so_in_one_line(main, topic, tmp_path):
     script, path = topic(needs="no_such_package>=2", **NEEDY), tmp_path / "r.json"
-    for asked, option in (((), "--quick"), (("third", "first"), "--profile"), (("second",), "--check-only")):
+    for asked, option in (((), "--quick"), (("third", "first"), "--profile")):
         path.unlink(missing_ok=True)
         assert main(script, *asked, option, "--json", path) == Done(0, f"SKIPPED: {NOT_THERE}\n", "")
         examples = examples_of(path)
@@ -179,15 +179,11 @@ def test_a_topic_that_cannot_start_says_so_in_one_line(main, topic, tmp_path):
         assert main(topic(needs="gpu", a=NEEDY["first"])).stdout == "SKIPPED: needs a GPU\n"
 
 
-@pytest.mark.parametrize("program", ["a lesson without its package", "somebody's own"])
-def test_importing_harness_ends_only_a_lesson_that_lacks_its_package(tmp_path, monkeypatch, capsys, program):
+def test_importing_harness_ends_only_a_lesson_that_lacks_its_package(tmp_path, monkeypatch, capsys):
     path = tmp_path / "program.py"
-    path.write_bytes("# coding: latin-1\n# \xe9\n".encode("latin-1"))  # which may be anything
+    path.write_bytes("# coding: latin-1\n# \xe9\n".encode("latin-1"))  # somebody's own, which may be anything
     monkeypatch.setattr(sys.modules["__main__"], "__file__", str(path), raising=False)
-    monkeypatch.setattr(sys, "argv", [str(path)])
-    if program == "somebody's own":
-        command.skip_without_packages()
-        return
+    command.skip_without_packages()
     path.write_text(LESSON.format(name="needy", needs="no_such_package>=2", study="", body="    pass"))
     for argv, code, said in (([], 0, f"SKIPPED: {NOT_THERE}\n"), (["--list"], 0, "no_such"), (["--bogus"], 2, "")):
         monkeypatch.setattr(sys, "argv", [str(path), *argv])
@@ -200,17 +196,21 @@ def test_importing_harness_ends_only_a_lesson_that_lacks_its_package(tmp_path, m
 
 
 def test_wrong_usage_ends_with_2_before_anything_runs(main, topic, tmp_path):
-    script, paths = topic(softmax=GOOD, matmul=GOOD), {name: tmp_path / name for name in ("mine", "gpu", "old", "part")}
-    main(script, "softmax", "--json", paths["mine"])
+    names = ("mine", "gpu", "old", "part", "list", "bytes")
+    script, paths = topic(softmax=GOOD, matmul=GOOD), {name: tmp_path / name for name in names}
+    paths["mine"].touch()  # an empty file, as mktemp leaves it, is as good as none
+    assert main(script, "softmax", "--json", paths["mine"]).returncode == 0
+    paths["bytes"].write_bytes(b"\xff")
     mine = json.loads(paths["mine"].read_text())
     for name, text in {"mine": mine | {"topic": "other"}, "gpu": mine | {"gpu": "another"}, "part": {"schema": 2},
-                       "old": mine | {"schema": 1}}.items():  # fmt: skip
+                       "old": mine | {"schema": 1}, "list": []}.items():  # fmt: skip
         paths[name].write_text(json.dumps(text))
     for args, message in [
         (["sofmax"], "no technique 'sofmax'; did you mean softmax"),
         (["--list", "zzz"], "there are: softmax, matmul"),
         (["--check-only", "--profile"], "not allowed with"),
-        (["--json", script], "not JSON"),
+        (["--json", paths["bytes"]], "not JSON"),
+        (["--json", paths["list"]], "not a record of schema 2"),
         (["--json", paths["old"]], "not a record of schema 2"),
         (["--json", paths["part"]], "lacks examples, gpu, topic"),
         (["--json", paths["mine"]], "holds other on"),
@@ -252,8 +252,6 @@ def test_the_seed_changes_the_data_and_the_name_fixes_it(main, topic, tmp_path):
 
 # --- what is printed
 
-ENTRY = "{'kernel': 'k', 'sm': 90, 'found': {'wgmma': 4}, 'registers': 168, 'spills': 0, 'shared': 1}"
-
 
 def test_it_is_short_unless_asked_and_whole_in_80_columns(main, topic):
     names = "**{f'ours with option {i}': lambda x: x + x for i in range(6)}"
@@ -261,7 +259,7 @@ def test_it_is_short_unless_asked_and_whole_in_80_columns(main, topic):
     script = topic(
         wide=f"{wide.replace('64, 64', '32, 64')}{wide}h.say('What follows from it. ' * 8)",
         skipped="raise Skip('that is a reason which goes on and on, ' * 5)",
-        code=f"{GOOD}\nh.fact('a count', 3)\nh.table('rows', {{'one': {{'x': 1}}}})",
+        code=GOOD,
         studies={"wide": f"{GOOD}\nassert [t.title for t in h.lesson] == ['doubling'] * 2\nh.fact('a bar', 0.5)"},
     )
     quiet, verbose, study = (main(script, *options).stdout for options in ((), ("-v",), ("--study",)))
@@ -273,8 +271,6 @@ def test_it_is_short_unless_asked_and_whole_in_80_columns(main, topic):
         assert text.count("True: measured") == 2, "at its technique, and in the closing table"
         assert "\u2026" not in text, "nothing is cut short"
     assert quiet.count("1 check passed") == 1
-    for detail in ("doubling: 0.", "a count: 3"):
-        assert (detail in quiet, verbose.count(detail)) == (False, 1)
     assert (study.count("wide, study"), "a bar: 0.5" in study, "a bar" in quiet) == (1, True, False)
     for text in (quiet, study):
         assert max(len(line) for line in text.splitlines() if not line.startswith("SKIPPED")) <= 80
@@ -406,23 +402,13 @@ def test_a_lesson_really_runs_from_another_folder_and_the_interpreter_when_trito
 
 COMPILES = "h.check({}(lambda x: (x.sin() + 1).relu()), lambda x: (x.double().sin() + 1).relu(), torch.randn(100))"
 COMPILED = COMPILES.format("torch.compile")
-ANSWERS = "def answers(x):\n    if x.sum() > 0:\n        return x\n    return -x\n"
+ONE_GRAPH = "def answers(x):\n    if x.sum() > 0:\n        return x\n    return -x\n"
+ONE_GRAPH += "torch.compile(answers, fullgraph=True, backend='eager')(torch.ones(3))"
+NO_CXX = "import torch._inductor.config as config\nwith config.patch({'cpp.cxx': (None, '/no/such/compiler')}):\n    "
 FAULTS = {  # what the technique does, and what is said of it
     "backend": (COMPILES.format("torch.compile(backend='inductr')"), "torch.compile: Invalid backend: 'inductr'"),
-    "mode": (COMPILES.format("torch.compile(mode='fast')"), "torch.compile: Unrecognized mode=fast"),
-    "one_graph": (
-        f"{ANSWERS}torch.compile(answers, fullgraph=True, backend='eager')(torch.ones(3))",
-        "one graph (fullgraph=True): one_graph.py:14 in answers: if x.sum() > 0: ",
-    ),
-    "memory": (
-        "torch.compile(lambda x: x + torch.ones(2**50).sum(), backend='eager')(torch.ones(3))",
-        "out of memory: can't allocate memory: you tried to allocate 4503599627370496 bytes",
-    ),
-    "compiler": (
-        "import torch._inductor.config as config\nwith config.patch({'cpp.cxx': (None, '/no/such/compiler')}):\n"
-        f"    {COMPILED}",
-        "torch.compile needs a C++ compiler, and /no/such/compiler does not work; install one",
-    ),
+    "one_graph": (ONE_GRAPH, "one graph (fullgraph=True): one_graph.py:14 in answers: if x.sum() > 0: "),
+    "compiler": (NO_CXX + COMPILED, "needs a C++ compiler, and /no/such/compiler does not work; install one"),
 }
 
 
@@ -446,7 +432,8 @@ def test_a_cache_that_cannot_be_written_is_explained(cli, topic, tmp_path):
     one, another, last = examples_of(path).values()
     assert (done.returncode, last["status"], "Traceback" in done.stdout) == (1, "passed", False)
     assert f"the compiler cannot write its cache: Not a directory: {folder}" in one["reason"]
-    assert another["reason"] == one["reason"]  # though a half imported compiler fails in its own way
+    # A compiler that is half imported may fail in its own way.
+    assert another["reason"] == one["reason"] or "the first technique that failed says" in another["reason"]
 
 
 # --- PyTorch/XLA

@@ -185,12 +185,13 @@ def test_a_compiler_that_fails_dies_or_hangs_is_an_answer_and_the_next_request_i
 
 
 def test_what_a_program_takes_too_much_of_is_said():
-    assert Kernel("k", 80, shared=163 * 1024, shared_limit=163 * 1024).fits
-    assert Kernel("k", 100, shared=0, shared_limit=1, tensor_memory=512).fits
-    over = Kernel("k", 80, shared=164 * 1024, shared_limit=163 * 1024)
-    assert (over.fits, over.too_much) == (False, "164.0 KiB of shared memory, and there are 163")
-    over = Kernel("k", 100, shared=0, shared_limit=1, tensor_memory=544)
-    assert over.too_much == "544 columns of tensor memory, and there are 512"
+    for shared, columns, too_much in [
+        (163, 512, None),
+        (164, 512, "164.0 KiB of shared memory, and there are 163"),
+        (0, 544, "544 columns of tensor memory, and there are 512"),
+    ]:
+        kernel = Kernel("k", 100, shared=shared * 1024, shared_limit=163 * 1024, tensor_memory=columns)
+        assert kernel.too_much == too_much
 
 
 def test_spills_are_those_of_the_assemblers_report():

@@ -6,7 +6,6 @@ Those that can be provoked on any machine are provoked, through the command line
 import errno
 import os
 import tempfile
-from importlib.util import find_spec
 
 from harness.check import CheckError
 from harness.faults import explain, where
@@ -14,8 +13,6 @@ from harness.process import ChildFailed
 
 import pytest
 import torch
-from torch import nn
-from torch.nn import functional
 
 
 def wrapped(error):
@@ -38,7 +35,6 @@ def cause(error):
         return outer
 
 
-needs_xla = pytest.mark.skipif(find_spec("torch_xla") is None, reason="needs torch_xla: make test-xla")
 CPP, LAST = "C++ compile error\n\nOutput:\n", "the process ended early; its last words:\n"
 UNSET = "unset PJRT_DEVICE, or set it to CPU"
 NO_PLUGIN = "No PjRtPlugin registered for: {}. Make sure the environment variable PJRT_DEVICE is set to a correct one"
@@ -52,13 +48,11 @@ CHILD = (
     f'{LAST}Traceback (most recent call last):\n  File "/mine/demo.py", line 7, in child\n    y = x @ w\n'
     "        ~~^~~\nRuntimeError: Expected XLA tensor. Got: torch.FloatTensor\n"
 )
+ATTENTION = "Expected them to have the same device type, but got query.device: xla:0 key.device: cpu"
 OTHER_TORCH = "/x/_XLAC.cpython-311-x86_64-linux-gnu.so: undefined symbol: _ZN5torch8autograd10deleteNodeEPNS0_4NodeE"
 TOO_MUCH = "Error dispatching computation: Error preparing: Out of memory allocating 2147483648 bytes."
 KNOWN = [
-    (
-        torch.OutOfMemoryError("CUDA out of memory. Tried 9 GiB.\nmore"),
-        "GPU memory: CUDA out of memory. Tried 9 GiB.; try",
-    ),
+    (torch.OutOfMemoryError("CUDA out of memory. Tried 9.\nmore"), "GPU memory: CUDA out of memory. Tried 9.; try"),
     (MemoryError(), "out of memory: MemoryError; try --quick"),
     (RuntimeError("CUDA error: out of memory\nfor debugging"), "out of GPU memory: CUDA error: out of memory; try"),
     (RuntimeError("Failed to find C compiler. Please specify via CC"), "install gcc (apt install gcc), or set CC"),
@@ -66,19 +60,17 @@ KNOWN = [
     (ChildFailed(f"{LAST}InvalidCxxCompiler: x.cpp.cxx: (None, 'g++')\n\nSet"), "and g++ does not work"),
     (RuntimeError(f"{CPP}/a.h:3:10: fatal error: Python.h: No such file or directory"), "install Python's headers"),
     (RuntimeError(f"{CPP}x.cpp:1:2: error: what is this\n"), "error: what is this; install"),
-    (
-        RuntimeError("Unexpected optimization option zzz, known options are ['a']"),
-        "no option zzz; torch._inductor.list",
-    ),
+    (RuntimeError("Unexpected optimization option zzz, known options are ['a']"), "no option zzz; torch._inductor"),
     # PyTorch/XLA's own words, as torch_xla 2.9 says them
-    (RuntimeError(NO_PLUGIN.format("FOO")), f"PJRT_DEVICE=FOO: there is no such device here; {UNSET}"),
-    (RuntimeError(NO_PLUGIN.format("CUDA")), "PJRT_DEVICE=CUDA: torch_xla has no CUDA plugin any more"),
+    (RuntimeError(NO_PLUGIN.format("FOO")), "PJRT_DEVICE=FOO: there is no such device here"),
     (RuntimeError("$PJRT_DEVICE is not set."), f"PJRT_DEVICE is empty; {UNSET}"),
     (ChildFailed(f"{LAST}OSError: libtpu not found\n"), "=TPU: there is no libtpu here"),
     (ImportError(OTHER_TORCH), f"with torch {torch.__version__}: it was built for another torch; `make xla` installs"),
-    (RuntimeError(TOO_MUCH), "out of memory on XLA's device: Out of memory allocating 2147483648 bytes (2.0 GiB)"),
+    (RuntimeError(TOO_MUCH), "out of memory on XLA's device: Out of memory allocating 2147483648 bytes; try"),
     (ValueError("RESOURCE_EXHAUSTED: Attempting to reserve 9.5G.\nmore"), "to reserve 9.5G.; try --quick"),
     (RuntimeError("Expected XLA tensor. Got: CPUBoolType"), "Expected XLA tensor. Got: CPUBoolType; move them, or"),
+    (RuntimeError("the indexed tensor must be an XLA tensor"), "tensors on the CPU among those on the XLA device"),
+    (RuntimeError(ATTENTION), "query.device: xla:0 key.device: cpu; move them, or the model, with .to(xla.device())"),
     (RuntimeError(FAKE), "model.py:26 in forward: return self.linear(x): found two different devices xla:0, cpu"),
     (ChildFailed(CHILD), "demo.py:7 in child: y = x @ w: Expected XLA tensor. Got: torch.FloatTensor; move"),
 ]
@@ -93,7 +85,7 @@ def test_each_fault_as_itself_and_inside_others(monkeypatch):
             assert (said in message, "\n" in message) == (True, False), message
 
 
-def test_caches_that_cannot_be_written(monkeypatch, tmp_path):
+def test_caches_that_cannot_be_written(monkeypatch):
     variables = ("TORCHINDUCTOR_CACHE_DIR", "TRITON_CACHE_DIR")
     for variable, other in (variables, variables[::-1]):
         monkeypatch.delenv(other, raising=False)
@@ -112,11 +104,6 @@ def test_caches_that_cannot_be_written(monkeypatch, tmp_path):
     monkeypatch.setenv(variables[0], "some/where")
     error = RuntimeError(f"{CPP}cc1plus: fatal error: some/where/x.cpp: No such file or directory")
     assert "'some/where' is not found; set TORCHINDUCTOR_CACHE_DIR to an absolute path" in explain(error)
-    (tmp_path / "file").touch()
-    again = AssertionError("Artifact of type=precompile already registered in mega-cache artifact factory")
-    for place, said in (("cache", "the first technique that failed says"), ("file/cache", "Not a directory")):
-        monkeypatch.setenv(variables[0], str(tmp_path / place))  # a compiler whose first import failed
-        assert said in explain(again)
 
 
 def test_what_is_not_known_is_not_explained():
@@ -145,32 +132,3 @@ def test_where_names_the_readers_lines_only():
     assert first.startswith("InvalidBackend: Invalid backend: 'nope'")
     assert [place.split(":")[0] for place in places] == ["test_faults.py"]
     assert 'backend="nope"' in places[0]
-
-
-# A matrix x on the device and a matrix w on the CPU, both 4 x 4; for each call that does not move w there by itself.
-LEFT_BEHIND = {
-    "mm": lambda x, w: x @ w,
-    "add, compiled": lambda x, w: torch.compile(torch.add, backend="openxla")(x, w),
-    "a model that stayed, compiled": lambda x, w: torch.compile(nn.Linear(4, 4), backend="openxla")(x),
-    "cat": lambda x, w: torch.cat([w, x]),
-    "index_select": lambda x, w: x.index_select(0, torch.tensor([0, 1])),
-    "a mask": lambda x, w: x.masked_fill(w > 0, 0.0),
-    "attention": lambda x, w: functional.scaled_dot_product_attention(x[None], w[None], w[None]),
-}
-
-
-@needs_xla
-def test_tensors_left_on_the_cpu_are_told_by_the_call():
-    from torch._dynamo.exc import TorchDynamoException
-
-    from examples.common import xla
-
-    for name, call in LEFT_BEHIND.items():
-        with pytest.raises((RuntimeError, TorchDynamoException)) as failure:
-            call(torch.randn(4, 4).to(xla.device()), torch.randn(4, 4))
-        torch.compiler.reset()
-        said = explain(failure.value)
-        assert said.startswith("tensors on the CPU among those on the XLA device, test_faults.py:"), name
-        assert f' in <lambda>: "{name}": lambda x, w: ' in said
-        assert said.endswith("; move them, or the model, with .to(xla.device())")
-        assert len(said) < 400

@@ -89,9 +89,8 @@ def test_without_its_one_result_the_last_words_are_shown(functions):
     for function, words in {functions.fails: "LookupError: no such thing", functions.leaves_early: ""}.items():
         with Child(function) as child, pytest.raises(ChildFailed, match=f"(?s)its last words.*{words}"):
             child.result()
-    with pytest.raises(ChildFailed, match=r"the end$") as failure:
+    with pytest.raises(ChildFailed, match=r"words:\nx{1993}the end$"):
         result_of("x" * 5000 + "the end")
-    assert len(str(failure.value)) < 2100
 
 
 SWITCHES = ("TORCH_LOGS", "TORCHINDUCTOR_FORCE_DISABLE_CACHES", "TORCHDYNAMO_DISABLE", "TRITON_DEBUG",

@@ -5,7 +5,6 @@ import os
 import subprocess
 import threading
 
-from harness import record as module
 from harness.catalog import ROOT, topics
 from harness.record import ExampleRecord, Record, as_run, git_state, load, recorded, recorded_answer
 
@@ -13,45 +12,6 @@ import pytest
 
 RECORDS = sorted((ROOT / "results").glob("*/*.json"))
 NAMES = {topic.name: [technique.name for technique in topic.techniques] for topic in topics()}
-
-
-def test_one_example_is_replaced_and_the_others_and_studies_stay(tmp_path):
-    path, order = tmp_path / "r.json", ["a", "b", "c"]
-    first = Record(path, "topic", "GPU")
-    for name in "cb":
-        study = ExampleRecord(name, "passed", facts={"of": "a study"}) if name == "b" else None
-        first.put(ExampleRecord(name, "passed", facts={"n": 1}, study=study), order)
-    first.running = "a"
-    first.save()
-    assert load(path) == first.as_dict() | {"running": "a"}
-    again = Record(path, "topic", "GPU")
-    for name in "ab":
-        again.put(ExampleRecord(name, "failed", facts={"n": 2}), order)
-    again.put(ExampleRecord("unlisted"), order)
-    again.save()
-    held = load(path)
-    assert held["running"] is None
-    assert [(e["name"], e["facts"].get("n"), "study" in e) for e in held["examples"]] == [
-        ("a", 2, False), ("b", 2, True), ("c", 1, False), ("unlisted", None, False),
-    ]  # fmt: skip
-    assert held["examples"][1]["study"]["facts"] == {"of": "a study"}
-    study = ExampleRecord("b", "passed", study=ExampleRecord("b", facts={"of": "another"}))
-    again.put(study, order)
-    assert again.examples[1]["study"]["facts"] == {"of": "another"}
-
-
-def test_a_record_of_something_else_is_refused(tmp_path):
-    path = tmp_path / "r.json"
-    Record(path, "topic", "GPU").save()
-    for topic, gpu in (("other", "GPU"), ("topic", "another GPU"), ("topic", None)):
-        with pytest.raises(ValueError, match="choose another file"):
-            Record(path, topic, gpu)
-    for text in ("{", "[]", '{"schema": 1}', '{"schema": 2}', "\xff"):
-        path.write_bytes(text.encode("latin-1"))
-        with pytest.raises(ValueError, match="expected what --json writes"):
-            Record(path, "topic", "GPU")
-    path.write_text("")  # as mktemp leaves it
-    assert Record(path, "topic", "GPU").examples == []
 
 
 def test_a_pipe_is_written_to_and_a_file_where_nothing_may_be_made(tmp_path, monkeypatch):
@@ -101,7 +61,7 @@ def test_the_records_of_this_repository_load(path):
         assert all("peer" in row for table in example["tables"] for row in table["rows"])
 
 
-def test_a_recorded_answer_is_that_of_the_gpu_if_there_is_one(tmp_path):
+def test_a_recorded_answer_is_that_of_the_gpu_if_there_is_one(tmp_path, monkeypatch):
     def write(machine, gpu, answer):
         path = tmp_path / "results" / machine / "topic.json"
         path.parent.mkdir(parents=True, exist_ok=True)
@@ -113,29 +73,25 @@ def test_a_recorded_answer_is_that_of_the_gpu_if_there_is_one(tmp_path):
 
     assert recorded("topic", "softmax", tmp_path) is None
     write("cpu", None, "2x")
-    module.recorded.__defaults__, before = (tmp_path,), module.recorded.__defaults__
-    try:
-        assert recorded_answer("topic", "softmax") == "recorded on 4 cores of a CPU, 2026-11-22: 2x"
-        write("h200", "NVIDIA H200", "3x")
-        assert recorded_answer("topic", "softmax") == "recorded on an NVIDIA H200, 2026-11-22: 3x"
-        write("h200", "NVIDIA H200", None)
-        assert recorded_answer("topic", "softmax") is recorded_answer("topic", "none") is None
-    finally:
-        module.recorded.__defaults__ = before
+    monkeypatch.setattr(recorded, "__defaults__", (tmp_path,))
+    assert recorded_answer("topic", "softmax") == "recorded on 4 cores of a CPU, 2026-11-22: 2x"
+    write("h200", "NVIDIA H200", "3x")
+    assert recorded_answer("topic", "softmax") == "recorded on an NVIDIA H200, 2026-11-22: 3x"
+    write("h200", "NVIDIA H200", None)
+    assert recorded_answer("topic", "softmax") is recorded_answer("topic", "none") is None
 
 
 def test_the_commit_of_a_copy_without_history_comes_from_the_environment(tmp_path, monkeypatch):
     monkeypatch.setattr("harness.record.ROOT", tmp_path)
     monkeypatch.setenv("GIT_COMMIT", "abc123")
     assert git_state() == ("abc123", None)
-    subprocess.run(["git", "init", "-q", tmp_path], check=True)  # a repository, but nothing committed
+    git = ["git", "-C", tmp_path, "-c", "user.name=t", "-c", "user.email=t@example.org"]
+    subprocess.run([*git, "init", "-q"], check=True)  # a repository, but nothing committed
     assert git_state() == ("abc123", None)
-    monkeypatch.delenv("GIT_COMMIT")
-    assert git_state() == (None, None)
-    identity = ["-c", "user.name=t", "-c", "user.email=t@example.org"]
     (tmp_path / "file").write_text("1")
-    subprocess.run(["git", "-C", tmp_path, "add", "file"], check=True)
-    subprocess.run(["git", "-C", tmp_path, *identity, "commit", "-qm", "one"], check=True)
+    subprocess.run([*git, "add", "file"], check=True)
+    subprocess.run([*git, "commit", "-qm", "one"], check=True)
+    subprocess.run([*git, "tag", "v1"], check=True)  # which is no commit's name
     commit, dirty = git_state()
     assert (len(commit), dirty) == (40, False)
     (tmp_path / "file").write_text("2")

@@ -4,15 +4,15 @@ import shutil
 import subprocess
 import sys
 
-from harness.catalog import ROOT, topics
-from harness.sources import MEASURING, closure, sources_hash
+from harness.catalog import ROOT
+from harness.sources import sources_hash
 
 import pytest
 
 FILES = {
     "harness/bench.py": "ROUNDS = 3\n",
     "harness/session.py": "import harness.bench\n",
-    "examples/common/tiles.py": "def order(n):\n    return n + 1\n",
+    "examples/common/tiles.py": "import examples.triton.softmax\n\ndef order(n):\n    return n + 1\n",
     "examples/triton/softmax.py": '"""A lesson."""\nfrom harness import run\nfrom examples.common.tiles import order\n'
     "import triton\n\nSTAGES = 4  # of the ring\n\n\ndef softmax(x):\n    '''Rows.'''\n    return order(x)\n\n\n"
     "def demo(h):\n    from examples.triton import softmax_fused\n",
@@ -61,18 +61,6 @@ def test_what_changes_it_and_what_does_not(root, file, old, new, changes):
     assert (sources_hash(root / LESSON, root=root) != alone) == (changes and "inspect" not in file and file != OTHER)
 
 
-def test_the_closure_is_what_is_imported_from_here_wherever_it_stands(root):
-    def files(name):
-        return {path.relative_to(root).as_posix() for path in closure(root / name, root)}
-
-    lesson = {LESSON, "examples/common/tiles.py", "examples/triton/softmax_fused.py"}
-    assert files(LESSON) == lesson
-    assert files(STUDY) == lesson | {STUDY}
-    assert files(OTHER) == {OTHER, *(name for name in FILES if name.startswith("compile_inspect"))}
-    (root / "examples/common/tiles.py").write_text("import examples.triton.softmax\n")  # a circle
-    assert files(LESSON) == lesson
-
-
 SAY = "import sys, pathlib; from harness.sources import sources_hash as s; print(s(pathlib.Path(sys.argv[1])))"
 
 
@@ -82,10 +70,3 @@ def test_it_is_the_same_in_every_python(root):
         if not subprocess.run([python, "-c", ""], stderr=subprocess.DEVNULL).returncode:  # as pyenv's may
             said = subprocess.check_output([python, "-S", "-c", SAY, path], text=True, env={"PYTHONPATH": str(ROOT)})
             assert said.strip() == sources_hash(path), python
-
-
-def test_lessons_here_have_one_and_their_studies_another():
-    assert all((ROOT / name).is_file() for name in MEASURING)
-    firsts = [next(t for t in topic.techniques if not t.error) for topic in topics()]
-    files = [path for t in firsts for path in (t.path, *t.studies[:1])]
-    assert len({sources_hash(path) for path in files}) == len(files) >= 5

@@ -37,11 +37,6 @@ def test_an_activation_is_that_of_torch(h, activation):
     assert (error <= 1e-5 * want.abs() + 1e-7 * x.abs()).all(), error.max()
     fast = (activated(x, activation, True).double() - want).abs()
     assert (fast <= 2.0**-11 * x.abs() + 1e-6).all(), fast.max()
-
-
-@pytest.mark.parametrize("activation", [*ACTIVATIONS, "gelu fitted"])
-def test_nan_stays_and_infinity_too(h, activation):
-    x = torch.tensor([float("nan"), float("inf")], device=h.device)
-    got = activated(x, activation)
-    assert got[0].isnan()
-    assert got[1] == float("inf") or activation == "gelu fitted"  # inf - inf * 0 there: NaN, which is seen too
+    nan, inf = activated(torch.tensor([float("nan"), float("inf")], device=h.device), activation)
+    assert nan.isnan()
+    assert inf == float("inf") or activation == "gelu fitted"  # inf - inf * 0 there: NaN, which is seen too

@@ -40,28 +40,16 @@ def test_zeros_nan_and_infinity_stay_in_their_group():
 
 
 def test_what_cannot_be_used_is_refused():
+    """What test_wrappers does not have: AMD's formats, scales that are no scales, no block."""
     require_fp8("f", a=torch.ones(2).to(E4M3), b=torch.ones(2).to(E5M2))
-    for x, message in (
-        (torch.ones(2), r"f: a is torch\.float32; it must be .* quantize it"),
-        (torch.ones(2).to(torch.float8_e4m3fnuz), r"a is torch\.float8_e4m3fnuz; the fnuz formats are AMD's"),
-        (None, "a is NoneType"),
-    ):
-        with pytest.raises(TypeError, match=message):
-            require_fp8("f", a=x)
+    with pytest.raises(TypeError, match=r"a is torch\.float8_e4m3fnuz; the fnuz formats are AMD's"):
+        require_fp8("f", a=torch.ones(2).to(torch.float8_e4m3fnuz))
     data = torch.ones(3)
     require_scales("f", data, scale=(torch.ones(3), [(), (3,)]))
     require_scales("f", data, False, scale=(torch.zeros(()), [()]))  # values are looked at only when asked for
-    for scale, error, message in (
-        (1.0, TypeError, "scale is float; pass a float32 tensor"),
-        (torch.ones(3).half(), TypeError, r"scale is torch\.float16"),
-        (torch.ones(3, device="meta"), ValueError, "scale is on meta, the data on cpu"),
-        (torch.ones(4), ValueError, r"scale has shape \[4\]; need \[\] or \[3\]"),
-        (torch.tensor([1.0, 0.0, -1.0]), ValueError, "scale has 2 of 3 values that are not positive and finite"),
-        (torch.tensor([1.0, float("nan"), 1.0]), ValueError, "1 of 3"),
-        (torch.tensor([1.0, float("inf"), 1.0]), ValueError, "1 of 3"),
-    ):
-        with pytest.raises(error, match=f"f: .*{message}"):
-            require_scales("f", data, scale=(scale, [(), (3,)]))
+    for values in ([1.0, 0.0, -1.0], [float("nan"), float("inf"), 1.0]):
+        with pytest.raises(ValueError, match="f: scale has 2 of 3 values that are not positive and finite"):
+            require_scales("f", data, scale=(torch.tensor(values), [(), (3,)]))
     for block in ((0, 5), (5, 0)):
         with pytest.raises(ValueError, match=r"quantize_reference: block is .*at least one row and one column"):
             quantize_reference(torch.ones(4, 5), block)

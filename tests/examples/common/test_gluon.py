@@ -9,9 +9,8 @@ from examples.common import gluon
 from examples.common.gluon import gluon_architecture, require_wgmma
 
 
-def test_there_is_no_gluon_in_the_interpreter(h):
-    assert gluon_architecture(torch.device("cpu")) is None
-    assert gluon_architecture(torch.device("meta")) is None
+def test_there_is_no_gluon_in_the_interpreter():
+    assert {gluon_architecture(torch.device(name)) for name in ("cpu", "meta")} == {None}
     with pytest.raises(RuntimeError, match=r"probe: needs sm_90, .*Gluon kernels are not interpreted\): use that"):
         require_wgmma("probe", torch.device("cpu"), "that")
 

@@ -107,8 +107,7 @@ def test_a_file_that_is_loaded_twice_has_operators_of_its_own(h):
 
 def test_bad_input(h):
     x = h.randn(4, 8)
-    for op in (silu_mul, *OPERATORS.values()):
-        refused(op, TypeError, r"dtypes \[torch\.float32, torch\.float16\]", x, x.half())
+    for op in OPERATORS.values():  # test_wrappers has the functions
         refused(op, ValueError, r"shapes \[\(4, 8\), \(1, 8\)\] differ", x, x[:1])
     for op in (lesson.silu_mul_opaque_backward, lesson.silu_mul_traced_backward):
         refused(op, TypeError, "dtypes .*torch.float16, torch.float32, torch.float32", x.half(), x, x)

@@ -229,7 +229,7 @@ def test_generated_code_of_the_split_kernel():
     """All that it launches on 4096 rows compiles and fits."""
     x, weight, stats = meta(4096, 65536), meta(65536), meta(4096, dtype=torch.float32)
     kernels = compile_for(SPLIT, (x, x, weight, stats, stats), sms=(90,))
-    assert [(kernel.error, kernel.fits) for kernel in kernels] == [(None, True)] * len(kernels)
+    assert not any(kernel.error or kernel.too_much for kernel in kernels)
     (main,) = (kernel for kernel in kernels if kernel.kernel == f"{SPLIT.__name__}_kernel")
     assert main.spills <= 128
     assert all(main.found.get(name) for name in ("cp.async", "atom", "st.global.v4")), main.found

@@ -8,7 +8,6 @@ from examples.triton.softmax import BUDGET, RESIDENT_MAX_KIB, RESIDENT_MIN, ROWS
 from examples.triton.softmax_long import SPLIT_BLOCK, softmax_split, split_max_cols
 from examples.triton.softmax_resident import softmax_resident
 from tests.examples.triton.helpers import INF, NAN, code, meta, refused
-from tests.test_house import LESSONS, answers_of
 
 EVERYWHERE = [softmax_rows, softmax_resident, softmax]
 by_kernel = pytest.mark.parametrize("kernel", [*EVERYWHERE, pytest.param(softmax_split, marks=pytest.mark.gpu)])
@@ -81,10 +80,3 @@ def test_bad_input(h):
 
 def test_generated_code():
     code(80, "ld.global.v4", softmax_resident, meta(1024, 65536), spills=16)
-
-
-def test_the_answer_says_whether_registers_keep_up():
-    """Of made-up times: "triton rows" the faster one at 32768 columns, then the slower one."""
-    faster, slower, _ = answers_of(next(lesson for lesson in LESSONS if lesson.name == "softmax"))
-    assert "or as well in registers" in faster
-    assert "not in registers" in slower
