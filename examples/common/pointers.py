@@ -23,7 +23,7 @@ def tile_pointers(
 
 @triton.jit
 def load_tiles(a_ptrs, b_ptrs, left, EVEN_K: tl.constexpr):
-    """The tiles of A and B of one step; `left` is what K still has, and the last step masks what is beyond."""
+    """The tiles of A and B of one step; `left` is what remains of K, and the last step masks what is beyond."""
     if EVEN_K:  # a mask costs a predicate per load; most sizes need none
         return tl.load(a_ptrs), tl.load(b_ptrs)
     else:

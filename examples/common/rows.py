@@ -16,7 +16,7 @@ STAGES = 3  # two rows in flight to shared memory while one is in use
 
 @triton.jit
 def widen(x):
-    """x in float32, converted where it is used: hoisted out of the loop, as LLVM would, it takes twice the registers.
+    """x in float32, converted where it is used: LLVM would hoist that out of the loop, at twice the registers.
 
     Volatile assembly stays where it is. It takes pairs of 16-bit values, which share a 32-bit register.
     """

@@ -61,7 +61,7 @@ def matmul_tuned_kernel(
 def time_config(fn, quantiles):
     """Triton's do_bench, in a CUDA graph: events around one launch of a small kernel time Python on a slow host.
 
-    A graph repeats with inputs in L2, where they fit. For inputs that come from memory in use, tune on such.
+    A graph repeats with its inputs in L2, if they fit; where yours come from memory, pass tuner() another do_bench.
     """
     return triton.testing.do_bench_cudagraph(fn, rep=2, quantiles=quantiles)
 

@@ -1,8 +1,8 @@
 """Which configurations of a matmul a search should time: of 192, the dozen that fit, load least and do not spill.
 
-What a search costs is compiling and timing. What cannot fit shared memory is known before compiling; what makes an SM
-load more than others do can be counted; what spills, the driver says of a compiled kernel. Candidates compile side by
-side: the compiler does not hold Python's lock, and triton.autotune alone compiles one after the other.
+A search costs compiling and timing. What cannot fit shared memory is known before compiling; how much the busiest SM
+loads can be counted; what spills, the driver reports of a compiled kernel. Candidates compile side by side, since the
+compiler does not hold Python's lock; triton.autotune alone compiles one after the other.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from triton.runtime.errors import OutOfResources, PTXASError
 from examples.common.device import architecture, device_limits
 
 CANDIDATES, PER_TILE = 12, 4  # compiled per key, and of these with the same BLOCK_M x BLOCK_N, at most
-SPILLS = 8  # values of four bytes that a thread may keep in memory: a few outside the loop cost nothing
+SPILLS = 8  # 4-byte values that a thread may spill: a few outside the loop cost nothing
 
 
 def configuration(m: int, n: int, k: int, warps: int, stages: int) -> triton.Config:
@@ -66,8 +66,7 @@ def loaded_per_sm(config: triton.Config, M: int, N: int, sms: int) -> int:
 def candidates(configs: list, M: int, N: int, itemsize: int, sm: int, sms: int, shared: int) -> list[triton.Config]:
     """Those that fit: tiles that load least first, and of each tile the few that have most bytes in flight.
 
-    Nothing is compiled for this. A rank alone, as by Triton's perf_model and top_k, would keep one tile in all its
-    variants, and this one only counts.
+    Nothing is compiled for this. Triton's perf_model and top_k only rank: they would keep every variant of one tile.
     """
     fitting = [config for config in configs if shared_bytes(config, itemsize, sm) <= shared]
     fitting.sort(key=lambda config: (loaded_per_sm(config, M, N, sms), -shared_bytes(config, itemsize, sm)))

@@ -12,7 +12,7 @@ passes, the kernel 3 and the weight 2. Opaque, the copies add 4; a kernel that t
 
 Question   What does the compiler fuse around a Triton kernel, and what does a call of the operator cost?
 Needs      triton
-Wins when  the kernel does what Inductor cannot generate. A product of elements it can: there an operator is in its way.
+Wins when  the kernel does what Inductor cannot generate. Elementwise products it can; there an operator is in its way.
 Variants   custom_op_layer.py (no kernel: the layer that the operators stand in)
 Study      studies/triton/custom_op.py
 Source     chapter section "PyTorch Integration".

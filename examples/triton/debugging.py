@@ -1,9 +1,9 @@
 """Debugging: bugs planted in small kernels, and the tool that finds each.
 
-A kernel that writes past its output mostly gives the right answer; what breaks is another tensor, later. One whose
-programs depend on each other's order is right in the interpreter, which runs them in order, and wrong on a GPU. So a
-bug is hunted with tools, and a tool is trusted once it has found a bug that is known to be there: here each has to
-name the planted bug and to pass a twin without it, or the run fails.
+A kernel that writes past its output mostly gives the right answer; what breaks is another tensor, later. One that
+relies on the order of its programs is right in the interpreter, which runs them in order, and wrong on a GPU. So a bug
+is hunted with tools, and a tool is trusted once it has found a bug that is known to be there: here each has to name the
+planted bug and to pass a twin without it, or the run fails.
 
 All four tools work on any machine. The study has those of a GPU (tl.device_print, tl.device_assert, compute-sanitizer)
 and the compiler's stages. Nothing is timed: these tools change the code or what runs it.

@@ -107,8 +107,8 @@ def dropout(
     x: float32, float16 or bfloat16, contiguous, any shape; the product is float32, rounded once. p = 0 returns x
     itself; a dropped NaN or infinity is NaN, because dropping multiplies by 0. Both are as in torch.
     seed: one int64 on x's device. Without it one is drawn from torch's generator, which costs a small launch.
-    start: the flat index of x's first element in the tensor whose mask this is, a multiple of 8: a slice of a tensor
-    has its slice of the mask, which depends on seed, p, per_call and the flat index alone.
+    start: for a part of a larger tensor, the flat index there of x's first element, a multiple of 8: x gets that part
+    of the mask, which depends on seed, p, per_call and the flat index alone.
     per_call: how many elements a call of Philox serves, in PER_CALL; p counts in steps of 2**-32, with 8 of 2**-16.
 
     Raises TypeError for another dtype or seed; ValueError for p outside [0, 1], a layout that is not contiguous, and

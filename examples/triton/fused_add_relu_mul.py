@@ -2,8 +2,8 @@
 
 Eager runs three kernels. Each reads its inputs from memory and writes its result back: the addition moves 3 tensors,
 ReLU 2, the multiplication 2, which makes 7 passes over memory. One kernel keeps the intermediates in registers and
-moves 3. Where memory is the limit, time follows bytes, so fusion is worth at most 7 / 3 = 2.33x, however many
-operations are fused away.
+moves 3. Where memory is the limit, time follows bytes, so fusion is worth at most 7 / 3 = 2.33x: it saves
+passes over memory, not arithmetic.
 
 Tensors that fit in L2 gain for another reason: the intermediates never reach memory, but each kernel still takes a
 few microseconds to start and to drain, and eager has three of them.

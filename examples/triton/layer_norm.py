@@ -8,9 +8,9 @@ Backward needs two means along each row and two sums along each column: with x_h
 
     dx = rstd * (g - mean(g) - x_hat * mean(g * x_hat)),  dweight = sum(dy * x_hat),  dbias = sum(dy)
 
-x and dy are read and dx is written: 3 * n_rows * n_cols. Sums along columns would be a second pass, but for programs
-that stay for many rows and keep these sums in registers (layer_norm_backward.py). A row too long for one program is
-shared by a group of them, which exchange the sums of each row (layer_norm_backward_split.py).
+x and dy are read and dx is written: 3 * n_rows * n_cols. Sums along columns would take a second pass, were it not for
+programs that take many rows each and keep these sums in registers (layer_norm_backward.py). A row too long for one
+program is shared by a group of them, which exchange the sums of each row (layer_norm_backward_split.py).
 
 Question   How close to a copy is LayerNorm, forward and in training, whose gradients are summed along both axes?
 Needs      triton

@@ -1,9 +1,9 @@
 """LayerNorm backward: row sums for dx and column sums for dweight and dbias, from one pass over x and dy.
 
-rows    A program stays for many rows. It loads the next ones into shared memory while it works, has the row sums at
-        once, because it holds whole rows, and keeps the column sums of all its rows in registers. It writes them once,
-        and a small kernel (column_sums in examples/common/rows.py) adds up what the programs wrote. There are no
-        atomics, so every run gives the same bits. Three passes: x and dy in, dx out.
+rows    A program takes many rows. It loads the next ones into shared memory while it works, has the row sums at once,
+        because it holds whole rows, and keeps the column sums of all its rows in registers. It writes these once, and
+        a small kernel (column_sums in examples/common/rows.py) adds up what the programs wrote. There are no atomics,
+        so every run gives the same bits. Three passes: x and dy in, dx out.
 loop    Any length: a first kernel computes the two sums of each row, a second one reads everything again to write dx.
         A program then needs only a block of columns at a time. Five passes in place of three.
 

@@ -15,7 +15,7 @@ import triton.language as tl
 
 from examples.common.rows import check_layer_norm
 
-# Rows up to so many KiB: 16-bit values that a program takes at a step, warps, and steps that are unrolled.
+# The KiB of a row at most; then 16-bit values a program takes at a step, warps, and steps that are unrolled.
 RESIDENT = [(4, 1024, 4, 1), (8, 2048, 8, 1), (16, 1024, 8, 1), (32, 4096, 16, 1), (64, 8192, 32, 1),
             (128, 16384, 32, 4), (float("inf"), 16384, 32, 1)]  # fmt: skip
 

@@ -80,7 +80,7 @@ tuned_kernel = triton.autotune(
     configs=autotune_configs(CONFIGS),
     key=["M", "N", "K", "stride_ak", "stride_bk", "PRECISION"],
     prune_configs_by={"early_config_prune": fitting_configs},
-    # In a CUDA graph: around one launch of a small kernel, events on a slow host time its Python and rank at random.
+    # In a CUDA graph: around one launch of a small kernel, events on a slow host would time Python, and rank at random.
     do_bench=lambda fn, quantiles: triton.testing.do_bench_cudagraph(fn, rep=2, quantiles=quantiles),
 )(triton.heuristics({"EVEN_K": lambda args: args["K"] % args["BLOCK_K"] == 0})(matmul_kernel))
 
@@ -89,7 +89,7 @@ def matmul(a: torch.Tensor, b: torch.Tensor, input_precision: str = "ieee", grou
     """a @ b for a [M, K] and b [K, N] of any strides and sizes (0 too): c [M, N], contiguous, in the dtype of a.
 
     Both are float16, bfloat16 or float32; the accumulator is float32. `input_precision` is for float32: "ieee" (on the
-    CUDA cores), "tf32" (Triton's own default, never left unsaid here) or "tf32x3", on the tensor cores. `group_m` is
+    CUDA cores), "tf32" (Triton's own default; not ours) or "tf32x3", on the tensor cores. `group_m` is
     the number of rows of tiles in a group. Raises TypeError for another dtype or two dtypes; ValueError for rank, inner
     sizes, input_precision or group_m; RuntimeError for a device without Triton or an input that requires grad.
     """

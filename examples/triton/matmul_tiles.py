@@ -20,7 +20,7 @@ CONFIGS = [
 
 
 def fitting_configs(configs: list[triton.Config], named_args: dict, **kwargs) -> list[triton.Config]:
-    """The configurations worth compiling for these arguments: they may fit shared memory and do not dwarf the problem.
+    """The configurations worth compiling: those that may fit shared memory, with tiles not far larger than C.
 
     wgmma and tcgen05 keep num_stages buffers, mma.sync one fewer. The smaller count decides here; what then turns
     out not to fit, autotune itself leaves out.

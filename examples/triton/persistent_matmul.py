@@ -2,13 +2,11 @@
 
 With one program per tile, every program starts with empty buffers and ends by storing its tile while the tensor cores
 idle. A persistent kernel starts one program per SM, which takes tiles p, p + NUM_SMS, p + 2 * NUM_SMS, ... That alone
-overlaps nothing; it takes the following steps, on the same tile, with loads by TMA (the subject of a later topic). What
-remains is wave quantization: the last wave of tiles may fill only part of the GPU.
+overlaps nothing; the steps below do (TMA is a later topic). What remains is wave quantization: a partial last wave.
 
   tile        one program per tile, to start from;
   persistent  a loop over tiles around the loop over K; the pipeline still drains at the end of each tile;
-  flattened   tl.range(..., flatten=True) makes one loop of the two, so the pipeline runs through: while one tile is
-              stored, the loads of the next are in flight;
+  flattened   tl.range(..., flatten=True) makes one loop of the two: the next tile is loaded while this one is stored;
   split       the tile is stored in two halves, from half as much shared memory: that pays for a fourth stage.
 
 Question   What does a persistent kernel win over one program per tile, and over cuBLAS, by size?

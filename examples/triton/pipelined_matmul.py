@@ -134,7 +134,8 @@ def demo(h: Harness) -> None:
         variants |= {f"{s} stage{'s' * (s > 1)}": partial(matmul_pipelined, num_stages=s) for s in counts}
         work, case = Work(bytes=6 * n * n, flops=2 * n**3, dtype=h.half), f"{n}x{n}x{n}"
         tables.append(h.compare(variants, reference, a, b, baseline=baseline, work=work, case=case, terms=n))
-    h.answer(lambda: "The fewest stages within 2% of the best: " + "; ".join(recommended(table) for table in tables))
+    tile = f"{BLOCK_M}x{BLOCK_N}x{BLOCK_K}"
+    h.answer(lambda: f"Fewest stages within 2% of the best, tile {tile}: " + "; ".join(map(recommended, tables)))
 
 
 if __name__ == "__main__":

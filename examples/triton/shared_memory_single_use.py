@@ -80,7 +80,7 @@ def scale(x: torch.Tensor) -> torch.Tensor:
 
 
 def column_sum(x: torch.Tensor, num_stages: int = 1) -> torch.Tensor:
-    """Sums over the rows of x [n_rows, n_cols]; num_stages, 1 to 4, has the loads of as many rows less one in flight.
+    """Sums over the rows of x [n_rows, n_cols]; num_stages, 1 to 4, keeps the loads of num_stages - 1 rows in flight.
 
     float32, float16 or bfloat16, summed in float32; any row stride, any number of rows. Raises TypeError for another
     dtype; ValueError for rank, an inner stride other than 1, no columns or another num_stages; RuntimeError for a

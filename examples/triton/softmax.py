@@ -34,7 +34,7 @@ from examples.triton.softmax_long import softmax_split, split_max_cols
 from examples.triton.softmax_resident import softmax_resident
 
 ROWS_MAX = 32768  # 32 values per thread at 32 warps; a row twice as long spills on every architecture
-RESIDENT_MIN = 4096  # up to here a row is little enough for the registers of a few warps
+RESIDENT_MIN = 4096  # up to here a row fits the registers of a few warps
 RESIDENT_MAX_KIB = 64  # rows of twice that leave room for one program on an SM, and there splitting is faster
 
 
@@ -61,7 +61,7 @@ def softmax_rows(x: torch.Tensor) -> torch.Tensor:
         # 16 or 32 values a thread, and several short rows to a program: chosen by timing on an H200.
         rows = min(64, 4096 // block_n) if block_n <= 512 else max(1, 2048 // block_n)
         num_warps, max_registers = max(4, min(32, block_n // 512)), None
-        if block_n == 16384:  # 64 values a thread in 80 registers: three rows share an SM, and one loads as one stores
+        if block_n == 16384:  # 64 values a thread in 80 registers: three rows share an SM: one loads while one stores
             num_warps, max_registers = 8, 80
         softmax_rows_kernel[(triton.cdiv(n_rows, rows),)](
             x, y, x.stride(0), y.stride(0), n_rows, n_cols,
@@ -88,8 +88,8 @@ def softmax(x: torch.Tensor) -> torch.Tensor:
     return softmax_resident(x) if resident else softmax_split(x)
 
 
-# Nothing cancels in a softmax: each element has its own size as budget, not the row's, which its largest element
-# rules. exp(x - max) turns the rounding of an argument of 88, below which float32 is 0, into 64 of the result.
+# Nothing cancels in a softmax, so each element's budget follows its own size, not that of the row's largest element.
+# At exp(-88), below which float32 is 0, one rounding of the argument is worth 64 roundings of the result.
 BUDGET = {"terms": 0, "roundings": 64}
 
 

@@ -1,7 +1,7 @@
 """Softmax of a row that stays in the L1 cache of one SM: three loops over it, of which only the first reads memory.
 
 The row length is a constant of the kernel, so that the compiler unrolls the loops and has many loads in flight; the
-price is one compilation for each length. A longer row is right too, and read from L2 or memory again.
+price is one compilation for each length. A longer row works too, but is read again from L2 or memory.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ import triton.language as tl
 from examples.common.operands import check_rows
 from examples.common.rows import DTYPES
 
-# Rows up to so many KiB: 16-bit values that a program takes at a step, warps, and steps that are unrolled.
+# The KiB of a row at most; then 16-bit values a program takes at a step, warps, and steps that are unrolled.
 RESIDENT = [(16, 2048, 8, 1), (32, 4096, 16, 1), (64, 4096, 32, 2), (float("inf"), 16384, 32, 2)]
 
 
@@ -34,7 +34,7 @@ def softmax_resident_kernel(
     x_row, y_row = x_ptr + row * stride_xm, y_ptr + row * stride_ym
     lane = tl.arange(0, BLOCK_N)
     # One maximum and one sum per lane: no reduction inside a loop. An online softmax would save the second loop, which
-    # is cheap, as it hits L1, and pay with a second exponential per element, which is not.
+    # is cheap because it hits L1, and pay with a second exponential per element, which is not.
     largest = tl.full((BLOCK_N,), -float("inf"), tl.float32)
     for start in tl.range(0, N_COLS, BLOCK_N, loop_unroll_factor=UNROLL):
         largest = tl.maximum(largest, _load_row(x_row, start + lane, N_COLS, BLOCK_N, "evict_last"))
@@ -43,7 +43,7 @@ def softmax_resident_kernel(
     for start in tl.range(0, N_COLS, BLOCK_N, loop_unroll_factor=UNROLL):
         total += tl.exp(_load_row(x_row, start + lane, N_COLS, BLOCK_N, "evict_last") - row_max)
     scale = 1.0 / tl.sum(total, axis=0)
-    # Backwards: what was read last is the most likely to be cached still.
+    # Backwards: what was read last is the most likely to be still cached.
     LAST: tl.constexpr = (N_COLS - 1) // BLOCK_N * BLOCK_N
     for done in tl.range(0, N_COLS, BLOCK_N, loop_unroll_factor=UNROLL):
         cols = LAST - done + lane

@@ -10,8 +10,8 @@ over the bandwidth that a plain copy reaches.
 
 Question   What are programs, blocks and masks, and how close to the memory's limit does the plainest kernel get?
 Needs      triton
-Wins when  never: torch.add moves the same bytes at the same rate, in 16 bits also where 16 does not divide n and this
-           kernel falls back to single elements (the study). The aim is to be equal.
+Wins when  never: torch.add moves the same bytes at the same rate, and keeps it for 16-bit vectors whose length 16 does
+           not divide, where this kernel falls back to single elements (the study). The aim is to be equal.
 Study      studies/triton/vector_add.py
 Source     chapter section "Basic Triton Kernel"
 """

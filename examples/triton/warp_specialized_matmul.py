@@ -8,7 +8,7 @@ code: a specialized kernel has setmaxnreg, and more warps than were asked for.
 
 Hopper's compiler wants 4 warps and makes three partitions of 4: one producer, two consumers. It splits a tile of 128
 rows between the consumers if the kernel makes the descriptors; with descriptors from the host it fails with an error.
-A tile of 64 rows both consumers multiply, and store twice. With 8 warps, or on a loop that was flattened, it drops the
+A tile of 64 rows is multiplied by both consumers and stored twice. With 8 warps, or on a flattened loop, it drops the
 request. Blackwell's compiler takes each of these (Triton 3.6: not an unflattened loop over tiles). A loop without
 tensor cores, such as the chapter's, is never specialized.
 
