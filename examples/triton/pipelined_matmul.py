@@ -104,13 +104,13 @@ def reference(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
 
 
 def recommended(table) -> str:
-    """The fewest stages within 2 % of the best count of this table, and what one more gains for its shared memory."""
+    """The fewest stages within 2 % of the best count of this table, and what one more gains."""
     counts = [row.variant for row in table.rows if row.ours]
     enough = next(i for i, name in enumerate(counts) if near(table[name], table.best))
     take = counts[enough]
     gains = f"{table.over(counts[0], take):.2f}x one stage, {table.over(table.baseline, take):.2f}x {table.baseline}"
     if more := counts[enough + 1 : enough + 2]:
-        gains += f"; one more takes 32 KiB of shared memory and gives {table.over(take, more[0]):.2f}x"
+        gains += f"; one more {table.over(take, more[0]):.2f}x"
     most = "" if more else ", the most that fit"
     return f"{take} at {table.case.split('x')[0]}{most} ({gains})"
 
@@ -134,8 +134,8 @@ def demo(h: Harness) -> None:
         variants |= {f"{s} stage{'s' * (s > 1)}": partial(matmul_pipelined, num_stages=s) for s in counts}
         work, case = Work(bytes=6 * n * n, flops=2 * n**3, dtype=h.half), f"{n}x{n}x{n}"
         tables.append(h.compare(variants, reference, a, b, baseline=baseline, work=work, case=case, terms=n))
-    tile = f"{BLOCK_M}x{BLOCK_N}x{BLOCK_K}"
-    h.answer(lambda: f"Fewest stages within 2% of the best, tile {tile}: " + "; ".join(map(recommended, tables)))
+    what = f"tile {BLOCK_M}x{BLOCK_N}x{BLOCK_K}, {(BLOCK_M + BLOCK_N) * BLOCK_K * 2 // 1024} KiB a stage"
+    h.answer(lambda: f"Fewest stages within 2% of the best ({what}): " + "; ".join(map(recommended, tables)))
 
 
 if __name__ == "__main__":
