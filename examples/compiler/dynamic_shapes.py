@@ -150,8 +150,10 @@ def answer(rows: dict[str, dict], table) -> str:
     }
     each = ", ".join(f"{name} {ratio:.2f}x ({rows[name]['graphs']})" for name, ratio in speed.items())
     fastest = max(speed, key=speed.get)
-    pays = "the fastest" if speed[fastest] > 1 else "the fastest, behind eager"
-    return f"Beside eager, {table.case} (graphs): {each}. {fastest} is {pays}."
+    default_is_fastest = speed.get("automatic", 0.0) > 0.97 * speed[fastest]
+    take = "Leave the default, automatic" if default_is_fastest else f"Take {fastest}"
+    behind = "" if speed[fastest] > 1 else ", behind eager"
+    return f"Over eager, batches of 1 to {LARGEST} (graphs): {each}. {take}{behind}."
 
 
 def demo(h: Harness) -> None:

@@ -166,8 +166,8 @@ def answer(rows: dict[str, dict], tables: list) -> str:
     costs = []
     for table in tables:
         times = {name.partition(", ")[2]: table.over(name, ONE_GRAPH) for name in TIMED}
-        dearest = max(times, key=times.get)
-        costs.append(f"{min(times.values()):.1f} to {times[dearest]:.1f} at {table.case} (most: {dearest})")
+        least, most = min(times.values()), max(times.values())
+        costs.append(f"{least:.1f} to {most:.1f} at {table.case} (.item(): {times['.item()']:.1f})")
     left = f" {' and '.join(more)} leave the rest of the call to eager." if more else ""
     return f"A break multiplies a call's time by {', '.join(costs)}.{left}"
 

@@ -201,8 +201,8 @@ def demo(h: Harness) -> None:
         limit = torch._dynamo.config.recompile_limit
         return (
             f"{len(lost)} of {len(rows)} causes fill the cache ({limit} entries) and then run in eager; written as in "
-            f"the last column, {one} keep one entry. Beside eager: a tensor {table.over(EAGER, TENSOR):.2f}x, an entry "
-            f"per float {table.over(EAGER, PER_FLOAT):.2f}x, past the limit {table.over(EAGER, PAST):.2f}x."
+            f"the last column, {one} keep one entry. Over eager: as a tensor {table.over(EAGER, TENSOR):.2f}x, "
+            f"as constants {table.over(EAGER, PER_FLOAT):.2f}x, past the limit {table.over(EAGER, PAST):.2f}x."
         )
 
     h.answer(answer)
