@@ -262,13 +262,22 @@ class _Export:
         for path in self._in_order():
             for name in self.taken[path]:
                 if owner.setdefault(name, path) != path or name in self.imports:
-                    other = self.imports.get(name, owner[name].name)
-                    raise NothingToExport(f"{name} of {path.name} cannot stand beside that of {other}")
+                    self._set_apart(path, name, self.imports.get(name, owner[name].name))
             module, mine = self.modules[path], self.taken[path]
             about = [] if "demo" in module.defined else [module.source(module.tree.body[0], ())]  # why it is as it is
             yield "\n".join([f"# --- {path.relative_to(ROOT)}", *about])
             yield from (module.source(node, mine) for node in module.tree.body if node in mine.values())
         yield from (f"{name} = {original}" for name, original in self.aliases.items())
+
+    def _set_apart(self, path: Path, name: str, other: str) -> None:
+        """What two files call the same gets the name of its file too: microscaling_FORMATS."""
+        new = f"{path.stem}_{name}"
+        if isinstance(self.taken[path][name], (ast.FunctionDef, ast.ClassDef)) or (path, new) in self.names():
+            raise NothingToExport(f"{name} of {path.name} cannot stand beside that of {other}")
+        inside = ".".join(path.relative_to(ROOT).with_suffix("").parts)
+        for user, module in self.modules.items():
+            if user == path or module.imports.get(name, ("", ""))[1] == inside:
+                module.rename(name, new)
 
     def _in_order(self) -> list[Path]:
         done: list[Path] = []

@@ -290,7 +290,8 @@ class SM:
 
     def mma_scaled(self, a, b, acc, a_scale, b_scale, a_format, b_format, *, use_acc, mbarriers=()):
         def product():
-            x, y = dequantize(a.tensor, a_scale.tensor, fmt), dequantize(b.tensor.T, b_scale.tensor, fmt)
+            scales = (scale.tensor.contiguous().view(FORMATS[fmt].scale) for scale in (a_scale, b_scale))
+            x, y = (dequantize(q, scale, fmt) for q, scale in zip((a.tensor, b.tensor.T), scales, strict=True))
             return x.float() @ y.float().T
 
         powers = a_scale.dtype.torch is not E4M3

@@ -21,7 +21,7 @@ def model(h) -> LanguageModel:
 
 def test_min_cut_saves_less_and_recomputes_no_product(h, model):
     tokens = h.randint(MINI.vocab, 2, 17)
-    default, cut = splits(model, tokens).values()
+    default, cut = splits(model, tokens, cases={name: (name, 1.0) for name in ("default", "min-cut")}).values()
     number, size = saved_by_autograd(model, tokens)
     assert default.saved <= number
     assert default.saved_bytes == pytest.approx(size, rel=0.1)  # as eager's autograd does
