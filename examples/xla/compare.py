@@ -115,13 +115,15 @@ def demo(h: Harness) -> None:
         h.table(f"seconds in all for so many calls, {table.case}", rows)
 
     def answer() -> str:
-        parts = []
+        cases: dict[str, list[str]] = {}  # those of one answer stand together
         for table in tables:
             calls: dict[str, list[str]] = {}
             for n in CALLS:
                 calls.setdefault(least(totals(table, n)), []).append(f"{n:,}")
-            parts.append(f"{table.case}: " + ", ".join(f"{name} at {' and '.join(ns)}" for name, ns in calls.items()))
-        return "Least time in all, by the number of calls. " + "; ".join(parts) + "."
+            text = ", ".join(f"{name} at {' and '.join(ns)}" for name, ns in calls.items())
+            cases.setdefault(text, []).append(table.case.removesuffix(" tokens"))
+        parts = (f"{', '.join(tokens)} tokens: {text}" for text, tokens in cases.items())
+        return f"Least time in all, by the number of calls. {'; '.join(parts)}."
 
     h.answer(answer)
 
