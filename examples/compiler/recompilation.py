@@ -11,7 +11,7 @@ Python, with an entry for each.
 Question   Why does a compiled function compile again, and what keeps it at one cache entry?
 Needs      torch
 Wins when  a value changes from call to call: a step, a temperature, a learning rate, a history.
-Study      studies/compiler/recompilation.py (the limit, and what makes it loud)
+Study      studies/compiler/recompilation.py (the limit, once named cache_size_limit, and what makes it loud)
 Source     chapter sections "Common Issues" and "Compiler Stances".
 """
 

@@ -99,7 +99,8 @@ def layer_norm(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor, eps: f
     both float32. The arithmetic is float32. Raises TypeError for another dtype, a missing weight or bias, or an eps
     that is no number; ValueError for no columns, sizes that do not fit, an inner stride other than 1, or an eps that is
     negative or not finite; RuntimeError for a device without Triton, or a second derivative. In backward the programs
-    of rows over 8192 columns wait for each other: layer_norm_backward_split.py says what that needs.
+    of rows over 8192 columns wait for each other. Beside kernels that keep their SMs, as NCCL's do, or on a part of the
+    SMs, the longest rows may wait for ever: there call layer_norm_backward_loop.
     """
     with torch.no_grad():  # this one has a backward
         require_triton_device("layer_norm", x)

@@ -7,13 +7,13 @@ in and out: 2 * n_rows * n_cols elements, as a copy of x does, and that copy's t
 Where a row fits decides the kernel. The one below holds a row in the registers of one program, and several short rows
 at once: a short row alone is too little work to cover memory latency. A longer row stays in the L1 cache of an SM
 (softmax_resident.py). A row too long for that is split over programs that exchange maxima and sums (softmax_long.py):
-each element is still read once, but a program that waits for the others loads nothing. Loading the next row early, or
-an exchange within a thread block cluster, might come closer to a copy; neither is tried here.
+each element is still read once, but a program that waits for the others loads nothing. An exchange within a thread
+block cluster, as quack's kernels do it, is not in Triton 3.6. Online softmax is no alternative: it reads x twice.
 
 Question   Where should a row stay on the chip, from 256 to 131072 columns, and how close to a copy does that come?
 Needs      triton
-Wins when  x is larger than L2 and rows have 4096 columns or more; for shorter ones torch.compile is as fast. Its
-           max-autotune is faster than its default, timed here, from 4096 columns on, and still behind (study).
+Wins when  x is larger than L2 and rows have 4096 columns or more; for shorter ones torch.compile is as fast. The table
+           has its default mode; max-autotune is faster from 4096 columns on, and still behind (study).
 Variants   softmax_resident.py (a row in L1), softmax_long.py (a row split over programs)
 Study      studies/triton/softmax.py
 Source     goes beyond the chapter; traffic counted as in Triton tutorial 02 (fused softmax).
@@ -34,7 +34,7 @@ from examples.triton.softmax_long import softmax_split, split_max_cols
 from examples.triton.softmax_resident import softmax_resident
 
 ROWS_MAX = 32768  # 32 values per thread at 32 warps; a row twice as long spills on every architecture
-RESIDENT_MIN = 4096  # up to here a row fits the registers of a few warps
+RESIDENT_MIN = 4096  # longer rows are faster from L1 than in registers
 RESIDENT_MAX_KIB = 64  # rows of twice that leave room for one program on an SM, and there splitting is faster
 
 
