@@ -51,9 +51,8 @@ def _run(options: argparse.Namespace) -> int:
     if options.command == "show":
         from companion.show import list_techniques, show_example
 
-        if options.name is None:
-            return list_techniques()
-        return show_example(options.name, options.record, options.study, options.verbose)
+        shown = [show_example(name, options.record, options.study, options.verbose) for name in options.names]
+        return max(shown) if shown else list_techniques()
     if options.command == "compare":
         from companion.compare import compare
 
@@ -72,7 +71,7 @@ def _parser() -> argparse.ArgumentParser:
     commands = parser.add_subparsers(dest="command", required=True)
     commands.add_parser("doctor", help="what this machine is and reaches, and which techniques run on it")
     show = commands.add_parser("show", help="what was recorded of a technique: answer, tables, evidence")
-    show.add_argument("name", nargs="?", metavar="TECHNIQUE", help="without one: list them all with their questions")
+    show.add_argument("names", nargs="*", metavar="TECHNIQUE", help="without any: list them all with their questions")
     show.add_argument("--record", type=Path, metavar="PATH", help="a record that --json wrote (default: of the H200)")
     show.add_argument("--study", action="store_true", help="its study too")
     show.add_argument("-v", "--verbose", action="store_true", help="every table whole, and the facts")
