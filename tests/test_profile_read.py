@@ -91,28 +91,20 @@ def test_a_log_of_the_sanitizer(log, errors, kernels, refused):
     assert {name: len(said) for name, said in found.by_kernel.items()} == kernels
 
 
-@pytest.fixture
-def sanitized(tmp_path):
+def sanitized(tmp_path, tool, log, status="passed", reason=None, launches=None, record=True, ended="0 12"):
     """What show_sanitizer makes of what sanitize.sh leaves of one tool: what printed() returns."""
-    out = tmp_path / "topic"
-
-    def write(tool, log, status="passed", reason=None, launches=None, record=True, ended="0 12"):
-        def put(kind, text):
-            out.with_name(f"topic.{tool}.{kind}").write_text(text)
-
-        for old in tmp_path.iterdir():
-            old.unlink()
-        put("log", log)
-        if ended:
-            put("status", f"{ended} {'all' if tool == 'initcheck' else 'ours'}\n")
-        if record:
-            put("json", json.dumps({"examples": [{"name": "scale", "status": status, "reason": reason}]}))
-            put("launches", json.dumps({"scale_kernel": 7, "elsewhere": 3} if launches is None else launches))
-        return printed(pr.show_sanitizer, out, [tool], KERNELS)
-
-    return write
+    left = {"log": log}
+    if ended:
+        left["status"] = f"{ended} {'all' if tool == 'initcheck' else 'ours'}\n"
+    if record:
+        left["json"] = json.dumps({"examples": [{"name": "scale", "status": status, "reason": reason}]})
+        left["launches"] = json.dumps({"scale_kernel": 7, "elsewhere": 3} if launches is None else launches)
+    for kind, text in left.items():
+        (tmp_path / f"topic.{tool}.{kind}").write_text(text)
+    return printed(pr.show_sanitizer, tmp_path / "topic", [tool], KERNELS)
 
 
+PLACES = "".join(WRITE.replace(":188", f":{i}") for i in (188, *range(188, 198))) + summary(11)
 LEFT = [  # tool, log, what else it left, whether that is a success, what is said
     ("memcheck", CLEAN, {}, True, ["1 passed 1 of 2 7 0 12 ", "not looked at: elsewhere", "looked at: never_kernel"]),
     ("initcheck", CLEAN, {}, True, ["initcheck 1 passed 1 of 2 7 0 12 ", "techniques: scale"]),
@@ -120,6 +112,7 @@ LEFT = [  # tool, log, what else it left, whether that is a success, what is sai
     ("initcheck", HEAD + 2 * LIBRARY + OURS + summary(3), {}, False, [" 1 2 12 ", "scale_kernel: 1 printed"]),
     ("initcheck", HEAD + LIBRARY + summary(3), {}, True, ["initcheck: 2 of its 3 errors were not printed"]),
     ("memcheck", HEAD + WRITE + summary(1), {}, False, [f"scale_kernel: 1 printed, first: {PLACE}"]),
+    ("memcheck", HEAD + PLACES, {}, False, [f"11 printed, first: {PLACE} 2 times: {PLACE} ", " and 2 other places"]),
     ("memcheck", HEAD + 3 * LIBRARY + summary(3), {}, False, ["not in a kernel of ours: 3 printed"]),
     ("memcheck", "", {"record": False}, False, ["did not come to its end: it wrote nothing"]),
     ("memcheck", HEAD, {"record": False, "ended": "124 300"}, False, ["stopped after 300 s; it wrote nothing"]),
@@ -132,20 +125,12 @@ LEFT = [  # tool, log, what else it left, whether that is a success, what is sai
 
 
 @pytest.mark.parametrize(("tool", "log", "left", "success", "says"), LEFT)
-def test_what_is_found_or_not_done_is_no_success(sanitized, tool, log, left, success, says):
+def test_what_is_found_or_not_done_is_no_success(tmp_path, tool, log, left, success, says):
     """initcheck looks at all kernels and blames ours alone."""
-    clean, said, rows = sanitized(tool, log, **left)
+    clean, said, rows = sanitized(tmp_path, tool, log, **left)
     assert clean == success
     assert [text for text in says if text not in " ".join(rows)] == []
     assert tool != "initcheck" or "not looked at: elsewhere" not in said
-
-
-def test_findings_at_several_places_are_counted(sanitized):
-    reads = [WRITE.replace("+0x120 in debugging.py:188", f"+0x{i}0 in debugging.py:{i}") for i in range(1, 11)]
-    _, said, _ = sanitized("memcheck", HEAD + "".join([reads[0], *reads]) + summary(11))
-    first = "Invalid __global__ write of size 4 bytes at scale_kernel+0x10 in debugging.py:1\n"
-    for text in (f"11 printed, first: {first}", f"    2 times: {first}", "    and 2 other places"):
-        assert text in said
 
 
 # --- ncu, nsys, torch.profiler, Proton
@@ -318,17 +303,13 @@ def test_a_call_of_many_kernels_is_cut_and_its_sum_is_not():
     assert text.count("triton rows 2 kernels 2 2.0") == text.count("second 1 1.0") == 16
 
 
-@pytest.mark.parametrize(
-    ("kernel", "name"),
-    [
-        ("softmax_kernel", "softmax_kernel"),
+def test_names_are_shortened():
+    for kernel, name in (
         ("void at::native::elementwise_kernel<4, at::native::F<c10::BF16>, S<2ul> >(int, F)", "elementwise_kernel"),
         ("void (anonymous namespace)::warp<float, 10>(float*)", "(anonymous namespace)::warp"),
         ("x" * 80, "x" * 53 + "..."),
-    ],
-)
-def test_names_are_shortened(kernel, name):
-    assert pr.short(kernel) == name
+    ):
+        assert pr.short(kernel) == name
 
 
 # --- a profile: of nothing, of what failed, in parts

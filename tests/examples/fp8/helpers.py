@@ -1,36 +1,26 @@
-"""What several tests of FP8 need: operands that are only shapes or not finite, bad input, the code, reading back."""
+"""What several tests of FP8 need: operands that are only shapes or not finite, bad input, reading back, GEMMs."""
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Iterator
 
-from harness.codegen import Kernel, compile_for
 from harness.session import Harness
 
-import pytest
 import torch
 
-from examples.common.device import SHARED_LIMIT, Limits
-from examples.common.fp8 import E4M3, E5M2
-from examples.common.quantize import READ_BACK, read_back, scales_of
+from examples.common.fp8 import E4M3, E5M2, quantize_reference
+from examples.common.quantize import GROUP, READ_BACK, read_back, scales_of
+from tests.examples.triton import helpers as shared
+from tests.examples.triton.helpers import INF, NAN
 
 FORMATS = [(E4M3, E4M3), (E4M3, E5M2), (E5M2, E4M3), (E5M2, E5M2)]
 PER = ("row", "group")
-INF, NAN = float("inf"), float("nan")
-
-
-def meta(*shape: int, dtype: torch.dtype = E4M3) -> torch.Tensor:
-    return torch.empty(shape, dtype=dtype, device="meta")
+code, meta = shared.code, functools.partial(shared.meta, dtype=E4M3)
 
 
 def bits(x: torch.Tensor) -> torch.Tensor:
     return x.contiguous().view(torch.uint8)
-
-
-def as_if(monkeypatch, sms: int, *modules) -> None:
-    """The modules see a GPU of so many SMs."""
-    for module in modules:
-        monkeypatch.setattr(module, "device_limits", lambda device: Limits(sms, SHARED_LIMIT[90]))
 
 
 def not_finite(h: Harness, M: int, N: int, K: int) -> Iterator[tuple[str, torch.Tensor, torch.Tensor]]:
@@ -54,19 +44,27 @@ def refused(cases: list[tuple], **good) -> None:
     """Each case is a wrapper, what is wrong (arguments, or names of `good` and others), and its error and message."""
     for fn, wrong, error, message in cases:
         args, options = ((), good | wrong) if isinstance(wrong, dict) else (wrong, {})
-        with pytest.raises(error, match=f"{fn.__name__}: .*{message}"):
-            fn(*args, **options)
+        shared.refused(fn, error, message, *args, **options)
 
 
-def code(sm: int, find: tuple, wrapper: Callable, *args, spills: int = 0, **options) -> Kernel:
-    """The one kernel of wrapper(*args), which compiles for sm, fits, has these instructions and spills no more."""
-    (kernel,) = compile_for(wrapper, args, options, sms=(sm,))
-    assert (kernel.error, kernel.too_much) == (None, None)
-    assert all(kernel.found.get(name) for name in find), kernel.found
-    assert kernel.spills <= spills
-    return kernel
+def check_gemm(fn: Callable, lesson, h: Harness, inputs, variant=None, out=torch.bfloat16, what=None) -> None:
+    """fn, the lesson's product, against its reference."""
+    M, K = inputs[0].shape
+    what = what or f"{variant} {M}x{inputs[1].shape[1]}x{K} {out}"
+    options = {"what": what, "dtype": out} | lesson.budget(h, K)
+    h.check(functools.partial(fn, out_dtype=out, variant=variant), lesson.reference, *inputs, **options)
 
 
 def same_codes(h: Harness, q: torch.Tensor, want: torch.Tensor) -> bool:
     """To the bit, but on sm_89, where Triton casts by way of float16: next to a tie it may be the other neighbour."""
     return (q.view(torch.uint8).int() - want.view(torch.uint8).int()).abs().max() <= (h.machine.sm == 89)
+
+
+def hold_bits(h: Harness, got: tuple, y: torch.Tensor, per: str, dtype: torch.dtype, codes: Callable = bits) -> None:
+    """Codes and scales are those of the reference quantizer, for a y that is computed without rounding."""
+    (q, scale), cols = got, y.shape[1] if per == "row" else GROUP
+    want_q, want_scale = quantize_reference(y, (1, cols), dtype)
+    assert (q.shape, q.dtype, q.is_contiguous(), scale.dtype) == (y.shape, dtype, True, torch.float32)
+    assert not q.numel() or per == "row" or y.shape[1] == 1 or scale.stride() == (1, len(y))
+    assert torch.equal(scale, want_scale)
+    assert not q.numel() or same_codes(h, codes(q), codes(want_q))

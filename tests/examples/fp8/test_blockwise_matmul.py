@@ -16,19 +16,14 @@ from examples.common.fp8_gemm import m_major
 from examples.common.quantize import GROUP
 from examples.fp8 import blockwise_matmul as lesson
 from examples.fp8 import blockwise_matmul_warp_specialized as hopper
-from examples.fp8.blockwise_matmul import TILE, VARIANTS, blockwise_matmul, budget, choose, operands, reference
+from examples.fp8.blockwise_matmul import TILE, VARIANTS, blockwise_matmul, choose, operands
 from examples.fp8.blockwise_matmul_warp_specialized import CONFIGS, choose_warpgroups
 from studies.fp8.blockwise_matmul import CODE
-from tests.examples.fp8.helpers import FORMATS, as_if, code, meta, not_finite, refused
+from tests.examples.fp8.helpers import FORMATS, check_gemm, code, meta, not_finite, refused
+from tests.examples.tma.helpers import pretend
 
 SPECIALIZED = VARIANTS[1]
-
-
-def check(h, inputs, variant, out=torch.bfloat16, what=None):
-    fn = functools.partial(blockwise_matmul, out_dtype=out, variant=variant)
-    M, K = inputs[0].shape
-    what = what or f"{variant} {M}x{inputs[1].shape[1]}x{K} {out}"
-    h.check(fn, reference, *inputs, what=what, dtype=out, **budget(h, K))
+check = functools.partial(check_gemm, blockwise_matmul, lesson)
 
 
 @pytest.fixture(params=["pointers", 2, 3], ids=lambda param: param if param == "pointers" else f"{param} warpgroups")
@@ -74,11 +69,12 @@ def test_every_tile_is_taken_once(h, variant, monkeypatch):
     for config in (TILE, *CONFIGS.values()):
         monkeypatch.setitem(config, "GROUP_M", 2)
     for sms, groups in itertools.product((1, 3, 1000), (1, 2, 5, 7)) if variant == SPECIALIZED else [(1, 1)]:
-        as_if(monkeypatch, sms, lesson, hopper)
+        pretend(monkeypatch, (lesson, hopper), sms)
         check(h, operands(h, 300, 264, groups * GROUP), variant)
 
 
-def test_layouts(h, variant):
+def test_layouts_and_extremes(h, variant):
+    """NaN and infinity reach what torch says they reach: not the rows and columns beside the tail of a tile."""
     a, b, scale_a, scale_b = operands(h, 140, 300, 512)
     scales = scale_a[:, :2], scale_b[:2, :3]
     wide = m_major(torch.cat([scale_a, scale_a]))  # columns further apart than rows are many
@@ -93,10 +89,6 @@ def test_layouts(h, variant):
         cases += [(a[:1].expand(7, 512), b[:, 3:40], scale_a[:1].expand(7, 4), scale_b[:, :1])]
     for inputs in cases:
         check(h, inputs, variant, what=f"{variant} {[tuple(x.stride()) for x in inputs]}")
-
-
-def test_extremes(h, variant):
-    """NaN and infinity reach what torch says they reach: not the rows and columns beside the tail of a tile."""
     scales = m_major(h.randn(130, 3).exp_()), h.randn(3, 3).exp_().t()
     for what, a, b in not_finite(h, 130, 264, 384):
         check(h, (a, b, *scales), variant, what=what)
@@ -116,9 +108,6 @@ def layer(M=4096, N=4096, K=4096, formats=(E4M3, E4M3)):
     return meta(M, K, dtype=formats[0]), meta(N, K, dtype=formats[1]).t(), scale_a, scale_b.float().t()
 
 
-SMALL, LARGE = (4096, 4096, 4096), (8192, 8192, 8192)  # two warpgroups, three
-
-
 def test_code_of_pointers():
     args = (*layer(formats=FORMATS[1]), torch.float32, "pointers")
     kernel = code(90, CODE["pointers"][90], blockwise_matmul, *args)
@@ -128,17 +117,17 @@ def test_code_of_pointers():
     assert 2 * 32 * kernel.warps * kernel.registers <= 65536
 
 
-@pytest.mark.parametrize(("shape", "out"), [(SMALL, torch.bfloat16), (LARGE, torch.float32)], ids=str)
-def test_warp_specialized_code(shape, out):
+@pytest.mark.parametrize(("n", "out", "warpgroups"), [(4096, torch.bfloat16, 2), (8192, torch.float32, 3)], ids=str)
+def test_warp_specialized_code(n, out, warpgroups):
     """What the compiler is trusted with, for each warpgroup."""
-    args = (*layer(*shape, formats=FORMATS[1]), out, SPECIALIZED)
+    args = (*layer(n, n, n, formats=FORMATS[1]), out, SPECIALIZED)
     code(90, CODE[SPECIALIZED][90], blockwise_matmul, *args)
     text = dump(blockwise_matmul, args, sm=90)
     assert "serialized" not in text["log"]  # the assembler says so where products do not overlap
-    ptx, warpgroups = text["ptx"], 3 if shape == LARGE else 2
+    ptx = text["ptx"]
     products = ptx.count("wgmma.commit_group")
     assert ptx.count("wgmma.mma_async") == ptx.count(".f32.e4m3.e5m2") == 4 * products, "4 instructions of 32, in FP8"
-    assert products == warpgroups * (1 if shape == LARGE else 3)  # a pair and one that is left over
+    assert products == warpgroups * (1 if warpgroups == 3 else 3)  # a pair and one that is left over
     assert len(re.findall(r"wgmma\.mma_async[^;]*, 0, 1, 1;", ptx)) == products, "each product starts from zero"
     # Before a buffer is called empty, its product is waited for, its scales have been read, and all have come so far.
     released = r"wgmma\.wait_group\S*\s+\d;(?:(?!ld\.shared|bar\.sync).)*bar\.sync(?:(?!ld\.shared|bar\.sync).)*$"
@@ -148,7 +137,8 @@ def test_warp_specialized_code(shape, out):
 
 
 def test_which_kernel_is_chosen(h, monkeypatch):
-    """The fastest that the GPU has and that takes the operands. What the GPU lacks is refused."""
+    """The fastest that the GPU has and that takes the operands, with how many warpgroups. What the GPU lacks is
+    refused."""
     (a, b, scale_a, _), inputs = layer(130, 264, 256), operands(h, 8, 8, 128)
     for sm, last in {90: SPECIALIZED, 100: "pointers", None: "pointers"}.items():
         for module in (lesson, common):
@@ -160,11 +150,7 @@ def test_which_kernel_is_chosen(h, monkeypatch):
     elsewhere = "needs sm_90, .*variant='pointers'"
     for sm, variant, message in [(80, None, "this GPU is sm_80"), (100, SPECIALIZED, elsewhere)]:
         monkeypatch.setattr(checks, "architecture", lambda device, sm=sm: sm)
-        with pytest.raises(RuntimeError, match=f"blockwise_matmul: {message}"):
-            blockwise_matmul(*inputs, variant=variant)
-
-
-def test_how_many_warpgroups():
+        refused([(blockwise_matmul, (*inputs, torch.bfloat16, variant), RuntimeError, message)])
     assert [choose_warpgroups(n, n, n, sms=132) for n in (2048, 4096, 8192, 16384)] == [2, 2, 3, 3]
     for shape in ((4096, 14336, 4096), (4096, 4096, 14336), (1, 8, 128), (16, 8192, 2**23)):
         assert choose_warpgroups(*shape, sms=132) == 2

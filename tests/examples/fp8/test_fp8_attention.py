@@ -22,10 +22,9 @@ def qkv(h, B, H, S, D, H_kv=None, S_kv=None, **options):
     return prepare(q, k, v, **options)
 
 
-def check(h, *data, what="fp8 attention", out_dtype=None):
-    dtype = out_dtype or h.half
-    fn = functools.partial(fp8_attention, out_dtype=dtype)
-    h.check(fn, reference, *data, what=what, dtype=dtype, **attention_budget(E4M3, data[1].shape[2]))
+def check(h, *data, what="fp8 attention", dtype=None):
+    fn = functools.partial(fp8_attention, out_dtype=dtype or h.half)
+    h.check(fn, reference, *data, what=what, dtype=dtype or h.half, **attention_budget(E4M3, data[1].shape[2]))
 
 
 # One query, one key, around 16 keys, around a block, several blocks with and without a rest.
@@ -37,20 +36,22 @@ SHAPES += [(S, S, 128 if S % 2 else 64, True) for S in (1, 16, 127, 128, 300)]
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
 def test_shapes(h, shape):
     S, S_kv, D, causal = shape
-    check(h, *qkv(h, 1, 2, S, D, S_kv=S_kv), causal, out_dtype=torch.bfloat16 if S % 2 else torch.float16)
+    check(h, *qkv(h, 1, 2, S, D, S_kv=S_kv), causal, dtype=torch.bfloat16 if S % 2 else torch.float16)
 
 
-@pytest.mark.parametrize(
-    ("B", "H", "H_kv", "causal", "per_head"),
-    [(1, 3, 1, True, True), (2, 6, 3, False, True), (11, 1, 1, True, False), (2, 4, 2, False, False)],
-)
-def test_heads_meet_their_own_keys_and_scales(h, B, H, H_kv, causal, per_head):
+def test_heads_meet_their_own_keys_and_scales(h):
     """Two tiles of queries each; every head of another size, so that a wrong scale shows."""
-    q, k, v = (h.randn(B, heads, 130, 64, dtype=h.half) for heads in (H, H_kv, H_kv))
-    for x in (q, k, v):
-        heads = x.shape[0] * x.shape[1]
-        x *= torch.linspace(0.2, 2, heads, device=x.device).view(*x.shape[:2], 1, 1).to(x.dtype)
-    check(h, *prepare(q, k, v, per_head), causal, 0.02 if H == 3 else None)
+    for B, H, H_kv, causal, per_head in [(1, 3, 1, True, True), (2, 6, 3, False, True), (11, 1, 1, True, False),
+                                         (2, 4, 2, False, False)]:  # fmt: skip
+        q, k, v = (h.randn(B, heads, 130, 64, dtype=h.half) for heads in (H, H_kv, H_kv))
+        for x in (q, k, v):
+            heads = x.shape[0] * x.shape[1]
+            x *= torch.linspace(0.2, 2, heads, device=x.device).view(*x.shape[:2], 1, 1).to(x.dtype)
+        check(h, *prepare(q, k, v, per_head), causal, 0.02 if H == 3 else None, what=f"{B} {H} {H_kv} {per_head}")
+    q, k, v, q_scale, k_scale, v_scale = qkv(h, 1, 1, 70, 64)
+    check(h, q, k, v, q_scale * 8, k_scale * 8, v_scale, True, what="peaked rows")
+    check(h, q, k, v, q_scale * 2.0**-100, k_scale * 2.0**100, v_scale, True, what="scales that cancel")
+    check(h, q, k, v, q_scale, k_scale, v_scale * 2**14, False, what="values near the largest of float16")
 
 
 def test_what_rounding_the_weights_costs(h):
@@ -78,7 +79,7 @@ def test_layouts(h):
         assert torch.equal(fp8_attention(*layout, out_dtype=h.half), wanted)
 
 
-def test_packing_and_back(h):
+def test_packing_and_preparing(h):
     for S_kv in (1, 15, 16, 17, 100):
         v = h.randn(2, 3, S_kv, 64)
         packed = pack_values(v)
@@ -88,9 +89,6 @@ def test_packing_and_back(h):
     keys = torch.arange(32, device=h.device).float().view(1, 1, 32, 1)
     order = [0, 1, 8, 9, 2, 3, 10, 11, 4, 5, 12, 13, 6, 7, 14, 15]
     assert pack_values(keys).flatten().tolist() == order + [16 + n for n in order]
-
-
-def test_prepare(h):
     q, k, v = h.randn(2, 4, 37, 64, dtype=h.half), *(h.randn(2, 2, 50, 64, dtype=h.half) for _ in range(2))
     for per_head in (True, False):
         data = prepare(q, k, v, per_head)
@@ -102,13 +100,6 @@ def test_prepare(h):
     assert (torch.frexp(data[3]).mantissa == 0.5).all()
     assert (data[0].float().abs().amax((2, 3)) > 200).all()
     assert all(torch.equal(got.to(h.half).double(), got) for got in dequantize(*data)), "exact in 16 bits"
-
-
-def test_large_and_tiny_values(h):
-    q, k, v, q_scale, k_scale, v_scale = qkv(h, 1, 1, 70, 64)
-    check(h, q, k, v, q_scale * 8, k_scale * 8, v_scale, True, what="peaked rows")
-    check(h, q, k, v, q_scale * 2.0**-100, k_scale * 2.0**100, v_scale, True, what="scales that cancel")
-    check(h, q, k, v, q_scale, k_scale, v_scale * 2**14, False, what="values near the largest of float16")
 
 
 @pytest.mark.filterwarnings("ignore:All-NaN slice encountered:RuntimeWarning")  # numpy, in the interpreter

@@ -2,7 +2,6 @@
 
 import functools
 import itertools
-import math
 import re
 from types import SimpleNamespace
 
@@ -17,9 +16,12 @@ from examples.common.fp8 import E4M3, E5M2, OUT_DTYPES
 from examples.fp8 import fp8_matmul as lesson
 from examples.fp8 import fp8_matmul_persistent as persistent
 from examples.fp8 import fp8_matmul_warp_specialized as hopper
-from examples.fp8.fp8_matmul import VARIANTS, budget, fp8_matmul, operands, reference, runnable
+from examples.fp8.fp8_matmul import VARIANTS, fp8_matmul, operands, runnable
 from studies.fp8.fp8_matmul import CODE
-from tests.examples.fp8.helpers import FORMATS, as_if, code, meta, not_finite, refused
+from tests.examples.fp8.helpers import FORMATS, NAN, check_gemm, code, meta, not_finite, refused
+from tests.examples.tma.helpers import pretend
+
+check = functools.partial(check_gemm, fp8_matmul, lesson)
 
 
 @pytest.fixture(params=VARIANTS)
@@ -27,13 +29,6 @@ def variant(request, h):
     if request.param not in runnable(h.device):
         pytest.skip(f"{request.param} needs another GPU")
     return request.param
-
-
-def check(h, inputs, variant=None, out=torch.bfloat16, what=None):
-    fn = functools.partial(fp8_matmul, out_dtype=out, variant=variant)
-    M, K = inputs[0].shape
-    what = what or f"{variant} {M}x{inputs[1].shape[1]}x{K} {out}"
-    h.check(fn, reference, *inputs, what=what, dtype=out, **budget(h, K))
 
 
 # One row, one column, one tile and one more in each dimension, half a tile of columns and 8 more, nothing to add up.
@@ -74,11 +69,12 @@ def test_every_tile_is_taken_once(h, variant, monkeypatch):
     for module in (lesson, persistent, hopper):
         monkeypatch.setattr(module, "GROUP_M", 2)
     for sms in (1, 3, 1000):
-        as_if(monkeypatch, sms, persistent, hopper)
+        pretend(monkeypatch, (persistent, hopper), sms)
         check(h, operands(h, 300, 520, 16, rows=True), variant)
 
 
-def test_layouts(h, variant):
+def test_layouts_and_extremes(h, variant):
+    """NaN and infinity reach what torch says they reach: not the rows and columns beside the tail of a tile."""
     one = torch.ones((), device=h.device)
     a, w = h.randn(140, 320, dtype=E4M3), h.randn(300, 480, dtype=E4M3)
     pairs = [
@@ -91,10 +87,6 @@ def test_layouts(h, variant):
         pairs += [(a[:, 1:38], w[:264, 3:40].t()), (a[:1].expand(7, 320), w[:9, :320].t())]
     for left, right in pairs:
         check(h, (left, right, one, one), variant, what=f"{variant} strides {left.stride()}, {right.stride()}")
-
-
-def test_extremes(h, variant):
-    """NaN and infinity reach what torch says they reach: not the rows and columns beside the tail of a tile."""
     scales = h.randn(130, 1).exp_(), h.randn(1, 264).exp_()
     for what, a, b in not_finite(h, 130, 264, 144):
         check(h, (a, b, *scales), variant, what=what)
@@ -116,13 +108,12 @@ def test_which_kernel_is_chosen(h, monkeypatch):
             for left, right in [(a[:, :40], b[:40]), (a, b[:, :44]), (a[:, 1:33], b[:32]), (a[:1].expand(40, 64), b)]:
                 assert lesson.choose(left, right, torch.bfloat16) == "pointers"
         if message:
-            with pytest.raises(RuntimeError, match=f"fp8_matmul: {message}"):
-                fp8_matmul(*inputs, variant=variant)
+            refused([(fp8_matmul, (*inputs, None, torch.bfloat16, variant), RuntimeError, message)])
 
 
 def test_bad_input(h):
     a, b, scale_a, scale_b = operands(h, 4, 16, 32, False)
-    wide, nan = {"out_dtype": torch.float32}, torch.full((), math.nan, device=h.device)
+    wide, nan = {"out_dtype": torch.float32}, torch.full((), NAN, device=h.device)
     cases = [
         ({"b": b.contiguous()}, r"b has strides \(16, 1\); .*contiguous\(\)\.t"),
         ({"scale_a": torch.ones(1, 16, device=h.device)}, r"scale_a has shape \[1, 16\]; .* or \[4, 1\]"),
@@ -137,15 +128,11 @@ def test_bad_input(h):
     assert fp8_matmul(a, b, scale_a, nan, check_scales=False).isnan().all()  # not looked at, so not refused
 
 
-def layer(n=4096):
-    scales = meta(n, 1, dtype=torch.float32), meta(1, n, dtype=torch.float32)
-    return meta(n, n), meta(n, n, dtype=E5M2).t(), *scales
-
-
 @pytest.mark.parametrize(("variant", "sm"), [("pointers", 89), ("persistent", 90), ("warp specialized", 90)])
 def test_generated_code(variant, sm):
     """Scales and bias fit the registers, and nothing but FP8 multiplies."""
-    args = (*layer(), meta(4096, dtype=torch.float32), torch.float32, variant)
+    scales = (meta(*shape, dtype=torch.float32) for shape in ((4096, 1), (1, 4096), (4096,)))
+    args = (meta(4096, 4096), meta(4096, 4096, dtype=E5M2).t(), *scales, torch.float32, variant)
     found = code(sm, CODE[variant][sm], fp8_matmul, *args).found
     assert found["mma f8"] == found["mma.sync" if sm == 89 else "wgmma"]
     if variant == "warp specialized":
@@ -171,9 +158,8 @@ def test_a_slot_is_released_when_its_mmas_are_done(monkeypatch):
             assert slot == finished[-1]
             released.append(slot)
 
-    plain, turned = (
-        SimpleNamespace(index=index) for index in (int, lambda i: SimpleNamespace(permute=lambda order: i))
-    )
+    plain = SimpleNamespace(index=int)
+    turned = SimpleNamespace(index=lambda i: SimpleNamespace(permute=lambda order: i))
     for module in (hopper, common):
         monkeypatch.setattr(module, "gl", SimpleNamespace(where=lambda which, x, y: x if which else y))
         monkeypatch.setattr(module, "mbarrier", SimpleNamespace(wait=lambda slot, phase: None, arrive=arrive))

@@ -38,6 +38,15 @@ def test_the_formats_are_what_they_are_by_definition():
     want = [[E2M1[code % 16] * 2.0 ** (code - 127), E2M1[code // 16] * 2.0 ** (code - 127)] for code in range(255)]
     assert got[:255].tolist() == want
     assert got[255].isnan().all()
+    # Scale tiles are where the tensor cores look.
+    rows, groups = 300, 9
+    scale = torch.randint(1, 255, (rows, groups), dtype=torch.uint8)
+    tiles = swizzle_scales(scale.view(torch.float8_e8m0fnu))
+    assert tiles.shape == scales_shape(rows, groups, swizzled=True)
+    flat, columns = bits(tiles).flatten(), -(-groups // 4)
+    want, r, g = torch.zeros_like(flat), torch.arange(rows)[:, None], torch.arange(groups)
+    want[((r // 128) * columns + g // 4) * 512 + (r % 32) * 16 + (r % 128 // 32) * 4 + g % 4] = scale
+    assert torch.equal(flat, want)
 
 
 def _whole(fmt, device):
@@ -63,9 +72,6 @@ def test_the_kernel_decodes_every_value_and_scale(h, fmt, first, end):
     value = 0x76 if form.pack == 2 else 0x7E  # the largest, and 4 beside 6
     q = torch.full((end - first, 32 // form.pack), value, dtype=torch.uint8, device=h.device).view(form.element)
     assert torch.equal(decoded_by_the_kernel(q, scale, fmt), dequantize(q, scale, fmt))
-
-
-# --- quantizers
 
 
 def test_bytes_worked_out_by_hand(h):
@@ -141,19 +147,6 @@ def test_the_scale_of_a_tensor(h):
     q, scale, whole = mx_quantize(torch.zeros(4, 32, device=h.device), "nvfp4")
     assert whole.item() > 0
     assert not dequantize(q, scale, "nvfp4", whole).any()
-
-
-def test_scale_tiles_are_where_the_tensor_cores_look():
-    rows, groups = 300, 9
-    scale = torch.randint(1, 255, (rows, groups), dtype=torch.uint8)
-    tiles = swizzle_scales(scale.view(torch.float8_e8m0fnu))
-    assert tiles.shape == scales_shape(rows, groups, swizzled=True)
-    flat, columns = bits(tiles).flatten(), -(-groups // 4)
-    want = torch.zeros_like(flat)
-    for r in range(rows):
-        for g in range(groups):
-            want[((r // 128) * columns + g // 4) * 512 + (r % 32) * 16 + (r % 128 // 32) * 4 + g % 4] = scale[r, g]
-    assert torch.equal(flat, want)
 
 
 PRODUCTS = [(1, 1, 32), (37, 53, 96), (128, 128, 128), (129, 260, 160), (5, 3, 0), (0, 4, 32)]

@@ -30,13 +30,10 @@ def test_bits_are_those_of_the_reference(h, rows, cols, scale, recipe, dtype):
     check_bits(h, h.randn(rows, cols, dtype=torch.float16), recipe, dtype)  # at times, products of these are ties
 
 
-def test_where_a_row_becomes_long(h):
-    for cols in (ROWS_MAX, ROWS_MAX + 1, 2 * LONG_STEP, 2 * LONG_STEP + 3):
-        check_bits(h, h.randn(2, cols, dtype=torch.float16), "row")
-
-
 @recipes
-def test_rows_apart_in_memory(h, recipe):
+def test_rows_long_and_apart_in_memory(h, recipe):
+    for cols in (ROWS_MAX, ROWS_MAX + 1, 2 * LONG_STEP, 2 * LONG_STEP + 3):
+        check_bits(h, h.randn(2, cols, dtype=torch.float16), recipe)
     x = h.randn(21, 1000)
     check_bits(h, x[:, 100:781], recipe)  # a row stride above the columns, a start that is not aligned
     check_bits(h, x[:1, :300].expand(40, 300), recipe)  # one row in memory, forty in the view
@@ -79,21 +76,19 @@ def test_bad_input(h):
     refused([(quantize, (x, "channel"), ValueError, r"recipe .* is not one of \['tensor', 'row', 'group', 'bl")])
 
 
-# Recipe, architecture, dtype, columns: rows of every kind.
-CODE = [("tensor", 90, torch.bfloat16, 16384), ("block", 89, torch.bfloat16, 4096)]
-CODE += [("row", 120, torch.float32, ROWS_MAX), ("row", 90, torch.float16, 4 * ROWS_MAX)]
-
-
-@pytest.mark.parametrize(("recipe", "sm", "of", "cols"), CODE)
-def test_generated_code(recipe, sm, of, cols):
+def test_generated_code():
     """Accesses of 16 bytes, no spills, and a cast that saturates: nothing else keeps a product above max from NaN."""
-    *largest, kernel = compile_for(RECIPES[recipe], (meta(4096, cols, dtype=of),), sms=(sm,))
-    assert [each.kernel for each in largest] == ["amax_kernel"] * (recipe == "tensor")
-    for each in (*largest, kernel):
-        assert (each.error, each.spills) == (None, 0)
-        assert each.found["ld.global.v4"]
-    assert kernel.found["st.global.v4"]
-    assert kernel.found["cvt f8 by f16" if sm == 89 else "cvt f8"]
+    for recipe, sm, of, cols in [
+        ("tensor", 90, torch.bfloat16, 16384), ("block", 89, torch.bfloat16, 4096),
+        ("row", 120, torch.float32, ROWS_MAX), ("row", 90, torch.float16, 4 * ROWS_MAX),
+    ]:  # fmt: skip
+        *largest, kernel = compile_for(RECIPES[recipe], (meta(4096, cols, dtype=of),), sms=(sm,))
+        assert [each.kernel for each in largest] == ["amax_kernel"] * (recipe == "tensor")
+        for each in (*largest, kernel):
+            assert (each.error, each.spills) == (None, 0)
+            assert each.found["ld.global.v4"]
+        assert kernel.found["st.global.v4"]
+        assert kernel.found["cvt f8 by f16" if sm == 89 else "cvt f8"]
 
 
 @pytest.mark.gpu

@@ -38,13 +38,21 @@ def pretend(monkeypatch, modules, sms, sm=90, shared_bytes=None):
         monkeypatch.setattr(module, "architecture", lambda device: sm, raising=False)
 
 
+class Launcher:
+    """Stands for a kernel: launch(grid, args, options) is called instead."""
+
+    def __init__(self, launch):
+        self.launch = launch
+
+    def __getitem__(self, grid):
+        return lambda *args, **options: self.launch(grid, args, options)
+
+
 def launches(monkeypatch, module, name):
     """What is launched instead of the kernel of that name: a list of grid, args and options."""
     launched = []
-
-    class Kernel:
-        def __getitem__(self, grid):
-            return lambda *args, **options: launched.append(SimpleNamespace(grid=grid, args=args, options=options))
-
-    monkeypatch.setattr(module, name, Kernel())
+    kernel = Launcher(
+        lambda grid, args, options: launched.append(SimpleNamespace(grid=grid, args=args, options=options))
+    )
+    monkeypatch.setattr(module, name, kernel)
     return launched

@@ -8,6 +8,7 @@ or lets every partition wait with nothing in flight, is an error.
 """
 
 import collections
+import functools
 import random
 from types import FunctionType, SimpleNamespace
 from typing import NamedTuple
@@ -23,6 +24,7 @@ from triton.runtime.jit import JITFunction
 from examples.common.device import SHARED_LIMIT, Limits
 from examples.common.fp8 import E4M3
 from examples.common.microscaling import FORMATS, dequantize
+from tests.examples.tma.helpers import Launcher
 
 no_shrinking = settings(phases=[Phase.generate])  # it takes minutes, and what is drawn from a seed has nothing smaller
 
@@ -365,28 +367,19 @@ class SM:
         self.play([self.record(i, *each, {}) for i, each in enumerate(self.partitions)] or [whole])
 
 
-class OnModel:
-    """Stands for a kernel, and launches it program after program. `ran` has the SMs."""
-
-    def __init__(self, kernel, ran, seed):
-        self.kernel, self.ran, self.seed = kernel, ran, seed
-
-    def __getitem__(self, grid):
-        def launch(*args, **kwargs):
-            for program in range(grid[0]):
-                self.ran.append(SM(self.seed + 1000 * program))
-                self.ran[-1].run(self.kernel, program, grid[0], args, kwargs)
-
-        return launch
-
-
 def use_model(monkeypatch, kernels, seed=0, sms=None):
     """Run `kernels`, {name: module}, on the model, with so many SMs. The list of the SMs that will have run."""
     if hardware.machine().mode != "interpreted":
         pytest.skip("the model is for machines without a GPU")
+
+    def launch(kernel, grid, args, options):
+        for program in range(grid[0]):
+            ran.append(SM(seed + 1000 * program))
+            ran[-1].run(kernel, program, grid[0], args, options)
+
     ran = []
     for name, module in kernels.items():
         if sms:
             monkeypatch.setattr(module, "device_limits", lambda device: Limits(sms, SHARED_LIMIT[90]), raising=False)
-        monkeypatch.setattr(module, name, OnModel(getattr(module, name), ran, seed))
+        monkeypatch.setattr(module, name, Launcher(functools.partial(launch, getattr(module, name))))
     return ran

@@ -54,9 +54,6 @@ def scale_groups(fmt):
     return 128 * FORMATS[fmt].pack // FORMATS[fmt].group
 
 
-# --- by hand, on the model
-
-
 def on_model(monkeypatch, seed, sms):
     kernels = {"matmul_by_hand_kernel": blackwell, "matmul_scaled_kernel": blackwell_scaled}
     monkeypatch.setattr(blackwell_plan, "gluon_architecture", lambda device: 100)
@@ -80,30 +77,16 @@ def test_any_order_of_events_is_right(M, N, K, sms, seed, dtype):
         assert {sm.columns for sm in ran} <= {accs * block_n + scale_columns(block_m, block_n, groups, stages)}
 
 
-def test_columns():
-    """Two accumulators of 128 x 256 in float32 are all of tensor memory; scales leave room for one."""
-    assert [blackwell_plan.allocated_columns(n) for n in (1, 33, 2 * 256)] == [32, 64, COLUMNS]
-    assert by_hand_plan(SHARED_LIMIT[100]) == (128, 256, 64, 2, 4, 2)
-    for groups in map(scale_groups, FORMATS):
-        block_m, block_n, _, _, stages, accs = by_hand_plan(SHARED_LIMIT[100], groups)
-        assert (accs, stages >= 3) == (1, True)
-        first = accs * block_n
-        for rows in (block_n, block_m):  # Triton 3.6 adds to an address by OR: a place begins at a multiple of its size
-            assert first % scale_columns(rows, 0, groups, 1) == 0
-            first += scale_columns(rows, 0, groups, stages)
-        assert first <= COLUMNS
-
-
-# --- what runs everywhere; the demo has the edges
-
-
-def test_dtypes_and_nothing_to_do(h):
+def test_dtypes_layouts_extremes_and_nothing_to_do(h):
     for variant in runnable(h.device):
         for shape, dtype, out in [
             ((37, 16, 112), E5M2, torch.bfloat16), ((129, 264, 144), HALF, torch.bfloat16), ((0, 8, 16), HALF, HALF),
             ((5, 0, 16), E5M2, HALF),
         ]:  # fmt: skip
             check(h, *shape, variant, dtype, out)
+        for x, y in odd_operands(h):
+            fn = functools.partial(blackwell_matmul, variant=variant)
+            h.check(fn, reference, x, y, what=f"{variant} {x.stride()}", terms=x.shape[1])
     for dtype, out in [(HALF, HALF), (E4M3, torch.bfloat16)]:
         assert blackwell_matmul(h.randn(5, 32, dtype=dtype), h.randn(8, 32, dtype=dtype)).dtype is out
 
@@ -117,7 +100,19 @@ def test_every_tile_is_taken_once(h, monkeypatch, variant, sms, sm):
     check(h, (blackwell_plan.GROUP_M + 1) * LARGE[0] + 1, 264, 16, VARIANTS[variant])
 
 
-def test_a_step_of_k_is_128_bytes_of_a_row(monkeypatch):
+def test_columns_and_steps_of_k(monkeypatch):
+    """Two accumulators of 128 x 256 in float32 are all of tensor memory; scales leave room for one. A step of K is 128
+    bytes of a row."""
+    assert [blackwell_plan.allocated_columns(n) for n in (1, 33, 2 * 256)] == [32, 64, COLUMNS]
+    assert by_hand_plan(SHARED_LIMIT[100]) == (128, 256, 64, 2, 4, 2)
+    for groups in map(scale_groups, FORMATS):
+        block_m, block_n, _, _, stages, accs = by_hand_plan(SHARED_LIMIT[100], groups)
+        assert (accs, stages >= 3) == (1, True)
+        first = accs * block_n
+        for rows in (block_n, block_m):  # Triton 3.6 adds to an address by OR: a place begins at a multiple of its size
+            assert first % scale_columns(rows, 0, groups, 1) == 0
+            first += scale_columns(rows, 0, groups, stages)
+        assert first <= COLUMNS
     launched = launches(monkeypatch, blackwell_compiled, "matmul_persistent_kernel")
     for sm, tile, dtype in [(90, LARGE, HALF), (120, SMALL, E4M3)]:
         monkeypatch.setattr(blackwell_compiled, "device_limits", lambda device, sm=sm: Limits(132, SHARED_LIMIT[sm]))
@@ -129,13 +124,6 @@ def test_a_step_of_k_is_128_bytes_of_a_row(monkeypatch):
         assert [list(each.block_shape) for each in (a_desc, b_desc)] == [[tile[0], step], [tile[1], step]]
         ring = options["num_stages"] * (tile[0] + tile[1]) * 128
         assert ring + 2 * c_desc.block_shape[0] * c_desc.block_shape[1] <= SHARED_LIMIT[sm]
-
-
-def test_layouts_and_extremes(h):
-    for x, y in odd_operands(h):
-        for variant in runnable(h.device):
-            fn = functools.partial(blackwell_matmul, variant=variant)
-            h.check(fn, reference, x, y, what=f"{variant} {x.stride()}", terms=x.shape[1])
 
 
 @pytest.mark.gpu
@@ -165,10 +153,27 @@ def test_more_elements_than_an_int32_counts(h, gpu_gib):
         check_tall_and_wide(h, functools.partial(blackwell_matmul, variant=variant))
 
 
-# --- refusals
-
-
-def test_other_gpus(h, monkeypatch):
+def test_bad_input_and_other_gpus(h, monkeypatch):
+    a, b, odd = (h.randn(n, dtype=HALF)[n % 2 :].view(-1, 32) for n in (128, 512, 129))
+    q, scale = h.randn(8, 64, dtype=E4M3), torch.zeros(1, 1, 32, 16).to(h.device).to(FORMATS["mxfp8"].scale)
+    mx = (q, scale, q, scale, "mxfp8")
+    for fn, args, message in [
+        (blackwell_matmul, (a, b.to(E4M3)), r"dtypes torch\.float16 and torch\.float8_e4m3fn"),
+        (blackwell_matmul, (a, b, "faster"), r"variant 'faster' is not one of \('pipelined', "),
+        (blackwell_matmul, (a, b, "pipelined", torch.float32), r"out_dtype torch\.float32 is not one of"),
+        (blackwell_matmul, (a, b[:12]), "N is 12; TMA .*pad b to a multiple of 8 rows"),
+        (blackwell_matmul, (a[:, :12], b[:, :12]), "K is 12; TMA .*pad it to a multiple of 8"),
+        (blackwell_matmul, (a[:, :8].to(E4M3), b[:, :8].to(E4M3)), "K is 8; .*a multiple of 16"),
+        (blackwell_matmul, (odd, b), "a has .* starts 2 bytes past a multiple of 16"),
+        (blackwell_mx_matmul, (*mx[:4], "mxfp6"), "format 'mxfp6' is not one"),
+        (blackwell_mx_matmul, (q.view(torch.uint8).view(FP4), *mx[1:]), r"a is torch\.float4_e2m1fn_x2"),
+        (blackwell_mx_matmul, (q, scale.view(torch.uint8).view(E4M3), *mx[2:]), r"with scales in torch\.float8_e4m3fn"),
+        (blackwell_mx_matmul, (q[:, :48], *mx[1:]), "K of a is 48; need a multiple of 32"),
+        (blackwell_mx_matmul, (q, scale[0, 0], *mx[2:]), "scales of a have .*swizzle_scales"),
+        (blackwell_mx_matmul, (q, scale, q[:, :32], scale, "mxfp8"), r"shapes \(8, 64\) and \(8, 32\)"),
+        (blackwell_mx_matmul, (*mx, HALF, torch.ones(1, device=h.device)), "mxfp8 has no scale for the tensor"),
+    ]:
+        refused(fn, (TypeError, ValueError), message, *args)
     x, mx = h.randn(8, 16, dtype=HALF), scaled(h, 8, 32, "mxfp8")[:2]
     for sm, variant, message in [
         (80, "pipelined", r"TMA comes with sm_90 \(this is sm_80\); use examples/triton/matmul.py"),
@@ -178,41 +183,6 @@ def test_other_gpus(h, monkeypatch):
         monkeypatch.setattr(blackwell_plan, "gluon_architecture", lambda device, sm=sm: sm)
         refused(blackwell_matmul, RuntimeError, message, x, x, variant)
         refused(blackwell_mx_matmul, RuntimeError, "tcgen05 .* use mx_matmul of", *mx, *mx, "mxfp8")
-
-
-def test_bad_input(h):
-    def zeros(*shape, dtype=HALF):
-        return torch.zeros(*shape, dtype=torch.uint8, device=h.device).to(HALF).to(dtype)
-
-    a, b, odd, q = zeros(4, 32), zeros(16, 32), zeros(600)[1:129].view(4, 32), zeros(8, 64, dtype=E4M3)
-    scale = torch.zeros(1, 1, 32, 16).to(h.device).to(FORMATS["mxfp8"].scale)
-    mx = (q, scale, q, scale, "mxfp8")
-    cases = {
-        blackwell_matmul: [
-            ((a, b.to(E4M3)), r"dtypes torch\.float16 and torch\.float8_e4m3fn"),
-            ((a, b, "faster"), r"variant 'faster' is not one of \('pipelined', "),
-            ((a, b, "pipelined", torch.float32), r"out_dtype torch\.float32 is not one of"),
-            ((a, b[:12]), "N is 12; TMA .*pad b to a multiple of 8 rows"),
-            ((a[:, :12], b[:, :12]), "K is 12; TMA .*pad it to a multiple of 8"),
-            ((a[:, :8].to(E4M3), b[:, :8].to(E4M3)), "K is 8; .*a multiple of 16"),
-            ((odd, b), "a has .* starts 2 bytes past a multiple of 16"),
-        ],
-        blackwell_mx_matmul: [
-            ((*mx[:4], "mxfp6"), "format 'mxfp6' is not one"),
-            ((q.view(torch.uint8).view(FP4), *mx[1:]), r"a is torch\.float4_e2m1fn_x2"),
-            ((q, scale.view(torch.uint8).view(E4M3), *mx[2:]), r"with scales in torch\.float8_e4m3fn"),
-            ((q[:, :48], *mx[1:]), "K of a is 48; need a multiple of 32"),
-            ((q, scale[0, 0], *mx[2:]), "scales of a have .*swizzle_scales"),
-            ((q, scale, q[:, :32], scale, "mxfp8"), r"shapes \(8, 64\) and \(8, 32\)"),
-            ((*mx, HALF, torch.ones(1, device=h.device)), "mxfp8 has no scale for the tensor"),
-        ],
-    }
-    for fn, wrong in cases.items():
-        for args, message in wrong:
-            refused(fn, (TypeError, ValueError), message, *args)
-
-
-# --- the code
 
 
 def instruction_descriptors(ptx):

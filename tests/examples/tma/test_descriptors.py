@@ -14,15 +14,12 @@ from studies.tma import descriptors as study
 from tests.examples.triton.helpers import code, meta, refused
 
 
-def test_each_rule_is_refused(h):
-    """That each is, noticed() checks; here that the error names the function and what is wrong."""
+def test_bad_input(h):
+    """That each rule is refused, noticed() checks; here that the error names the function and what is wrong."""
     for rule, (_, broken) in RULES.items():
         x, padding, block = broken(h.device)
         with pytest.raises(TypeError if "dtype" in rule else ValueError, match=r"probe: (x|block|padding) .{9,}"):
             require_descriptor("probe", x, block, padding)
-
-
-def test_bad_input(h):
     half = torch.zeros(4, 9, dtype=torch.half, device=h.device)
     refused(copy, ValueError, "form 'tma' is not one of", "tma", half)
     refused(copy, ValueError, r"strides \(9, 1\)", "pointers", half)
@@ -53,10 +50,10 @@ def test_the_allocator_is_left_as_found(h):
     assert len(seen) == 1
 
 
-@pytest.mark.parametrize("form", ["host", "device"])
-def test_who_describes(form):
-    kernel = code(90, "cp.async.bulk.tensor", copy, form, meta(4096, 4096, dtype=torch.float16))
-    assert kernel.kernel == f"copy_{form}_kernel"
+def test_who_describes():
+    for form in ("host", "device"):
+        kernel = code(90, "cp.async.bulk.tensor", copy, form, meta(4096, 4096, dtype=torch.float16))
+        assert kernel.kernel == f"copy_{form}_kernel"
 
 
 def test_what_a_broken_rule_does(h, monkeypatch):

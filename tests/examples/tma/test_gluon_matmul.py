@@ -28,9 +28,6 @@ def check(h, a, b, step, what=None):
     h.check(KERNELS[step], reference, a, b, terms=a.shape[1], what=what)
 
 
-# --- on the model
-
-
 def on_model(monkeypatch, seed=0, sms=1):
     names = {"gluon_matmul_kernel": module, "gluon_matmul_one_buffer_kernel": ring, "gluon_matmul_ring_kernel": ring}
     monkeypatch.setattr(common, "gluon_architecture", lambda device: 90)
@@ -64,9 +61,6 @@ def test_the_second_consumer_waits_once_a_tile_where_a_tile_fills_the_ring(h, mo
     assert {sm.waits[2] for sm in ran} == {6 * staggered}
 
 
-# --- code
-
-
 def test_generated_code():
     x, (m, n, k) = meta(4096, 4096), TILE
     for fn in (*TOGETHER.values(), gluon_matmul):
@@ -82,9 +76,6 @@ def test_generated_code():
     assert 128 * (2 * module.CONSUMER_REGISTERS + module.PRODUCER_REGISTERS) == 168 * 384, "what the launch takes"
 
 
-# --- the wrappers
-
-
 def test_what_is_refused(h, monkeypatch):
     """What needs sm_90 is refused elsewhere also where there is nothing to compute."""
     a, b = h.randn(4, 16, dtype=h.half), h.randn(16, 8, dtype=h.half)
@@ -93,9 +84,6 @@ def test_what_is_refused(h, monkeypatch):
     for fn in (gluon_matmul, *TOGETHER.values()):
         refused(fn, RuntimeError, "needs sm_90, .*Gluon kernels are not interpreted", a[:0], b)
         refused(fn, ValueError, "K is 12", a[:, :12], b[:12])
-
-
-# --- what only a GPU can say
 
 
 @pytest.fixture

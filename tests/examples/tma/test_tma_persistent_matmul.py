@@ -34,18 +34,13 @@ def operands(h, M, N, K, columns=False, dtype=None):
     return a, h.randn(N, K, dtype=a.dtype).t() if columns else h.randn(K, N, dtype=a.dtype)
 
 
-@pytest.fixture
-def gpu_of(monkeypatch):
-    return functools.partial(pretend, monkeypatch, [schedules])
-
-
-def test_every_tile_is_taken_once(h, gpu_of):
+def test_every_tile_is_taken_once(h, monkeypatch):
     """One program for all tiles, programs with more and fewer tiles than others, more SMs than tiles. The least K of
     late is one step more than there are parts."""
     if not h.interpreted:
         pytest.skip("SMs are real here")
     for schedule, sms in [("tile", 1), ("pair", 4), ("whole", 1000), ("split", 4), ("late", 1), ("late", 4)]:
-        gpu_of(sms)
+        pretend(monkeypatch, [schedules], sms)
         check(h, *operands(h, 300, 520, LATE_K, columns=sms == 4), schedule)
 
 
@@ -92,8 +87,6 @@ def test_prepared(h, schedule, columns):
     assert prepare_matmul(a[:0], b)().shape == (0, 264)
 
 
-# --- the rule
-
 # What was fastest of the rule's choices in a sweep on an H200; then a full wave of each tile, and a column or row more.
 WAVE = 128 * 132
 RULE = {
@@ -108,9 +101,9 @@ RULE = {
 }  # fmt: skip
 
 
-def test_the_rule(h, gpu_of):
+def test_the_rule(h, monkeypatch):
     """What a part of a tile leaves of shared memory pays for a fourth stage, and what does not fit is passed over."""
-    gpu_of(132)
+    pretend(monkeypatch, [schedules], 132)
     for shape, expected in RULE.items():
         p = plan(*shape, CPU)
         assert (p.schedule, p.block_n, p.stages) == expected, shape
@@ -120,19 +113,19 @@ def test_the_rule(h, gpu_of):
     assert stages == {"tile": 4, "pair": 3, "whole": 3, "split": 4, "late": 4}
     assert runnable(CPU) == SCHEDULES
     for shared_bytes, tile in [(128 * 1024, TILES[1][:4]), (160 * 1024, ONE_WAVE[0][1][:4])]:
-        gpu_of(132, shared_bytes=shared_bytes)
+        pretend(monkeypatch, [schedules], 132, shared_bytes=shared_bytes)
         assert plan(1024, 1024, 1024, CPU)[1:5] == tile
-    gpu_of(4, sm=120)
+    pretend(monkeypatch, [schedules], 4, sm=120)
     assert plan(8192, 8192, 8192, CPU).schedule == "split", "late is for accumulators in registers"
     assert runnable(CPU) == ("tile", "whole", "split"), "no room for two programs, and no late"
     if h.interpreted:
         check(h, *operands(h, 200, 264, 72))
-    gpu_of(40, shared_bytes=64 * 1024)
+    pretend(monkeypatch, [schedules], 40, shared_bytes=64 * 1024)
     few = operands(h, 200, 200, 200)
     refused(matmul_tma_persistent, RuntimeError, "no tile fits the 65536 bytes of shared memory", *few)
 
 
-def test_bad_input(h, gpu_of):
+def test_bad_input(h, monkeypatch):
     """What this wrapper alone refuses, and one case of each check that matmuls share (tests/examples/common)."""
     memory = h.randn(400, dtype=h.half)
     a, b = memory[:64].view(4, 16), memory[64:192].view(16, 8)
@@ -145,39 +138,31 @@ def test_bad_input(h, gpu_of):
             ((a[:, :12], b[:12]), "K is 12"),
         ):
             refused(fn, ValueError, message, *args)
-    gpu_of(132, sm=100)
+    pretend(monkeypatch, [schedules], 132, sm=100)
     late = operands(h, 8, 8, LATE_K)
     refused(matmul_tma_persistent, ValueError, r"'late' needs .* an sm_90; take 'split'", *late, schedule="late")
 
 
-# --- the code
-
-
-@pytest.mark.parametrize(("sm", "schedule", "core"), [(90, "pair", "wgmma"), (120, "whole", "mma.sync")])
-def test_generated_code(sm, schedule, core, gpu_of):
+def test_generated_code(monkeypatch):
     """It fits, spills nothing, and is what was planned, for an H200's 132 SMs."""
-    gpu_of(132, sm)
-    x, p = meta(8192, 8192), plan(8192, 8192, 8192, CPU, schedule)
-    kernel = code(sm, f"cp.async.bulk.tensor mbarrier {core}", matmul_tma_persistent, x, x.t(), schedule=schedule)
-    assert kernel.warps == p.warps
-    assert (schedule == "pair") == (kernel.kernel == "matmul_tile_kernel")
-    # What the wrapper reckons with is enough, and on Hopper what a program holds, but a few barriers.
-    reckoned = schedules.shared_bytes(p.block_m, p.block_n, p.block_k, 2, p.stages, p.schedule)
-    assert kernel.shared <= reckoned <= kernel.shared_limit == SHARED_LIMIT[sm]
-    if sm == 90:  # all programs that are to share an SM find registers, by eights, and shared memory there
-        assert reckoned - kernel.shared < 256
-        together = schedules.PER_SM[p.schedule]
-        assert together * 32 * kernel.warps * triton.cdiv(kernel.registers, 8) * 8 <= 65536
-        assert together * (kernel.shared + 1024) <= SHARED_LIMIT[sm] + 1024
-
-
-def test_late_waits_for_the_tensor_cores_only_at_the_end_of_a_tile():
-    """In the loop one step is always running (wait for all but one); two more waits end a tile and the kernel."""
-    ptx = dump(matmul_tma_persistent, (meta(8192, 8192), meta(8192, 8192)), sm=90)["ptx"]
+    x = meta(8192, 8192)
+    # Late: in the loop one step is always running (wait for all but one); two more waits end a tile and the kernel.
+    ptx = dump(matmul_tma_persistent, (x, x), sm=90)["ptx"]
     assert sorted(re.findall(r"wgmma\.wait_group\.sync\.aligned (\d+);", ptx)) == ["0", "0", "1"]
-
-
-# --- what only a GPU can say
+    for sm, schedule, core in [(90, "pair", "wgmma"), (120, "whole", "mma.sync")]:
+        pretend(monkeypatch, [schedules], 132, sm)
+        p = plan(8192, 8192, 8192, CPU, schedule)
+        kernel = code(sm, f"cp.async.bulk.tensor mbarrier {core}", matmul_tma_persistent, x, x.t(), schedule=schedule)
+        assert kernel.warps == p.warps
+        assert (schedule == "pair") == (kernel.kernel == "matmul_tile_kernel")
+        # What the wrapper reckons with is enough, and on Hopper what a program holds, but a few barriers.
+        reckoned = schedules.shared_bytes(p.block_m, p.block_n, p.block_k, 2, p.stages, p.schedule)
+        assert kernel.shared <= reckoned <= kernel.shared_limit == SHARED_LIMIT[sm]
+        if sm == 90:  # all programs that are to share an SM find registers, by eights, and shared memory there
+            assert reckoned - kernel.shared < 256
+            together = schedules.PER_SM[p.schedule]
+            assert together * 32 * kernel.warps * triton.cdiv(kernel.registers, 8) * 8 <= 65536
+            assert together * (kernel.shared + 1024) <= SHARED_LIMIT[sm] + 1024
 
 
 @pytest.mark.gpu

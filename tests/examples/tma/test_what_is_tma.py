@@ -10,8 +10,6 @@ from examples.tma.what_is_tma import scale_descriptors as descriptors
 from examples.tma.what_is_tma import scale_pointers as pointers
 from tests.examples.triton.helpers import code, meta, refused
 
-BUDGET = {"terms": 0, "roundings": 1}
-
 
 def rows_apart(h, M, N, dtype=torch.float32):
     """[M, N] in rows whose stride is a multiple of 16 bytes and more than N: what a descriptor can describe."""
@@ -31,7 +29,7 @@ def test_special_values_under_every_hint(h):
 def test_bad_input(h):
     """Pointers take what a descriptor cannot: a start and a row stride of 4 and 308 bytes."""
     odd, x = h.randn(40, 77)[:, 1:], h.randn(4, 8)
-    h.check(pointers, reference, odd, 1.5, **BUDGET)
+    h.check(pointers, reference, odd, 1.5, terms=0, roundings=1)
     refused(descriptors, ValueError, "x has .* starts 4 bytes past a multiple of 16", odd, 1.5)
     refused(pointers, ValueError, "eviction 'tma' is not one of", x, 2.0, "tma")
     for fn in (pointers, descriptors):

@@ -31,10 +31,11 @@ def meta(*shape, dtype=torch.bfloat16) -> torch.Tensor:
 
 
 def code(sm: int, found, wrapper, *args, spills: int = 0, config: int = 0, **options) -> Kernel:
-    """The one kernel of wrapper(*args), which compiles for sm, fits, has these instructions and spills no more."""
+    """The one kernel of wrapper(*args), which compiles for sm, fits, has these instructions (a tuple, or words) and
+    spills no more."""
     (kernel,) = compile_for(wrapper, args, options, sms=(sm,), config=config)
     assert (kernel.error, kernel.too_much) == (None, None)
-    assert all(kernel.found.get(name) for name in found.split()), kernel.found
+    assert all(kernel.found.get(name) for name in (found.split() if isinstance(found, str) else found)), kernel.found
     assert kernel.spills <= spills
     return kernel
 

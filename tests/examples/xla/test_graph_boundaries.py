@@ -18,16 +18,9 @@ def records():
     )
 
 
-@pytest.fixture(scope="module")
-def facts(records):
-    return records[1].facts
-
-
 def test_what_each_boundary_costs(records):
     n = STEPS
-    tables = [table for record in records for table in record.tables]
-    assert [len(table["rows"]) for table in tables] == [2] * 7
-    assert all(row["ms"] is None and row["error"] <= 1 for table in tables for row in table["rows"])
+    assert [len(table["rows"]) for record in records for table in record.tables] == [2] * 7
     rows = records[0].facts[TITLE] | records[1].facts[TITLE]
     counted = {
         what: [(row["compiled"][i], row["run"][i], row["fetched"][i]) for i in (0, 1)] for what, row in rows.items()
@@ -50,7 +43,8 @@ def test_what_each_boundary_costs(records):
     assert rows["median: kthvalue"]["on the host"] == "aten::median"
 
 
-def test_lines(facts):
+def test_lines_and_guards(records):
+    facts = records[1].facts
     found = facts["lines of Python on a tensor that is pending"]
     lines = {name: what for what, row in found.items() for name in row["lines"].split("; ")}
     assert lines["y.isnan().any()"] == "only recorded"
@@ -58,12 +52,10 @@ def test_lines(facts):
     assert lines["max(y[0, :3])"] == "2 run, 2 read"
     assert lines["y[y > 0] = 0"] == "1 run, 1 read, on the host: nonzero"
 
-
-def test_guards(facts):
     raised = {name: told for name, told in facts["torch_xla.compile(full_graph=True)"].items() if told != "passes"}
-    lines = {
+    for name, line in {
         ".item() before the sync": "size(x).item()", "print": "raises", "if": "if x.abs().max() > LIMIT:",
         "boolean index": "x[x > 0].sum()", "median": "x.median()",
-    }  # fmt: skip
-    assert set(raised) == set(lines)
-    assert all(lines[name] in told for name, told in raised.items())
+    }.items():  # fmt: skip
+        assert line in raised.pop(name)
+    assert not raised

@@ -45,7 +45,5 @@ def test_through_openxla_says_what_is_not_there():
     with pytest.raises(TypeError, match=r"through_openxla: got Tensor; need a module or a function"):
         through_openxla(torch.ones(3))
     compiled = through_openxla(lambda x, y: x + y)
-    with pytest.raises(
-        ValueError, match=r"through_openxla: argument 1 is on cpu; move it with \.to\(xla\.device\(\)\)"
-    ):
+    with pytest.raises(ValueError, match=r"argument 1 is on cpu; move it with \.to\(xla\.device\(\)\)"):
         compiled(torch.ones(3, device=xla.device()), torch.ones(3))

@@ -25,22 +25,14 @@ def record():
     return ran(training_loop.demo, needs=XLA).record
 
 
-@pytest.fixture(scope="module")
-def studied(record):  # after the lesson, which compiles what it reads
-    return ran(study.study, needs=XLA, lesson=[]).record
-
-
 @pytest.fixture(scope="module", autouse=True)
 def device():
     return xla.device()  # before any backward pass on the CPU
 
 
-def test_all_is_right(record):
+def test_all_is_right_with_one_program_for_each_shape(record):
     assert len(record.checks) == 5
     assert {check["what"].partition(":")[0] for check in record.checks} >= {EAGER, LAZY, OPENXLA}
-
-
-def test_one_program_for_each_shape(record):
     told = record.facts[f"an epoch of {FIRST} batches and a smaller one"]
     assert told[LAZY]["compiled"] == "[1, 0, 0, 0, 0, 0, 1]"
     assert told[f"{LAZY}, drop_last"]["compiled"] == "[0, 0, 0, 0, 0, 0]"
@@ -51,7 +43,8 @@ def test_one_program_for_each_shape(record):
     assert openxla["compiled"].endswith("0, 0, 0, 0]")
 
 
-def test_what_reading_costs(studied):
+def test_what_reading_costs(record):  # after the lesson, which compiles what it reads
+    studied = ran(study.study, needs=XLA, lesson=[]).record
     told = studied.facts[f"{LOOP} steps, reading"]
     counts = {what: (each["compiled"], each["run"], each["fetched"]) for what, each in told.items()}
     assert counts == {"nothing": (0, LOOP, 0), "the losses": (0, LOOP, LOOP), "their mean": (1, 2 * LOOP, LOOP)}

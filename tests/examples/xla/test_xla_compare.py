@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from examples.common import xla
-from examples.common.transformer import TINY, Config, Transformer
+from examples.common.transformer import TINY, Transformer
 from examples.xla import compare, compare_jax
 from examples.xla.compare import least
 from examples.xla.compare_jax import jax_forward
@@ -24,24 +24,17 @@ def clean():
     xla.start_clean()
 
 
-def small_model(config: Config = SMALL) -> Transformer:
-    return Transformer.random(config, torch.device("cpu"), torch.float32)
+def small_model(**changes) -> Transformer:
+    return Transformer.random(replace(SMALL, **changes), torch.device("cpu"), torch.float32)
 
 
 @pytest.mark.skipif(not compare.have_jax(), reason="JAX is not installed")
-def test_jax_computes_the_model():
-    for config, shape in (
-        (SMALL, (1, 1)),
-        (replace(SMALL, kv_heads=1), (3, 7)),
-        (replace(SMALL, layers=1, kv_heads=4), (2, 24)),
-    ):
-        model, tokens = small_model(config), torch.randint(config.vocab, shape)
+def test_jax_computes_the_model_and_gets_the_same_products():
+    for shape, changes in ((1, 1), {}), ((3, 7), {"kv_heads": 1}), ((2, 24), {"layers": 1, "kv_heads": 4}):
+        config, model, tokens = replace(SMALL, **changes), small_model(**changes), torch.randint(SMALL.vocab, shape)
         got = compare_jax.to_torch(jax_forward(config)(compare_jax.weights_for_jax(model), tokens.int().numpy()))
         torch.testing.assert_close(got.double(), model.float64(tokens), rtol=1e-4, atol=1e-4)
 
-
-@pytest.mark.skipif(not compare.have_jax(), reason="JAX is not installed")
-def test_both_front_ends_hand_over_the_same_products():
     (counts,) = ran(study.study, needs="torch_xla>=2.9", lesson=[]).record.facts.values()
     assert counts["torch_xla"]["matrix products"] == counts["JAX"]["matrix products"] > 0
 
