@@ -70,15 +70,15 @@ MOST_STAGES = 4
 PAIR = (128, 128, 64, 4, 2)
 # What the rule takes where one wave covers c, the smallest first. A program alone on its SM has only its own stages to
 # hide the latency of loads, so it gets more. An SM computes as much with a pair as with one of the first TILES: the
-# pair starts sooner, the one loads less. In a sweep on an H200 the pair was ahead with K of 512, level with 2048 and
-# behind with 8192.
+# pair starts sooner, the one loads less. On an H200, in a run that is not recorded, the pair was ahead with K of 512,
+# level with 2048 and behind with 8192.
 ONE_WAVE = [("tile", (128, 64, 64, 4, 6)), ("tile", (128, 128, 64, 4, 5)), ("pair", PAIR)]
 PAIR_K = 1024
 RESERVED = 1024  # bytes of an SM's shared memory that CUDA takes for each program on it
 PARTS = {"tile": 1, "pair": 1, "whole": 1, "split": 2, "late": 4}  # of a tile's columns, stored one after another
 SCHEDULES = tuple(PARTS)
 PER_SM = {name: 2 if name == "pair" else 1 for name in SCHEDULES}  # programs that share an SM
-GROUPS = {"tile": 8, "pair": 8, "whole": 16, "split": 8, "late": 8}  # GROUP_M: the best of a sweep on an H200
+GROUPS = {"tile": 8, "pair": 8, "whole": 16, "split": 8, "late": 8}  # GROUP_M: chosen on an H200; not recorded
 
 
 class Plan(NamedTuple):
