@@ -26,7 +26,7 @@ from tempfile import TemporaryDirectory
 from unittest.mock import patch
 
 from harness.check import CheckError, check, rms_errors, tensors_of
-from harness.hardware import Ceilings, Machine, enqueue_ms, gpu_round_ms, power_watch, whole_call_ms
+from harness.hardware import Ceilings, Machine, enqueue_ms, gpu_busy_ms, gpu_round_ms, power_watch, whole_call_ms
 
 import numpy as np
 import torch
@@ -103,9 +103,10 @@ class Timing:
 
 @dataclass
 class Row:
-    """One variant of a table; times in ms, None where nothing was timed. `enqueue_us` is the host's own share.
+    """One variant of a table; times in ms, None where nothing was timed.
 
-    A `peer` is a kernel of this repository, but not the technique's: it is never the technique's best row.
+    `enqueue_us` is what the host needs to launch a call; where whole calls were timed, `gpu_ms` is the GPU's part of
+    one. A `peer` is a kernel of this repository, but not the technique's: it is never the technique's best row.
     """
 
     variant: str
@@ -120,7 +121,15 @@ class Row:
     of_ceiling: float | None = None
     speedup: float | None = None
     enqueue_us: float | None = None
+    gpu_ms: float | None = None
     peer: bool = False
+
+
+def on_host(row: Row | dict, speed: float) -> float:
+    """The time in ms of a row's call on a host `speed` times as fast: the GPU's part of it stays what it is."""
+    row = asdict(row) if isinstance(row, Row) else row
+    gpu_ms = row.get("gpu_ms")
+    return max(gpu_ms, row["ms"] / speed) if gpu_ms else row["ms"]
 
 
 @dataclass
@@ -158,12 +167,22 @@ class Table:
         own = [row for row in self.rows if row.ours and not row.peer]
         return min(own or [row for row in self.rows if row.variant != self.baseline], key=lambda row: row.ms)
 
-    def over(self, other: str, variant: str | None = None) -> float:
-        """How many times as fast as the row `other` the row `variant` is (the best one unless given)."""
+    def over(self, other: str, variant: str | None = None, host: float = 1) -> float:
+        """How many times as fast as the row `other` the row `variant` is (the best one unless given).
+
+        With `host`, what that ratio becomes where the host is so many times as fast: see on_host().
+        """
         mine = self.best if variant is None else self[variant]
         if mine.speedup is None:
             raise ValueError(f"{self.title} {self.case}: {mine.variant} was not timed here; ask within h.answer(...)")
+        if host != 1:
+            return on_host(self[other], host) / on_host(mine, host)
         return mine.speedup / self[other].speedup
+
+    def by_host(self, other: str, variant: str | None = None) -> str:
+        """over() as text, with what it becomes on a host twice as fast, where that is another number."""
+        here, faster = self.over(other, variant), self.over(other, variant, host=2)
+        return f"{here:.2f}x" + ("" if near(here, faster) else f" (host twice as fast: {faster:.2f}x)")
 
     def record(self) -> dict:
         return asdict(self)
@@ -225,9 +244,15 @@ def check_variants(
     max_error_ratio: float | None = None,
     timing: Timing = Timing(),
     peers: Iterable[str] = (),
+    wrong: dict[str, Callable] | None = None,
+    library: dict | None = None,
+    budgets: dict[str, dict] | None = None,
     **budget,
 ) -> None:
     """Check each variant against the float64 reference and note how long its first call took.
+
+    `library` holds what the rows of a library are allowed beyond `budget` (they may store a value twice), `budgets`
+    what single variants are. `wrong` holds faults that must not pass, see harness.check.
 
     With `max_error_ratio` there is no budget for each element, which does not fit a network of many layers: a variant
     must stay within that many times the baseline's own error (rms, per output); its row's error is a fraction of that.
@@ -250,6 +275,7 @@ def check_variants(
     allowed = None
     rewind = _random_state()
     want = reference(*inputs)
+    faults = {fault: fn(*inputs) for fault, fn in (wrong or {}).items()}  # once for all variants, as the reference
     for name, fn in variants.items():
         seconds = None
 
@@ -283,11 +309,44 @@ def check_variants(
                 allowed = allowed or [beside * e for e in errors]
                 error = max(e / most for e, most in zip(errors, allowed, strict=True))
             else:
-                error = check(call, wanted, *inputs, what=what, poison=is_ours(name) and not is_compiled(fn), **budget)
+                allowances = budget_of(name, budget, library, budgets)
+                poison = is_ours(name) and not is_compiled(fn)
+                error = check(call, wanted, *inputs, what=what, poison=poison, wrong=faults, **allowances)
         if error > 1:  # check() raises by itself
             raise CheckError(f"{what}: off by {error * beside:.1f} times what {table.baseline} is, {beside:g} allowed")
         row = Row(name, is_ours(name), (timing.first_calls or {}).get(name, seconds), error, peer=name in peers)
         table.rows.append(row)
+
+
+def budget_of(name: str, budget: dict, library: dict | None, budgets: dict[str, dict] | None) -> dict:
+    """The error budget of one variant: a library may round to the output's dtype twice, and what `library` adds."""
+    others = {} if is_ours(name) else {"stores": 2} | budget | (library or {})
+    return budget | others | (budgets or {}).get(name, {})
+
+
+def check_again(table: Table, variants: dict[str, Callable], reference: Callable, inputs: tuple, **budgets) -> None:
+    """After timing: our own variants once more, on other inputs in the same memory. A result kept from the last call,
+    or a counter that the timed calls left wrong, would pass the check before it.
+
+    The first tensor's elements move on by one place for it, and back. Raises CheckError.
+    """
+    first = next(x for x in inputs if isinstance(x, torch.Tensor))
+    budget, library, each = budgets.pop("budget"), budgets.pop("library", None), budgets.pop("budgets", None)
+
+    def shift(by: int) -> None:
+        raw = first.view(torch.uint8) if first.element_size() == 1 else first
+        with torch.no_grad():
+            raw.copy_(raw.roll(by))
+
+    shift(1)
+    try:
+        want = reference(*inputs)
+        for name, fn in variants.items():
+            if is_ours(name) and not is_compiled(fn):
+                what = f"{table.title} {table.case}: {name}, after it was timed"
+                check(fn, lambda *_: want, *inputs, what=what, **budget_of(name, budget, library, each))
+    finally:
+        shift(-1)
 
 
 def time_rounds(
@@ -306,10 +365,11 @@ def time_rounds(
                 times = cpu_ms(calls[name]) if on_cpu else whole_call_ms(calls[name], budget=WHOLE_BUDGET_MS)
                 samples[name].append(times)
         return samples
-    warm = gpu_round_ms(calls, enqueue, [names] * 3)
+    longest = max(enqueue.values())
+    warm = gpu_round_ms(calls, longest, [names] * 3)
     round_ms = sum(statistics.median(each[name] for each in warm) for name in names)
     rounds = min(MOST_ROUNDS, max(LEAST_ROUNDS, math.ceil(GPU_BUDGET_MS * len(names) / round_ms)))
-    timed = gpu_round_ms(calls, enqueue, [order.sample(names, len(names)) for _ in range(rounds)])
+    timed = gpu_round_ms(calls, longest, [order.sample(names, len(names)) for _ in range(rounds)])
     return {name: [[each[name]] for each in timed] for name in names}
 
 
@@ -341,17 +401,11 @@ def time_variants(
         pairs = zip(medians[table.baseline], medians[row.variant], strict=True)
         row.speedup = statistics.median(base / own for base, own in pairs)
         row.enqueue_us = enqueue[row.variant] * 1000 if on_gpu else None
+        row.gpu_ms = gpu_busy_ms(calls[row.variant], enqueue[row.variant]) if on_gpu and end_to_end else None
     if held and held > 0.02:
         share = f"{min(held, 1):.0%} of the time"
         table.notes.append(f"the power limit held the clocks down for {share}: ratios hold, times would be shorter")
-    if end_to_end and on_gpu:
-        busy = {row.variant: row.enqueue_us / row.ms / 1000 for row in table.rows}
-        bound = {name: min(share, 1) for name, share in busy.items() if share > 0.8}
-        told = ", ".join(f"{name} {share:.0%}" for name, share in bound.items())
-        if len(bound) > 4:  # one line that can be read
-            told = f"{len(bound)} of {len(busy)} variants: {min(bound.values()):.0%} to {max(bound.values()):.0%}"
-        if bound:
-            table.notes.append(f"launch-bound, so the host is timed: launching takes this share of a call ({told})")
+    if end_to_end:
         return
     if slow := [row for row in table.rows if row.enqueue_us and row.enqueue_us > row.ms * 1000]:
         hosts_say = ", ".join(f"{row.variant} {row.enqueue_us:.0f} us" for row in slow)

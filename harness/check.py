@@ -2,22 +2,26 @@
 
 The budget of one element is
 
-    (2 * eps(output) + roundings * eps(acc)) * |want|
+    (0.51 * stores * eps(output) + roundings * eps(acc)) * |want|
     + (16 * eps(acc) * sqrt(terms) + 8 * operand_eps) * rms(row)
     + the smallest subnormal of the output + the smallest normal float32, below which a GPU may flush to zero
 
-The first line is what an element's own size bears: the rounding of the result to its own dtype, and `roundings` of the
-arithmetic on the way (an exponential amplifies the rounding of its argument). The second follows the size of the row
-and not of the element, because a sum may cancel: `terms` products summed in the accumulator (0: nothing is summed), and
-operands that a unit rounds first (TF32 keeps 10 bits: 2**-11). A budget that zeros or the mean of the reference
-would pass, in most of their elements, proves nothing, so check() refuses it.
+The first line is what an element's own size bears: the one rounding of the result to its own dtype (`stores` of them,
+where a value is stored more than once on its way), and `roundings` of the arithmetic before (an exponential amplifies
+the rounding of its argument). The second follows the size of the row and not of the element, because a sum may cancel:
+`terms` products summed in the accumulator (0: nothing is summed), and operands that a unit rounds first (TF32 keeps
+10 bits: 2**-11).
+
+Noise must not hide a wrong factor: the gain, <got, want> / <want, want> with every row counted alike, is 1 within
+`gain` and what the roundings of so many elements leave of it. A budget that zeros, the mean of the reference or a
+result that is wrong on purpose (`wrong`) would pass proves nothing, so check() refuses it.
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 
 import torch
 from torch.overrides import TorchFunctionMode
@@ -38,14 +42,18 @@ class VacuousCheck(AssertionError):
 
 
 class _PoisonedEmpty(TorchFunctionMode):
-    """torch.empty and its kin return memory full of poison, with a canary before and after it."""
+    """torch.empty and its kin return memory full of poison, with canaries around it, as zeros and full have."""
 
-    MAKERS = (
+    EMPTY = (
         torch.empty,
         torch.empty_like,
         torch.empty_strided,
         torch.Tensor.new_empty,
         torch.Tensor.new_empty_strided,
+    )
+    FILLED = (
+        *(torch.zeros, torch.zeros_like, torch.Tensor.new_zeros, torch.ones, torch.ones_like, torch.Tensor.new_ones),
+        *(torch.full, torch.full_like, torch.Tensor.new_full),
     )
 
     def __init__(self) -> None:
@@ -54,14 +62,15 @@ class _PoisonedEmpty(TorchFunctionMode):
 
     def __torch_function__(self, func, types, args=(), kwargs=None):
         made = func(*args, **(kwargs or {}))
-        if func not in self.MAKERS or made.device.type == "meta" or made.layout is not torch.strided:
+        if func not in self.EMPTY + self.FILLED or made.device.type == "meta" or made.layout is not torch.strided:
             return made
         size = made.untyped_storage().nbytes()
         padded = (size + 15) // 16 * 16
         buffer = torch.full((padded + 2 * GUARD,), POISON, dtype=torch.uint8, device=made.device)
         self.buffers.append((buffer, size))
         inside = buffer[GUARD : GUARD + padded].view(made.dtype)
-        return inside.as_strided(made.shape, made.stride(), inside.storage_offset())
+        guarded = inside.as_strided(made.shape, made.stride(), inside.storage_offset())
+        return guarded if func in self.EMPTY else guarded.copy_(made)
 
     def broken_canaries(self) -> int:
         """Bytes outside the outputs that somebody wrote."""
@@ -71,7 +80,7 @@ class _PoisonedEmpty(TorchFunctionMode):
 
 @contextmanager
 def poisoned_outputs(what: str) -> Iterator[None]:
-    """Within it, memory that torch.empty and its kin return is poisoned and guarded.
+    """Within it, memory that torch.empty and its kin return is poisoned, and that of torch.zeros too guarded.
 
     Raises CheckError on the way out when something was written outside that memory.
     """
@@ -114,6 +123,8 @@ def judge(
     roundings: int = 0,
     acc: torch.dtype | float = torch.float32,
     operand_eps: float = 0.0,
+    stores: int = 1,
+    gain: float = 1e-3,
     constant_ok: bool = False,
 ) -> float:
     """Largest error of `got` as a fraction of its budget (at most 1); `want` is the float64 reference.
@@ -121,9 +132,9 @@ def judge(
     NaN must meet NaN, an infinity the same infinity; a reference beyond the range of `dtype` counts as infinite, and
     one within its budget of that range may be either. Beyond the range of a float8, what torch's cast gives (NaN for
     e4m3fn, an infinity for e5m2) and the format's largest number, as GPUs saturate to it, are both right. Raises
-    CheckError, with the place and the numbers, for a wrong dtype, shape or value, and VacuousCheck when most elements
-    of zeros or of the mean would pass too (`constant_ok` says that they should: an input whose answer is nearly a
-    constant).
+    CheckError, with the place and the numbers, for a wrong dtype, shape, value or gain, and VacuousCheck when most
+    elements of zeros or of the mean would pass too (`constant_ok` says that they should: an input whose answer is
+    nearly a constant).
     """
     if want.dtype is not torch.float64:
         raise TypeError(f"{what}: the reference must be float64, got {want.dtype}; compute it from x.double()")
@@ -147,7 +158,7 @@ def judge(
     columns = want.shape[-1] if want.ndim > 1 else want.numel()
     rms = _row_rms(want, dtype)
     mean = (want.mean(dim=-1) if columns > 1 else want.mean()).reshape(-1)
-    relative = 2 * info.eps + roundings * _eps(acc)
+    relative = 0.51 * stores * info.eps + roundings * _eps(acc)
     per_row = 16 * _eps(acc) * math.sqrt(terms) + 8 * operand_eps
     tiny = info.smallest_normal * info.eps + torch.finfo(torch.float32).smallest_normal
 
@@ -155,6 +166,7 @@ def judge(
     got, want = got.reshape(-1), want.reshape(-1)
     worst, worst_at, bad, unwritten = 0.0, 0, 0, 0
     counted, zero_passes, mean_candidates, mean_passes, mean_exact = 0, 0, 0, 0, 0
+    agreement, squares, fourths = 0.0, 0.0, 0.0  # of elements in units of their row's size
     for start in range(0, want.numel(), CHUNK):
         w, g = want[start : start + CHUNK], got[start : start + CHUNK].double()
         row = torch.arange(start, start + w.numel(), device=w.device) // columns
@@ -173,6 +185,9 @@ def judge(
         unwritten += int((g.isnan() & ~w.isnan()).sum())
         if (largest := ratio.max().item()) > worst:
             worst, worst_at = largest, start + int(ratio.argmax())
+        unit = torch.where(finite & ~excused & (rms[row] > 0), w / rms[row], 0.0)
+        agreement += (torch.where(unit != 0, g / rms[row], 0.0) * unit).sum().item()
+        squares, fourths = squares + unit.square().sum().item(), fourths + unit.square().square().sum().item()
         if not constant_ok:
             nonzero = finite & (rounded != 0)
             counted += int(nonzero.sum())
@@ -194,6 +209,13 @@ def judge(
             f"got {got[worst_at].item():.6g}, want {want[worst_at].item():.6g}, budget {budget.item():.2g}"
             + (f"; {unwritten} are NaN where the reference is not, as memory nobody wrote is" if unwritten else "")
         )
+    if squares:  # roundings cancel over as many elements as carry the sum; four standard deviations of the rest
+        allowed = gain + 4 * (relative + per_row) * math.sqrt(fourths) / squares
+        if not abs(agreement / squares - 1) <= allowed:
+            raise CheckError(
+                f"{what}: every element is within its budget, but their gain is {agreement / squares:.6g} where 1 is "
+                f"wanted, {allowed:.2g} allowed: a factor is wrong"
+            )
     return worst
 
 
@@ -210,19 +232,27 @@ def check(
     what: str,
     dtype: torch.dtype | None = None,
     poison: bool = True,
+    wrong: dict | None = None,
     **budget,
 ) -> float:
     """Run fn(*inputs) on poisoned memory and judge every tensor it returns; the largest error / budget.
 
     reference(*inputs) returns the float64 result, on the very inputs that fn gets. `dtype` is the dtype expected
     of the outputs, that of the first input unless given. `budget` goes to judge(). Inputs must survive the call.
+    `wrong` holds float64 results of a fault each, or what makes them of the inputs, by what the fault is ("without the
+    last K step"): none may pass.
     Raises CheckError or VacuousCheck.
     """
     expected = dtype or inputs[0].dtype
     wants = tensors_of(reference(*inputs))
+    for fault, made in (wrong or {}).items():
+        faulty = [each.to(expected) for each in tensors_of(made(*inputs) if callable(made) else made)]
+        with suppress(CheckError):
+            judge_all(faulty, wants, what=what, dtype=expected, **budget)
+            raise VacuousCheck(f"{what}: a result {fault} would pass; {ADVICE}")
     if not poison:
         return judge_all(fn(*inputs), wants, what=what, dtype=expected, **budget)
-    before = [x.clone() if isinstance(x, torch.Tensor) and x.numel() <= CHUNK else None for x in inputs]
+    before = [x.clone() if isinstance(x, torch.Tensor) else None for x in inputs]
     with poisoned_outputs(what):
         result = fn(*inputs)
     for i, (x, copy) in enumerate(zip(inputs, before, strict=True)):

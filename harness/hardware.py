@@ -241,23 +241,42 @@ def _flushes(enqueue: float) -> int:
     return min(50, math.ceil((2 * enqueue + 0.02) / _flush_ms()))  # twice, and two events: hosts are uneven
 
 
-def gpu_round_ms(calls: dict[str, Callable], enqueue: dict[str, float], orders: Iterable[list[str]]) -> list[dict]:
+def gpu_busy_ms(fn: Callable, enqueue: float) -> float:
+    """The GPU's part of a call of fn(), in ms: its kernels as they follow each other when the host is ahead.
+
+    Median of 5. The GPU sleeps while the host launches (`enqueue`, in ms). A call that waits for the GPU itself cannot be launched
+    ahead: the host's part after that wait counts as the GPU's.
+    """
+    cycles = int((machine().max_clock_mhz or 2000) * 1000 * (2 * enqueue + 0.1))
+    times = []
+    for _ in range(5):
+        start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        torch.cuda._sleep(cycles)
+        start.record()
+        fn()
+        end.record()
+        torch.cuda.synchronize()
+        times.append(start.elapsed_time(end))
+    return statistics.median(times)
+
+
+def gpu_round_ms(calls: dict[str, Callable], enqueue: float, orders: Iterable[list[str]]) -> list[dict]:
     """The time in ms of each call, cold L2, in rounds: `orders` names the calls of each. One dict a round.
 
     What triton's timer does for one function (empty L2, event, call, event) for several that are to be put
     next to each other: their calls alternate, so that a GPU that changes its clocks changes them for all. L2 is emptied
-    as often as the host needs (`enqueue`, in ms) to stay ahead, else the events would measure Python; it waits only at
-    the end.
+    as often as the host needs to stay ahead of the GPU, else the events would measure Python; it waits only at the end.
+    `enqueue` is the longest launch in ms: before every call there are as many flushes, whose power counts.
     """
     from triton.runtime import driver
 
     cache = driver.active.get_empty_cache_for_benchmark()
-    flushes = {name: _flushes(enqueue[name]) for name in calls}
+    flushes = _flushes(enqueue)
     rounds = []
     for order in orders:
         rounds.append({name: [torch.cuda.Event(enable_timing=True) for _ in range(2)] for name in order})
         for name, (start, end) in rounds[-1].items():
-            for _ in range(flushes[name]):
+            for _ in range(flushes):
                 driver.active.clear_cache(cache)
             start.record()
             calls[name]()
@@ -268,7 +287,7 @@ def gpu_round_ms(calls: dict[str, Callable], enqueue: dict[str, float], orders: 
 
 def gpu_ms(fn: Callable) -> float:
     """The time of fn() in ms, cold L2: the median of 50 calls, after 10 that warm it up."""
-    rounds = gpu_round_ms({"": fn}, {"": enqueue_ms(fn)}, [[""]] * 60)
+    rounds = gpu_round_ms({"": fn}, enqueue_ms(fn), [[""]] * 60)
     return statistics.median(each[""] for each in rounds[10:])
 
 

@@ -13,6 +13,7 @@ from harness.bench import (
     Table,
     Timing,
     Work,
+    check_again,
     check_variants,
     describe,
     is_compiled,
@@ -94,6 +95,16 @@ class Harness:
         """Normal numbers of standard deviation `scale` in `dtype` on this run's device, from its seed."""
         return torch.randn(*shape, generator=self._generator, device=self.device).mul_(scale).to(dtype)
 
+    def rows(self, *shape: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
+        """randn() whose rows (the last dimension) have a mean and a standard deviation each, so that the statistics of
+        one fit no neighbour: the mean from -2 to 2, the deviation from 1/4 to 2, and 1e-3 in every 16th row."""
+        x = self.randn(*shape)
+        size = (*shape[:-1], 1)
+        mean, log2 = (torch.rand(size, generator=self._generator, device=self.device) for _ in range(2))
+        deviation = torch.exp2(3 * log2 - 2)
+        deviation.view(-1)[7::16] = 1e-3
+        return x.mul_(deviation).add_(4 * mean - 2).to(dtype)
+
     def randint(self, high: int, *shape: int) -> torch.Tensor:
         """int64 numbers from 0 to high - 1 on this run's device, from its seed."""
         return torch.randint(high, shape, generator=self._generator, device=self.device)
@@ -167,7 +178,8 @@ class Harness:
         entry = {"what": what, "error": None, "passed": False}
         self.record.checks.append(entry)
         if is_compiled(fn):
-            budget.setdefault("poison", False)  # it allocates for itself, and would trace the poisoning
+            # It allocates for itself, and would trace the poisoning; it may store a value twice.
+            budget = {"poison": False, "stores": 2} | budget
         with self.progress(what):
             entry["error"] = check_once(fn, reference, *inputs, what=what, **budget)
         entry["passed"] = True
@@ -177,14 +189,18 @@ class Harness:
     def compare(
         self, variants: dict[str, Callable], reference: Callable, *inputs, baseline: str, work: Work,
         title: str | None = None, case: str | None = None, references: dict[str, Callable] | None = None,
-        timing: Timing = EACH_KERNEL, peers: Iterable[str] = (), max_error_ratio: float | None = None, **budget,
+        timing: Timing = EACH_KERNEL, peers: Iterable[str] = (), max_error_ratio: float | None = None,
+        wrong: dict[str, Callable] | None = None, library: dict | None = None, budgets: dict[str, dict] | None = None,
+        **budget,
     ) -> Table:  # fmt: skip
         """Check every variant against one float64 reference, then time them all; see harness.bench.
 
         A variant that draws its own random numbers has a reference of its own in `references`, under its name. That
         reference is called with torch's random state as the variant found it: what it draws is what the variant drew.
         `max_error_ratio` holds every variant to that many times the baseline's own error. `peers` are the kernels of
-        other techniques, which the table's best row is none of.
+        other techniques, which the table's best row is none of. `budget` is every variant's error budget, see
+        harness.check; `library` adds to it for the rows of a library, `budgets` for single variants. `wrong` holds
+        functions of the inputs for the float64 result of a fault each ("without the last K step"): none may pass.
         In the interpreter only the baseline and our own variants are checked and nothing is timed; under a sanitizer
         our own, on a GPU; with --check-only nothing is timed; with --profile each is warmed and then called once for
         the profiler. The table is then false, and has no times.
@@ -208,11 +224,15 @@ class Harness:
             return table
         check_variants(
             table, variants, reference, inputs, self.progress, references,
-            max_error_ratio=max_error_ratio, timing=timing, peers=peers, **budget,
+            max_error_ratio=max_error_ratio, timing=timing, peers=peers, wrong=wrong, library=library, budgets=budgets,
+            **budget,
         )  # fmt: skip
         if self.timing and not self.interpreted:
             with self.progress(f"timing {table.title} {table.case}"):
                 time_variants(table, variants, inputs, work, ceilings(), timing.end_to_end)
+            if not max_error_ratio:
+                own = {name: fn for name, fn in variants.items() if name not in (references or {})}
+                check_again(table, own, reference, inputs, budget=budget, library=library, budgets=budgets)
         self.record.tables.append(table.record())
         cases = self._cases.setdefault((table.title, table.baseline), [])  # which are printed as one table
         cases.append(table)

@@ -8,7 +8,7 @@ from pathlib import Path
 from types import SimpleNamespace
 
 from harness import Table, Timing, Work, geomean, interpreted, near
-from harness.bench import Row, is_ours, time_variants
+from harness.bench import Row, is_ours, on_host, time_variants
 from harness.check import CheckError, VacuousCheck
 from harness.hardware import Ceilings
 from harness.session import Harness
@@ -261,6 +261,55 @@ def test_a_table_is_asked_by_name():
     assert geomean(iter(tables), over="cuBLAS", of="ours") == pytest.approx(2**0.5)
     with pytest.raises(ValueError, match="geomean: no timed table has a row"):
         geomean(tables, over="cuBLAS", of="none")
+
+
+def test_a_ratio_on_a_faster_host():
+    table = made("torch", torch=4.0, graph=1.0, compiled=2.0)
+    for name, gpu_ms in (("torch", 1.5), ("graph", 0.9), ("compiled", 2.0)):
+        table[name].gpu_ms = gpu_ms
+    assert [on_host(table[name], 2) for name in ("torch", "graph", "compiled")] == [2.0, 0.9, 2.0]
+    assert on_host({"ms": 3.0}, 2) == 3.0  # the GPU's part is unknown: an older record, or a CPU
+    assert table.over("torch", "graph", host=2) == pytest.approx(2 / 0.9)
+    assert table.by_host("torch", "graph") == "4.00x (host twice as fast: 2.22x)"
+    assert table.by_host("compiled", "compiled") == "1.00x"
+
+
+def test_a_library_is_allowed_more_than_ours(checked):
+    """Two stores and what `library` adds; `budgets` for one variant."""
+    x = checked.randn(64, 64)
+
+    def twice(x):
+        return x / 3 * 6
+
+    variants = {"torch": twice, "ours": double}
+    checked.compare(variants, reference, x, **ONCE, terms=0)
+    with pytest.raises(CheckError, match="ours"):
+        checked.compare({"torch": double, "ours": twice}, reference, x, **ONCE, terms=0)
+    checked.compare({"torch": double, "ours": twice}, reference, x, **ONCE, terms=0, budgets={"ours": {"stores": 2}})
+
+    def rough(x):
+        return x * 2 * (1 + 1e-5)
+
+    checked.compare({"torch": rough, "ours": double}, reference, x, **ONCE, terms=0, library={"roundings": 100})
+    with pytest.raises(CheckError, match="ours"):
+        checked.compare({"torch": rough, "ours": rough}, reference, x, **ONCE, terms=0, library={"roundings": 100})
+
+
+@pytest.mark.parametrize("fault", ["zeros later", "the first result kept"])
+def test_ours_is_checked_again_after_it_was_timed(timed, fault):
+    kept = []
+
+    def faulty(x):
+        if kept:
+            return torch.zeros_like(x) if fault == "zeros later" else kept[0].clone()
+        kept.append(x * 2)
+        return kept[0].clone()
+
+    x = timed.randn(8, 8)
+    before = x.clone()
+    with pytest.raises(CheckError, match="ours, after it was timed"):
+        timed.compare({"torch": double, "ours": faulty}, reference, x, **ONCE, terms=0)
+    assert torch.equal(x, before)
 
 
 # --- on a GPU

@@ -41,6 +41,13 @@ def writes_past_the_end(x):
     return out
 
 
+def writes_past_zeros(x):
+    out = torch.zeros_like(x)
+    out += x * 2
+    out.as_strided((1,), (1,), out.storage_offset() + out.numel()).fill_(1.0)
+    return out
+
+
 def writes_before_the_start(x):
     out = torch.empty(x.shape)
     out.copy_(x * 2)
@@ -71,6 +78,7 @@ def one_off_by_1e_5(x):
         (lambda x: (x * 2, x), "returned 2 tensors, expected 1"),
         (writes_past_the_end, f"4 bytes outside its output were written .within {GUARD}"),
         (writes_before_the_start, "outside its output"),
+        (writes_past_zeros, f"4 bytes outside its output were written .within {GUARD}"),
         (lambda x: x.mul_(2), "changed its input 0"),
     ],
 )
@@ -166,6 +174,44 @@ def test_the_ends_of_the_range():
         run(lambda x: torch.where(x < 1e-6, 4 * x, 2 * x), tiny, terms=0)
 
 
+def test_one_rounding_is_allowed_and_a_second_has_to_be_asked_for():
+    """bfloat16 from float32: rounded once, rounded twice, truncated."""
+    x = torch.randn(64, 4096, generator=torch.Generator().manual_seed(2))
+    want = x.double() * 3
+    truncated = (x * 3).view(torch.int32).bitwise_and(-65536).view(torch.float32).bfloat16()
+    twice = (x.bfloat16() * 3).double()
+    assert 0.9 < judged((x * 3).bfloat16(), want, torch.bfloat16, terms=0) <= 1
+    for wrong in (truncated, twice):
+        with pytest.raises(CheckError, match="elements are wrong"):
+            judged(wrong, want, torch.bfloat16, terms=0)
+    assert judged(twice, want, torch.bfloat16, terms=0, stores=2) <= 1
+    with pytest.raises(CheckError, match=r"their gain is 0\.99"):  # within the budget of a library, and yet no rounding
+        judged(truncated, want, torch.bfloat16, terms=0, stores=2)
+
+
+def test_noise_hides_no_wrong_factor():
+    """Every row counts alike: one large row's gain is not that of the others."""
+    x = torch.randn(64, 256, generator=torch.Generator().manual_seed(3))
+    x[0] *= 1e4
+    want = x.double()
+    rough = {"dtype": torch.bfloat16, "operand_eps": 2.0**-5}  # a quarter of the row's size
+    assert judged(x * (1 + 1e-4), want, **rough) <= 1
+    for factor in (1.02, 0.98):
+        wrong = x * factor
+        wrong[0] = x[0]
+        with pytest.raises(CheckError, match="a factor is wrong"):
+            judged(wrong, want, **rough)
+        assert judged(wrong, want, **rough, gain=0.03) <= 1
+
+
+def test_a_result_that_is_wrong_on_purpose_must_not_pass(x):
+    shifted = {"shifted by a row": lambda x: 2 * x.double().roll(1, 0)}
+    assert run(lambda x: x * 2, x, terms=0, wrong=shifted) <= 1
+    for fault in (lambda x: 2 * x.double() * (1 + 1e-9), 2 * x.double()):
+        with pytest.raises(VacuousCheck, match="a result nearly right would pass"):
+            run(lambda x: x * 2, x, terms=0, wrong={"nearly right": fault})
+
+
 def test_empty_scalar_and_integer_outputs():
     assert run(lambda x: x * 2, torch.empty(0, 5)) == 0
     run(lambda x: x * 2, torch.tensor(1.5))
@@ -209,3 +255,5 @@ def test_poison_reaches_every_way_to_allocate():
         assert all(torch.isnan(t).all() for t in made)
         assert (torch.empty(4, dtype=torch.int32) == -1).all()
         assert made[3].stride() == torch.empty_like(x.t()).stride()
+        assert torch.equal(torch.full((3, 2), 7), torch.tensor([[7, 7]] * 3))
+        assert not x.new_zeros(5).any()
