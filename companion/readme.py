@@ -10,38 +10,36 @@ import re
 import sys
 from pathlib import Path
 
+from harness.bench import Row, Table
 from harness.catalog import ROOT, Technique, Topic, topics
+from harness.console import noise, of_calls
 from harness.record import as_run, load
 from harness.sources import sources_hash
 
 OLDER = " *(older code)*"
 BEYOND = "goes beyond the chapter"
+OUTLINE = "docs/chapter.txt"  # the headings of the chapter's texts, as they stand there
+FASTER = 1.02  # from which on another of our variants than the one that a user gets is named
 
 
-def best_row(table: dict) -> dict | None:
-    """The fastest row of a recorded table that is the technique's own; in a table of library calls, of those that are
-    put next to the baseline.
-
-    None when no such row was timed, or when the table counts no work: its times are those of launches.
-    """
-    ours = any(row["ours"] for row in table["rows"])
-    if ours:
-        rows = [row for row in table["rows"] if row["ours"] and not row["peer"]]
-    else:
-        rows = [row for row in table["rows"] if row["variant"] != table["baseline"]]
-    return _fastest(rows)
+def tables_of(part: dict) -> list[Table]:
+    """The recorded tables of a lesson, or of its study."""
+    return [Table(**table | {"rows": [Row(**row) for row in table["rows"]]}) for table in part["tables"]]
 
 
-def _fastest(rows: list[dict]) -> dict | None:
-    rows = [row for row in rows if row["ms"] is not None and (row["tbps"] or row["tflops"])]
-    return min(rows, key=lambda row: row["ms"], default=None)
+def told_rows(table: Table) -> list[Row]:
+    """The rows of a timed table that are told: what a user gets without options, which is the table's default or the
+    first row that is this repository's and no peer; without one, every row beside the baseline, or that alone."""
+    others = [row for row in table.rows if row.variant != table.baseline]
+    own = [row for row in others if row.ours and not row.peer]
+    return [row for row in own if row.variant == table.default] or own[:1] or others or table.rows
 
 
-def _beside(table: dict, best: dict) -> list[dict]:
-    """The rows a best row is put next to: the library's, or in a table of library calls the baseline."""
-    if best["ours"]:
-        return [row for row in table["rows"] if not row["ours"]]
-    return [row for row in table["rows"] if row["variant"] == table["baseline"]]
+def beside(table: Table, row: Row) -> list[Row]:
+    """What a told row is put beside: the baseline, every library's row if it is ours, and the fastest peer."""
+    base, peers = table[table.baseline], sorted((each for each in table.rows if each.peer), key=lambda each: each.ms)
+    kept = [each for each in table.rows if not each.ours] + peers[:1] if row.ours else []
+    return [each for each in [base, *(each for each in kept if each is not base)] if each is not row]
 
 
 # --- README -----------------------------------------------------------------------------------------------------
@@ -121,8 +119,11 @@ def coverage_table(found: list[Topic], records: dict[str, dict]) -> str:
     return "\n".join(lines)
 
 
-def results_tables(folder: Path) -> str:
-    """All cases of the recorded topics of one machine, a table for each topic, for a file in docs/."""
+def results_tables(folder: Path, study: bool = False) -> str:
+    """All cases of the recorded topics of one machine, or of their studies, a table a topic, for a file in docs/.
+
+    Whole calls on a GPU, whose ratios are the host's too, have a table of their own, with every row.
+    """
     parts = []
     for path in sorted(folder.glob("*.json")):
         record = as_run(load(path))
@@ -131,40 +132,74 @@ def results_tables(folder: Path) -> str:
         limits = [f"copy {m['ceilings']['copy_tbps']:.2f} TB/s"] if m["ceilings"]["copy_tbps"] else []
         limits += [f"cuBLAS {dtype} {rate:.0f} TFLOP/s" for dtype, rate in m["ceilings"]["gemm_tflops"].items()]
         measured = f"; measured ceilings: {', '.join(limits)}" if limits else ""
-        beside = f"Triton {m['triton']}" if m["gpu"] else f"torch_xla {m['torch_xla']}, {m['cores']} cores"
+        versions = f"Triton {m['triton']}" if m["gpu"] else f"torch_xla {m['torch_xla']}, {m['cores']} cores"
         commit = (record["commit"] or "unknown")[:12]
         parts.append(
-            f"**{record['topic']}** on {m['gpu'] or m['cpu']}{power}, torch {m['torch']}, {beside}{measured} "
+            f"**{record['topic']}** on {m['gpu'] or m['cpu']}{power}, torch {m['torch']}, {versions}{measured} "
             f"([record](../results/{folder.name}/{path.name}), commit `{commit}`)\n"
         )
-        lines = [
-            "| technique | case | variant | ms | rate | % of ceiling | speed-up |",
-            "| --- | --- | --- | ---: | ---: | ---: | --- |",
-        ]
-        for example in record["examples"]:
-            for table in example["tables"]:
-                if best := best_row(table):
-                    rate = _nearer_rate(best, m["ceilings"])
-                    ceiling = f"{best['of_ceiling']:.1%}" if best["of_ceiling"] else ""
-                    # Of this repository's other kernels the fastest is enough: there may be many.
-                    other = _fastest([row for row in table["rows"] if row["peer"]])
-                    beside = [*_beside(table, best), *([other] if other else [])]
-                    others = [(row, best["speedup"] / row["speedup"]) for row in beside]
-                    versus = ", ".join(f"{ratio:.2f}x {row['variant']}" for row, ratio in others)
-                    name, case, variant = label(example["name"], table["title"]), table["case"], best["variant"]
-                    lines.append(f"| {name} | {case} | {variant} | {best['ms']:.3f} | {rate} | {ceiling} | {versus} |")
-        parts.append("\n".join(lines) + "\n")
+        held = [(each["name"], each.get("study") if study else each) for each in record["examples"]]
+        tables = [(name, table) for name, part in held if part for table in tables_of(part) if table.timed]
+        kernels = [(name, table) for name, table in tables if not of_calls(table)]
+        of_kernels = _study_lines(kernels) if study else _kernel_lines(kernels, m["ceilings"])
+        of_host = _call_lines([(name, table) for name, table in tables if of_calls(table)])
+        parts += ["\n".join(lines) + "\n" for lines in (of_kernels, of_host) if len(lines) > 2]
     return "\n".join(parts).rstrip()
 
 
-def _nearer_rate(row: dict, ceilings: dict) -> str:
-    """The rate of a row that is nearer to its ceiling: of matrices of one column that is the memory's."""
-    moving, computing = row["tbps"] or 0.0, row["tflops"] or 0.0
+def _kernel_lines(tables: list[tuple[str, Table]], ceilings: dict) -> list[str]:
+    lines = [
+        "| technique | case | variant | ms | rate | % of ceiling | times as fast as | faster here |",
+        "| --- | --- | --- | ---: | ---: | ---: | --- | --- |",
+    ]
+    for name, table in tables:
+        for row in told_rows(table):
+            ceiling = f"{row.of_ceiling:.1%}" if row.of_ceiling else ""
+            versus = "; ".join(f"{_ratio(table, row, each)} {each.variant}" for each in beside(table, row))
+            best = table.best if row.ours else row
+            faster = f"{best.variant}: {row.ms / best.ms:.2f}x" if best.ms * FASTER < row.ms else ""
+            cells = (row.variant, f"{row.ms:.4g}", _nearer_rate(row, ceilings), ceiling, versus, faster)
+            lines.append(f"| {label(name, table.title)} | {table.case} | {' | '.join(cells)} |")
+    return lines
+
+
+def _study_lines(tables: list[tuple[str, Table]]) -> list[str]:
+    lines = ["| study of | case | baseline | ms | times as fast |", "| --- | --- | --- | ---: | --- |"]
+    for name, table in tables:
+        base = table[table.baseline]
+        ratios = "; ".join(f"{_ratio(table, row, base)} {row.variant}" for row in table.rows if row is not base)
+        title = label(name, table.title)
+        lines.append(f"| {title} | {table.case} | {base.variant} | {base.ms:.4g} | {ratios} |")
+    return lines
+
+
+def _call_lines(tables: list[tuple[str, Table]]) -> list[str]:
+    heads = "whole calls | case | variant | ms | GPU ms | host us | times as fast as the first | host twice as fast"
+    lines = [f"| {heads} |", "| --- | --- | --- | ---: | ---: | ---: | --- | --- |"]
+    for name, table in tables:
+        base = table[table.baseline]
+        for row in [base, *(each for each in table.rows if each is not base)]:
+            times = f"{row.ms:.4g} | {row.gpu_ms:.4g} | {row.enqueue_us:.0f}"
+            ratios = " | " if row is base else f"{_ratio(table, row, base)} | {_ratio(table, row, base, host=2)}"
+            lines.append(f"| {label(name, table.title)} | {table.case} | {row.variant} | {times} | {ratios} |")
+    return lines
+
+
+def _ratio(table: Table, row: Row, other: Row, host: float = 1) -> str:
+    """How many times as fast as the other a row is: bold where it loses, and with ? where its times are uneven."""
+    over = table.over(other.variant, row.variant, host)
+    text = f"{over:.2f}x" + "?" * bool(noise(table, row))
+    return f"**{text}**" if round(over, 2) < 1 else text
+
+
+def _nearer_rate(row: Row, ceilings: dict) -> str:
+    """The rate of a row that is nearer to its ceiling: of matrices of one column that is the memory's; or none."""
+    moving, computing = row.tbps or 0.0, row.tflops or 0.0
     fastest = max(ceilings["gemm_tflops"].values(), default=0.0)
     memory = moving / ceilings["copy_tbps"] if ceilings["copy_tbps"] else 1.0
     if computing and (not fastest or computing / fastest >= memory):
         return f"{computing:.0f} TFLOP/s" if computing >= 1 else f"{1000 * computing:.0f} GFLOP/s"
-    return f"{moving:.2f} TB/s" if moving else f"{computing:.0f} TFLOP/s"
+    return f"{moving:.2f} TB/s" if moving >= 0.01 else f"{1000 * moving:.1f} GB/s" if moving else ""
 
 
 def label(technique: str, title: str) -> str:
@@ -177,6 +212,7 @@ DOCUMENTS = {  # each generated part, in the document that has its markers
     "docs/chapter.md": ("chapter",),
     "docs/running.md": ("coverage",),
     "docs/results.md": ("results", "results on a CPU"),
+    "docs/results-studies.md": ("studies", "studies on a CPU"),
 }
 _START, _END = "<!-- {}: python -m companion readme -->", "<!-- end of {} -->"
 
@@ -196,6 +232,8 @@ def documents(root: Path = ROOT) -> dict[Path, tuple[str, str]]:
         "coverage": coverage_table(found, records),
         "results": results_tables(root / "results" / "h200"),
         "results on a CPU": results_tables(root / "results" / "cpu"),
+        "studies": results_tables(root / "results" / "h200", study=True),
+        "studies on a CPU": results_tables(root / "results" / "cpu", study=True),
     }
     texts = {}
     for name, names in DOCUMENTS.items():

@@ -6,11 +6,10 @@ from difflib import get_close_matches
 from pathlib import Path
 
 from harness import console as show
-from harness.bench import Row, Table
 from harness.catalog import ROOT, Technique, topics
 from harness.record import REFERENCES, load, recorded
 
-from companion.readme import is_stale
+from companion.readme import is_stale, tables_of
 
 
 def technique_named(name: str, command: str = "show") -> tuple[str, Technique]:
@@ -95,7 +94,7 @@ def _show_part(console, example: dict, verbose: bool) -> None:
     if found and verbose:
         code = " | ".join(f"sm_{sm} {', '.join(names)}" for sm, names in sorted(found.items()))
         show.paragraph(console, f"in the code: {code}")
-    tables = [Table(**table | {"rows": [Row(**row) for row in table["rows"]]}) for table in example["tables"]]
+    tables = tables_of(example)
     for key in dict.fromkeys((table.title, table.baseline) for table in tables):
         cases = [table for table in tables if (table.title, table.baseline) == key]
         for one in cases if verbose else [cases]:

@@ -134,13 +134,22 @@ def on_host(row: Row | dict, speed: float) -> float:
 
 @dataclass
 class Table:
-    """One table: its variants over one case, against one baseline. It is true where it has times."""
+    """One table: its variants over one case, against one baseline. It is true where it has times.
+
+    `default` is the row of the call without options, which is what a user gets; None: the first of our own.
+    """
 
     title: str
     case: str
     baseline: str
     rows: list[Row] = field(default_factory=list)
     notes: list[str] = field(default_factory=list)
+    default: str | None = None
+
+    @property
+    def uneven(self) -> Row | None:
+        """A row timed on a CPU of which one call takes twice as long as another: other work runs beside it."""
+        return next((row for row in self.rows if row.enqueue_us is None and row.ms and row.p80 > 2 * row.p20), None)
 
     @property
     def timed(self) -> bool:

@@ -17,7 +17,7 @@ from rich.table import Table as Grid
 from rich.text import Text
 
 if TYPE_CHECKING:
-    from harness.bench import Table
+    from harness.bench import Row, Table
     from harness.catalog import Technique
     from harness.codegen import Kernel
     from harness.record import ExampleRecord
@@ -92,19 +92,20 @@ def _least(console: Console, table: Grid) -> int:
 
 
 def show_cases(console: Console, tables: list[Table]) -> None:
-    """Tables of one title and baseline as one: a row for each variant of a single case; of several cases, how many
-    times as fast as the baseline each variant is in each. Nothing where nothing was timed."""
+    """Tables of one title and baseline as one: a row for each variant of a single case, or of whole calls; of several
+    other cases, how many times as fast as the baseline each variant is in each. Nothing where nothing was timed."""
     tables = [table for table in tables if table.timed]
     if not tables:
         return
     say(console, "")
-    if len(tables) == 1:
-        _show_one(console, tables[0])
+    if len(tables) == 1 or of_calls(tables[0]):
+        _show_each(console, tables)
     else:
-        ends = {table.case.rpartition(" ")[2] for table in tables}
-        end = f" {ends.pop()}" if len(ends) == 1 else ""  # the dtype that all have in common stands in the title
+        ends = {table.case.rpartition(" ")[2] for table in tables}  # the dtype of all of them stands in the title
+        end = f" {ends.pop()}" if len(ends) == 1 and re.search(r"[a-z]\d", *ends) else ""
         say(console, f"  {tables[0].title}{end}, times as fast as {tables[0].baseline}", style="bold")
         _show_several(console, tables, end)
+    _show_noise(console, tables)
     kinds: dict[str, list[str]] = {}  # notes that differ in their numbers alone
     for note in (note for table in tables for note in table.notes):
         kinds.setdefault(re.sub(r"\d+", "", note.split(" (")[0]), []).append(note)
@@ -112,26 +113,68 @@ def show_cases(console: Console, tables: list[Table]) -> None:
         paragraph(console, first + (f"; and so in {len(more)} more case{'s' * (len(more) > 1)}" if more else ""), "dim")
 
 
-def _show_one(console: Console, table: Table, whole: bool = False) -> None:
-    """A row for each variant. Columns that hold nothing are left out; `whole` has errors and first calls, too."""
-    say(console, f"  {table.title}  {table.case}", style="bold")
-    rows = table.rows
-    of_baseline = f"x {table.baseline}" if len(table.baseline) <= 20 else "x baseline"  # the row that has 1.00
-    columns = {
-        "ms": [f"{row.ms:.4f}" if whole else f"{row.ms:.4g}" for row in rows],
-        "spread": [f"{(row.p80 - row.p20) / row.ms:.0%}" for row in rows],
-        "p20 - p80": [f"{row.p20:.4f} - {row.p80:.4f}" for row in rows],
-        "TB/s": [_rate(row.tbps) for row in rows],
-        "TFLOP/s": [_rate(row.tflops) for row in rows],
-        "% of ceiling": [_part(row.of_ceiling) for row in rows],
-        of_baseline: [f"{row.speedup:.2f}" for row in rows],
-        "error": [f"{row.error:.2f}" for row in rows],
-        "first call s": ["" if row.first_call_s is None else f"{row.first_call_s:.2f}" for row in rows],
+def of_calls(table: Table) -> bool:
+    """Whether whole calls were timed on a GPU: their times have the host's share in them."""
+    return any(row.gpu_ms for row in table.rows)
+
+
+def noise(table: Table, row: Row) -> tuple[float, float] | None:
+    """The least and the most that a ratio may be, from p20 to p80, where that says too little: it reaches from below 1
+    to above, or a call takes half as long again as another. None of times of the GPU alone, which are steady."""
+    base = table[table.baseline]
+    if row is base or not (row.enqueue_us is None or row.gpu_ms):
+        return None
+    low, high = base.p20 / row.p80, base.p80 / row.p20
+    return (low, high) if low <= 1 <= high or max(base.p80 / base.p20, row.p80 / row.p20) > 1.5 else None
+
+
+def _over(table: Table, row: Row) -> str:
+    return f"{row.speedup:.2f}" + "?" * bool(noise(table, row))
+
+
+def _show_each(console: Console, tables: list[Table], whole: bool = False) -> None:
+    """A row for each variant, under its case where there are several; `whole` has errors and first calls, too. Columns
+    that hold nothing are left out, of whole calls also those that a narrow terminal can do without.
+
+    A ratio of whole calls is this host's: beside it stand the GPU's time, the host's to launch, and what the ratio is
+    on a host twice as fast.
+    """
+    one, calls, several = tables[0], of_calls(tables[0]), len(tables) > 1
+    say(console, f"  {one.title}{', whole calls' * calls}{f'  {one.case}' * (not several)}", style="bold")
+    of_baseline = f"x {one.baseline}" if len(one.baseline) <= 20 else "x baseline"  # the row that has 1.00
+    kinds = {
+        "ms": lambda _, row: f"{row.ms:.4f}" if whole else f"{row.ms:.4g}",
+        "spread": lambda _, row: "" if whole else f"{(row.p80 - row.p20) / row.ms:.0%}",
+        "p20 - p80": lambda _, row: f"{row.p20:.4f} - {row.p80:.4f}" * whole,
+        "GPU ms": lambda _, row: f"{row.gpu_ms:.4g}" if calls else "",
+        "host us": lambda _, row: f"{row.enqueue_us:.0f}" if calls else "",
+        "TB/s": lambda _, row: _rate(row.tbps),
+        "TFLOP/s": lambda _, row: _rate(row.tflops),
+        "% of ceiling": lambda _, row: _part(row.of_ceiling),
+        of_baseline: _over,
+        "host twice as fast": lambda table, row: f"{table.over(table.baseline, row.variant, 2):.2f}" if calls else "",
+        "error, of allowed": lambda _, row: f"{row.error:.0%}" * whole,
+        "first call s": lambda _, row: "" if not whole or row.first_call_s is None else f"{row.first_call_s:.2f}",
     }
-    hidden = ("spread",) if whole else ("p20 - p80", "error", "first call s")
-    columns = {head: cells for head, cells in columns.items() if any(cells) and head not in hidden}
-    styles = ["bold" if row.ours and not row.peer else "" for row in rows]
-    show_grid(console, _grid([row.variant for row in rows], columns, styles))
+    lines = [(table, row) for table in tables for row in [*[None] * several, *table.rows]]
+    names = [f"{'  ' * several}{row.variant}" if row else table.case for table, row in lines]
+    styles = ["bold" if row and row.ours and not row.peer else "" for _, row in lines]
+    columns = {head: [text(*line) if line[1] else "" for line in lines] for head, text in kinds.items()}
+    columns = {head: cells for head, cells in columns.items() if any(cells)}
+    for spare in ("TB/s", "TFLOP/s", "% of ceiling", "spread") if calls and not whole else ():
+        if _least(console, _grid(names, columns)) > console.width:
+            columns.pop(spare, None)
+    show_grid(console, _grid(names, columns, styles))
+
+
+def _show_noise(console: Console, tables: list[Table]) -> None:
+    """The ratios that are marked, with their spreads."""
+    told = [
+        f"{row.variant}{f', {table.case},' * (len(tables) > 1)} {spread[0]:.2f} to {spread[1]:.2f}"
+        for table in tables for row in table.rows if (spread := noise(table, row))
+    ]  # fmt: skip
+    if told:
+        paragraph(console, f"? uneven times: from p20 to p80 the ratio is {'; '.join(told)}")
 
 
 def _show_several(console: Console, tables: list[Table], end: str) -> None:
@@ -140,7 +183,7 @@ def _show_several(console: Console, tables: list[Table], end: str) -> None:
     variants = list(dict.fromkeys(row.variant for table in tables for row in table.rows if row.variant != baseline))
     columns = {f"{baseline} ms": [f"{table[baseline].ms:.4g}" for table in tables]}
     for name in variants:  # ours are all Triton's: their heads need not say so
-        cells = [f"{table[name].speedup:.2f}" if name in table else "" for table in tables]
+        cells = [_over(table, table[name]) if name in table else "" for table in tables]
         columns[name.removeprefix("triton ")] = cells
     if any(row.of_ceiling for table in tables for row in table.rows):
         columns["fastest, % of ceiling"] = [_part(table.best.of_ceiling) for table in tables]
@@ -160,10 +203,11 @@ def _show_several(console: Console, tables: list[Table], end: str) -> None:
 def show_comparison(console: Console, table: Table) -> None:
     """One table of variants with all that is known of them, or the errors alone where nothing was timed."""
     if not table.timed:
-        errors = ", ".join(f"{row.variant} {row.error:.2f}" for row in table.rows)
-        say(console, f"  right  {table.title} {table.case}: largest error / budget: {errors}")
+        errors = ", ".join(f"{row.variant} {row.error:.0%}" for row in table.rows)
+        say(console, f"  right  {table.title} {table.case}: largest error, of what rounding allows: {errors}")
         return
-    _show_one(console, table, whole=True)
+    _show_each(console, [table], whole=True)
+    _show_noise(console, [table])
     for note in table.notes:
         paragraph(console, note, "dim")
 

@@ -244,8 +244,8 @@ def _flushes(enqueue: float) -> int:
 def gpu_busy_ms(fn: Callable, enqueue: float) -> float:
     """The GPU's part of a call of fn(), in ms: its kernels as they follow each other when the host is ahead.
 
-    Median of 5. The GPU sleeps while the host launches (`enqueue`, in ms). A call that waits for the GPU itself cannot be launched
-    ahead: the host's part after that wait counts as the GPU's.
+    Median of 5. The GPU sleeps while the host launches (`enqueue`, in ms). A call that waits for the GPU itself cannot
+    be launched ahead: the host's part after that wait counts as the GPU's.
     """
     cycles = int((machine().max_clock_mhz or 2000) * 1000 * (2 * enqueue + 0.1))
     times = []

@@ -184,14 +184,14 @@ class Harness:
             entry["error"] = check_once(fn, reference, *inputs, what=what, **budget)
         entry["passed"] = True
         if self.verbose:
-            show.say(self.console, f"  right  {what}: {entry['error']:.2f} of its error budget")
+            show.say(self.console, f"  right  {what}: {entry['error']:.0%} of what rounding allows")
 
     def compare(
         self, variants: dict[str, Callable], reference: Callable, *inputs, baseline: str, work: Work,
         title: str | None = None, case: str | None = None, references: dict[str, Callable] | None = None,
         timing: Timing = EACH_KERNEL, peers: Iterable[str] = (), max_error_ratio: float | None = None,
         wrong: dict[str, Callable] | None = None, library: dict | None = None, budgets: dict[str, dict] | None = None,
-        **budget,
+        default: str | None = None, **budget,
     ) -> Table:  # fmt: skip
         """Check every variant against one float64 reference, then time them all; see harness.bench.
 
@@ -201,6 +201,7 @@ class Harness:
         other techniques, which the table's best row is none of. `budget` is every variant's error budget, see
         harness.check; `library` adds to it for the rows of a library, `budgets` for single variants. `wrong` holds
         functions of the inputs for the float64 result of a fault each ("without the last K step"): none may pass.
+        `default` names the row that is the wrapper called without options, where it is not the first of our own.
         In the interpreter only the baseline and our own variants are checked and nothing is timed; under a sanitizer
         our own, on a GPU; with --check-only nothing is timed; with --profile each is warmed and then called once for
         the profiler. The table is then false, and has no times.
@@ -212,7 +213,9 @@ class Harness:
         own = [name for name in variants if is_ours(name)]
         if unknown := set(peers) - set(own):
             raise ValueError(f"compare: peers {sorted(unknown)} are not among this repository's variants, {own}")
-        table = Table(title or self.name, case or describe(inputs), baseline)
+        if default not in (None, *variants):
+            raise ValueError(f"compare: default {default!r} is not one of the variants {list(variants)}")
+        table = Table(title or self.name, case or describe(inputs), baseline, default=default)
         self.tables.append(table)
         if self.interpreted or self.SANITIZED:
             kept = [*own, baseline] if self.interpreted or max_error_ratio else own
@@ -288,7 +291,8 @@ class Harness:
     def finish(self, passed: bool = True) -> None:
         """Settle the answer and print what was kept back: checks, code, tables, conclusions, the answer."""
         sentence, needs_times = self._answer if self._answer and passed and not self.profile else (None, True)
-        if sentence and (self.timed or not needs_times):
+        uneven = next(((table, table.uneven) for table in self.tables if table.uneven), None) if needs_times else None
+        if sentence and (self.timed or not needs_times) and not uneven:
             answer = sentence()
             if not isinstance(answer, str) or not 0 < len(answer) <= LONGEST_ANSWER:
                 raise ValueError(f"answer: {answer!r}; a text of at most {LONGEST_ANSWER} characters is wanted")
@@ -300,7 +304,11 @@ class Harness:
         self._lines.clear()
         if sentence:
             known = None if self.is_study or self.record.answer else recorded_answer(self.topic, self.name)
-            untimed = f"Not timed here; {known}" if known else "Not timed here."
+            why = "Not timed here"
+            if uneven:
+                table, row = uneven
+                why = f"Times too uneven to answer ({table.title}, {row.variant}: {row.p20:.3g} to {row.p80:.3g} ms)"
+            untimed = f"{why}; {known}" if known else f"{why}."
             show.show_answer(self.console, self.record.answer or untimed)
 
     def progress(self, what: str):

@@ -22,6 +22,10 @@ SHARED_LIMIT = {
 # kernel would reach a second tile.
 FEW_SMS: int | None = None
 
+INTERPRETED = triton.knobs.runtime.interpret  # as @triton.jit reads it; torch.compile cannot trace the knob
+if INTERPRETED:
+    mend_interpreter()
+
 
 class Limits(NamedTuple):
     """What a wrapper needs to know of a device to choose a grid or a number of stages; shared memory in bytes."""
@@ -32,7 +36,7 @@ class Limits(NamedTuple):
 
 def interpreted() -> bool:
     """True where Triton kernels run in Triton's interpreter, on the CPU."""
-    return triton.knobs.runtime.interpret
+    return INTERPRETED
 
 
 def autotune_configs(configs: list) -> list:
@@ -73,8 +77,13 @@ def device_limits(device: torch.device) -> Limits:
     return Limits(4, SHARED_LIMIT[90])
 
 
-@functools.cache
 def _properties(index: int) -> tuple[int, int, int]:
+    # torch.compile warns of a cache that it traces through.
+    return (_read_properties.__wrapped__ if torch.compiler.is_compiling() else _read_properties)(index)
+
+
+@functools.cache
+def _read_properties(index: int) -> tuple[int, int, int]:
     found = torch.cuda.get_device_properties(index)
     return found.major * 10 + found.minor, found.multi_processor_count, found.shared_memory_per_block_optin
 
@@ -92,7 +101,8 @@ def require_triton_device(name: str, *tensors: torch.Tensor) -> None:
             raise TypeError(f"{name}: expected a torch.Tensor, got {type(tensor).__name__}")
         if tensor.layout is not torch.strided:
             raise TypeError(f"{name}: a tensor has layout {tensor.layout}; call x.to_dense() first")
-        if tensor.is_neg() or tensor.is_conj():
+        # torch.compile cannot trace this question.
+        if not torch.compiler.is_compiling() and (tensor.is_neg() or tensor.is_conj()):
             raise ValueError(f"{name}: a tensor is a lazy negation or conjugate; call x.resolve_neg().resolve_conj()")
     devices = {tensor.device for tensor in tensors}
     if len(devices) > 1:
@@ -106,7 +116,6 @@ def require_triton_device(name: str, *tensors: torch.Tensor) -> None:
     if device.type == "meta" and compiling_for():
         return
     if interpreted():
-        mend_interpreter()
         if device.type != "cpu":
             raise RuntimeError(
                 f"{name}: TRITON_INTERPRET=1 runs kernels on the CPU, got a tensor on {device}; unset it"

@@ -37,11 +37,18 @@ def require_fp8(name: str, **tensors: torch.Tensor) -> None:
         raise TypeError(f"{name}: {label} is {dtype}; {hint}")
 
 
+def may_read(x: torch.Tensor) -> bool:
+    """Whether a wrapper may look at values of x: not while torch.compile traces, a CUDA graph is captured, or on meta."""
+    if torch.compiler.is_compiling() or x.device.type == "meta":
+        return False
+    return not (x.is_cuda and torch.cuda.is_current_stream_capturing())
+
+
 def require_scales(name: str, like: torch.Tensor, values: bool = True, **scales) -> None:
     """The checks of scales: each argument is (tensor, shapes allowed), with the label as its name.
 
     Raises TypeError for what is no float32 tensor; ValueError for another device than that of `like`, another shape
-    and, if `values`, for a scale that is zero, negative, infinite or NaN (which waits for the GPU).
+    and, if `values` and may_read, for a scale that is zero, negative, infinite or NaN (which waits for the GPU).
     """
     for label, (scale, shapes) in scales.items():
         if not isinstance(scale, torch.Tensor) or scale.dtype is not torch.float32:
@@ -52,7 +59,7 @@ def require_scales(name: str, like: torch.Tensor, values: bool = True, **scales)
         if tuple(scale.shape) not in shapes:
             wanted = " or ".join(str(list(shape)) for shape in shapes)
             raise ValueError(f"{name}: {label} has shape {list(scale.shape)}; need {wanted}")
-        if values and scale.device.type != "meta" and not ((scale > 0) & (scale < math.inf)).all():
+        if values and may_read(scale) and not ((scale > 0) & (scale < math.inf)).all():
             wrong = int(scale.numel() - ((scale > 0) & (scale < math.inf)).sum())
             raise ValueError(
                 f"{name}: {label} has {wrong} of {scale.numel()} values that are not positive and finite; a scale is "

@@ -2,7 +2,8 @@
 
 Triton 3.6 and 3.7 lose the carry when a float32 is rounded to FP8 (-7.94 becomes -4), read the codes of NaN as numbers,
 and truncate to bfloat16. Here torch converts, which rounds to nearest even; beyond the range of an FP8 format comes
-its largest number, also for an infinity, as from cvt.rn.satfinite. Arithmetic on bfloat16 stays wrong there.
+its largest number, also for an infinity, as from cvt.rn.satfinite. Arithmetic on bfloat16 stays wrong there. And
+torch.compile, which would trace into the interpreter and fail, leaves each launch to it.
 """
 
 from __future__ import annotations
@@ -11,13 +12,16 @@ import functools
 
 import torch
 
+from examples.common.untraced import untraced
+
 
 @functools.cache
 def mend_interpreter() -> None:
-    """Once per process, before the first kernel is interpreted; changes nothing but conversions."""
+    """Once per process, before the first kernel is interpreted; changes conversions, and what torch.compile sees."""
     import numpy as np
     import triton.language as tl
     from triton.runtime import interpreter
+    from triton.runtime.autotuner import Autotuner
 
     known = {
         tl.float8e4nv: (torch.float8_e4m3fn, torch.uint8),
@@ -43,3 +47,5 @@ def mend_interpreter() -> None:
         return values.to(dtype).view(unsigned).numpy()
 
     interpreter._convert_float = convert_as_gpus_do
+    interpreter.GridExecutor.__call__ = untraced(interpreter.GridExecutor.__call__)
+    Autotuner.run = untraced(Autotuner.run)

@@ -13,7 +13,7 @@ import triton
 import triton.language as tl
 
 from examples.common.device import require_triton_device
-from examples.common.fp8 import FLOOR, require_scales
+from examples.common.fp8 import FLOOR, may_read, require_scales
 from examples.common.tma import require_tma_layout, tma_descriptor
 
 
@@ -58,7 +58,7 @@ def check_tensor_scale(name: str, fmt: str, scale: torch.Tensor | None, like: to
     if scale is None:
         return
     require_scales(name, like, False, **{"the tensor's scale": (scale, ((), (1,), (1, 1)))})
-    if values and scale.device.type != "meta" and not 0 < scale.item() < float("inf"):
+    if values and may_read(scale) and not 0 < scale.item() < float("inf"):
         raise ValueError(f"{name}: the tensor's scale is {scale.item()}; it must be positive and finite")
 
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import torch
 
 from examples.common.device import architecture, require_triton_device
@@ -195,3 +197,8 @@ def check_elementwise(name: str, dtypes: tuple[torch.dtype, ...], *tensors: torc
     if not all(x.is_contiguous() for x in tensors):
         strides = " and ".join(str(x.stride()) for x in tensors)
         raise ValueError(f"{name}: strides {strides}; call .contiguous() first")
+
+
+def short_of_k(reference: Callable, step: int = 32) -> dict[str, Callable]:
+    """A GEMM without its last `step` products, which no error budget may let through: for h.compare(wrong=...)."""
+    return {f"without its last {step} of K": lambda a, b: reference(a[:, :-step], b[:-step])}

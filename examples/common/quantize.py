@@ -12,6 +12,7 @@ import torch
 import triton
 import triton.language as tl
 
+from examples.common.compiled import MODES
 from examples.common.device import architecture, interpreted, require_triton_device
 from examples.common.fp8 import E4M3, E5M2, FLOOR, FORMATS, fp8_max
 from examples.common.rows import DTYPES
@@ -159,9 +160,9 @@ def scales_of(y: torch.Tensor, per: str) -> torch.Tensor:
     return _groups(y, per).abs().amax(dim=2).clamp(min=FLOOR) / fp8_max(E4M3)
 
 
-def codes_of(y: torch.Tensor, per: str) -> torch.Tensor:
-    """What is rounded to e4m3: y in units of its scale."""
-    return (_groups(y, per) / scales_of(y, per)[:, :, None]).flatten(1)[:, : y.shape[1]]
+def codes_of(y: torch.Tensor, per: str, shift: int = 0) -> torch.Tensor:
+    """What is rounded to e4m3: y in units of its scale, or, as a fault, of that of the row `shift` rows before it."""
+    return (_groups(y, per) / scales_of(y, per).roll(shift, 0)[:, :, None]).flatten(1)[:, : y.shape[1]]
 
 
 def read_back(q: torch.Tensor, scale: torch.Tensor, per: str) -> torch.Tensor:
@@ -196,17 +197,18 @@ def torch_quantize_blocks(x: torch.Tensor, recipe: str) -> tuple[torch.Tensor, t
 def fused_variants(
     compiled: Callable, op: Callable, ours: Callable, per: str, quantizer: Callable | None = None
 ) -> dict[str, Callable]:
-    """What makes q alone: op and quantizer as two kernels, in torch and `compiled`; as one compiled function, y in
-    float32 as in our kernels; and ours. op(*args) is y, quantizer(y, *args) its q and scales, else torch_quantize's."""
+    """What makes q alone: op and quantizer as two kernels, in torch and `compiled`; as one function compiled in each of
+    MODES, y in float32 as in our kernels; and ours. op(*args) is y, quantizer(y, *args) its q and scales, else
+    torch_quantize's."""
     quantize = quantizer or (lambda y, *_: torch_quantize(y, per))
 
     def one(*args):
         return quantize(op(*(x.float() for x in args)), *args)
 
-    first, second, together = compiled(op), compiled(quantize), compiled(one)
+    first, second = compiled(op), compiled(quantize)
     return {
         "torch": lambda *args: quantize(op(*args), *args)[0],
         "torch.compile, two kernels": lambda *args: second(first(*args), *args)[0],
-        "torch.compile": lambda *args: together(*args)[0],
+        **{name: lambda *args, fn=compiled(one, mode=mode): fn(*args)[0] for name, mode in MODES.items()},
         "triton": lambda *args: ours(*args)[0],
     }

@@ -5,16 +5,17 @@ A configuration is a tile, a number of warps and a number of stages. Which is fa
 85 FLOPs for each byte loaded, is right; with sixteen rows it is memory-bound, and tiles that wide are too few to keep
 all SMs loading. @triton.autotune times its candidates in the first call with a new key: the call that pays.
 
-A key that names too little runs one size in the tile of another. One that names too much tunes again and again: here M
-counts rounded up to a power of two. The search is cheap by what it leaves out (autotune_pruned.py), and its results are
-kept on disk, so that the next process neither compiles nor times.
+A key that names too little runs one size in the tile of another. One that names too much searches again
+and again: here it has M rounded up to a power of two. The search is cheap by what it leaves out (autotune_pruned.py),
+and its results are kept on disk, so that the next process neither compiles nor times.
 
 Question   What does a search over configurations buy, when has it paid for itself, and what must its key name?
 Needs      triton
 Wins when  shapes differ and each runs many times. Where one fixed tile is already right, a search buys nothing.
 Variants   autotune_pruned.py (which of 192 configurations are worth timing)
 Study      studies/triton/autotune.py
-Source     chapter section "Autotuning"; triton.autotune, triton.AsyncCompileMode.
+Source     chapter section "Autotuning", whose key, n_elements, starts a search for every new length; triton.autotune,
+           triton.AsyncCompileMode
 """
 
 from __future__ import annotations
@@ -28,9 +29,10 @@ import triton
 import triton.language as tl
 
 from examples.common.device import autotune_configs
-from examples.common.operands import check_gemm
+from examples.common.operands import check_gemm, short_of_k
 from examples.common.pointers import load_tiles, store_tile, tile_pointers
 from examples.common.tiles import tile_coords
+from examples.common.untraced import untraced
 from examples.triton.autotune_pruned import LARGE, configuration, numbers, usable_config, worth_timing
 
 DTYPES = (torch.float16, torch.bfloat16)
@@ -103,6 +105,7 @@ def check_input(name: str, a: torch.Tensor, b: torch.Tensor) -> None:
                          "call .contiguous() first")  # fmt: skip
 
 
+@untraced  # the search compiles in threads
 def matmul_tuned(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
     """a @ b for a [M, K] and b [K, N] with contiguous rows, any sizes (0 too): c [M, N], contiguous, in the dtype of a.
 
@@ -120,7 +123,7 @@ def matmul_config(
     """matmul_tuned in one configuration of LARGE, without a search. ValueError for one that is unknown or too large."""
     check_input("matmul_config", a, b)
     config = usable_config("matmul_config", (block_m, block_n, block_k, num_warps, num_stages), a)
-    return launch(matmul_tuned_kernel, a, b, **config.all_kwargs())
+    return launch(matmul_tuned_kernel, a, b, num_warps=num_warps, num_stages=num_stages, **config.kwargs)
 
 
 def reference(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
@@ -153,7 +156,10 @@ def demo(h: Harness) -> None:
             variants["triton tuned at 16 rows"] = partial(launch, without_m)
         work = Work(bytes=a.nbytes + b.nbytes + a.element_size() * M * N, flops=2 * M * N * K, dtype=h.half)
         case, cold = f"{M}x{N}x{K} {str(h.half).removeprefix('torch.')}", Timing(cold=True)  # first calls compile
-        tables[M] = h.compare(variants, reference, a, b, baseline=library, work=work, case=case, timing=cold, terms=K)
+        tables[M] = h.compare(
+            variants, reference, a, b, baseline=library, work=work, case=case, timing=cold, terms=K,
+            wrong=short_of_k(reference), default="triton tuned",
+        )  # fmt: skip
     h.answer(lambda: answer(tables))
 
 

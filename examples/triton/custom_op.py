@@ -15,7 +15,7 @@ Needs      triton
 Wins when  the kernel does what Inductor cannot generate. Elementwise products it can; there an operator is in its way.
 Variants   custom_op_layer.py (no kernel: the layer that the operators stand in)
 Study      studies/triton/custom_op.py
-Source     chapter section "PyTorch Integration".
+Source     chapter sections "PyTorch Integration" and "4. Register Custom Operations"
 """
 
 # No `from __future__ import annotations` here: torch reads an operator's schema from its annotations.

@@ -1,9 +1,9 @@
 """Debugging: bugs planted in small kernels, and the tool that finds each.
 
 A kernel that writes past its output mostly gives the right answer; what breaks is another tensor, later. One that
-relies on the order of its programs is right in the interpreter, which runs them in order, and wrong on a GPU. So a bug
-is hunted with tools, and a tool is trusted once it has found a bug that is known to be there: here each has to name the
-planted bug and to pass a twin without it, or the run fails.
+relies on the order of its programs is right in the interpreter, which runs them in order, and wrong on a GPU. Hence
+tools, and a tool is trusted once it has found a bug that is known to be there: here each has to name the planted bug
+and to pass the same kernel without it, or the run fails.
 
 All four tools work on any machine. The study has those of a GPU (tl.device_print, tl.device_assert, compute-sanitizer)
 and the compiler's stages. Nothing is timed: these tools change the code or what runs it.
@@ -13,7 +13,8 @@ Needs      triton
 Wins when  something is wrong: begin with h.check, then take the tool for the symptom.
 Variants   debugging_interpreted.py (a bad value and a race, and the tool that runs programs in reverse)
 Study      studies/triton/debugging.py, studies/triton/debugging_memcheck.py, studies/triton/debugging_ir.py
-Source     chapter section "Debugging Commands", which says of TRITON_DEBUG=1 only that it is the debug mode
+Source     chapter section "Debugging Commands", which says of TRITON_DEBUG=1 only that it is the debug mode, and gives
+           ncu an option that it does not have (docs/running.md)
 """
 
 from __future__ import annotations
@@ -47,12 +48,12 @@ def scale_overrun_kernel(x_ptr, y_ptr, n_elements, BLOCK: tl.constexpr):
 
 def scale(x: torch.Tensor) -> torch.Tensor:
     """2 * x for a contiguous x in float32, float16 or bfloat16. Raises what check_elementwise does for another."""
-    return elementwise(scale_kernel, x)
+    return elementwise("scale", scale_kernel, x)
 
 
 def scale_overrun(x: torch.Tensor) -> torch.Tensor:
     """scale() with the bug. Writes up to BLOCK - 1 elements behind its output: never on memory that matters."""
-    return elementwise(scale_overrun_kernel, x)
+    return elementwise("scale_overrun", scale_overrun_kernel, x)
 
 
 def reference(x: torch.Tensor) -> torch.Tensor:

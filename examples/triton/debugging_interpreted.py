@@ -37,9 +37,9 @@ def total_kernel(x_ptr, total_ptr, n_elements, BLOCK: tl.constexpr, RACY: tl.con
     tl.atomic_add(total_ptr, tl.sum(x.to(tl.float32), axis=0))
 
 
-def elementwise(kernel, x: torch.Tensor) -> torch.Tensor:
+def elementwise(name: str, kernel, x: torch.Tensor) -> torch.Tensor:
     """What `kernel` makes of a contiguous x in float32, float16 or bfloat16."""
-    check_elementwise(kernel.fn.__name__.removesuffix("_kernel"), DTYPES, x)
+    check_elementwise(name, DTYPES, x)
     y = torch.empty(x.shape, dtype=x.dtype, device=x.device)
     if x.numel():  # a grid of zero programs is a launch error
         kernel[(triton.cdiv(x.numel(), BLOCK),)](x, y, x.numel(), BLOCK=BLOCK)
@@ -48,7 +48,7 @@ def elementwise(kernel, x: torch.Tensor) -> torch.Tensor:
 
 def sqrt(x: torch.Tensor) -> torch.Tensor:
     """The square root of x. A negative value is NaN, and where asserts are checked an error."""
-    return elementwise(sqrt_kernel, x)
+    return elementwise("sqrt", sqrt_kernel, x)
 
 
 def total(x: torch.Tensor, racy: bool = False) -> torch.Tensor:

@@ -135,7 +135,7 @@ def demo(h: Harness) -> None:
     # Nothing, one element, a prime, one block and one more; a part so far into a tensor that its counter needs 64 bits.
     for n, k, start in [(0, 4, 0), (1, 4, 0), (997, 1, 0), (BLOCK + 1, 8, 0), (2343, 4, 2**35)]:
         ours, want = (functools.partial(fn, p=p, seed=seed, start=start, per_call=k) for fn in (dropout, reference))
-        h.check(ours, want, h.randn(n), what=f"{n} elements from {start}, {k} to a call", terms=0)
+        h.check(ours, want, h.randn(n), what=f"{n} elements from {start}, {k} to a call", terms=0, roundings=1)
     find = dict.fromkeys((80, 90, 100, 120), ("ld.global.v4", "st.global.v4", "mul.hi"))
     h.codegen(dropout, h.meta(1 << 20), p, h.meta(1, dtype=torch.int64), find=find)
 
@@ -150,7 +150,7 @@ def demo(h: Harness) -> None:
     table = h.compare(
         variants, same_mask(p, seed), *(h.randn(n, dtype=h.half) for _ in range(2)), baseline="torch",
         title="forward + backward", work=Work(bytes=4 * n * h.half.itemsize),
-        references=own | {BITS16: same_mask(p, seed, per_call=8)}, peers=(BITS16,), terms=0,
+        references=own | {BITS16: same_mask(p, seed, per_call=8)}, peers=(BITS16,), terms=0, roundings=1,
     )  # fmt: skip
     h.answer(lambda: (
         f"Drawing the mask again {'saves' if table.over('torch') > 1 else 'costs'} time: {table.over('torch'):.2f}x as "

@@ -40,6 +40,7 @@ from examples.common.attention import attention_budget, attention_flops, check_a
 from examples.common.attention import attention_reference as reference
 from examples.common.device import require_triton_device
 from examples.common.tma import require_tma_layout, tma_descriptor
+from examples.common.untraced import untraced
 
 DTYPES = (torch.float16, torch.bfloat16)
 # Head dim -> BLOCK_M, BLOCK_N, warps, stages, and whether V is loaded before K: chosen by timing on an H200.
@@ -123,6 +124,7 @@ def flash_attention_kernel(
     o_desc.store([b, h, start_m, 0], o.reshape(1, 1, BLOCK_M, D))  # TMA drops rows beyond S
 
 
+@untraced
 def flash_attention(
     q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, causal: bool = False, scale: float | None = None
 ) -> torch.Tensor:

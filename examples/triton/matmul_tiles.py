@@ -13,6 +13,7 @@ TILES = [
     (128, 256, 64, 8, 3), (128, 256, 64, 8, 4), (128, 128, 64, 8, 3), (64, 128, 64, 4, 4), (64, 64, 64, 4, 4),
     (128, 128, 32, 8, 3), (64, 128, 32, 4, 3), (64, 64, 32, 4, 3),
 ]  # fmt: skip
+BLOCK_K_MAX = max(k for _, _, k, _, _ in TILES)  # a K that it divides needs no mask in any tile
 CONFIGS = [
     triton.Config({"BLOCK_M": m, "BLOCK_N": n, "BLOCK_K": k}, num_warps=warps, num_stages=stages)
     for m, n, k, warps, stages in TILES

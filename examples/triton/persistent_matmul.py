@@ -13,7 +13,7 @@ Question   What does a persistent kernel win over one program per tile, and over
 Needs      triton, sm_90
 Wins when  there are several tiles per SM. Where one wave covers the matrix, there is no next tile to overlap with.
 Study      studies/triton/persistent_matmul.py
-Source     chapter section "Persistent Kernels", whose example loops over K only; Triton tutorial 09
+Source     chapter section "Persistent Kernels", whose kernel is not persistent: a loop over K alone; Triton tutorial 09
 """
 
 from __future__ import annotations
@@ -28,9 +28,10 @@ import triton
 import triton.language as tl
 
 from examples.common.device import device_limits
-from examples.common.operands import check_choice, check_gemm
+from examples.common.operands import check_choice, check_gemm, short_of_k
 from examples.common.tiles import split_columns, tile_coords
 from examples.common.tma import tma_descriptor
+from examples.common.untraced import untraced
 
 DTYPES = (torch.float16, torch.bfloat16)
 BLOCK_M, BLOCK_K, GROUP_M = 128, 64, 8
@@ -83,6 +84,7 @@ def fitting_tile(device: torch.device, split: bool) -> tuple[int, int]:
     raise RuntimeError(f"matmul_persistent: no tile fits the {limit} bytes of shared memory of {device}")
 
 
+@untraced
 def matmul_persistent(a: torch.Tensor, b: torch.Tensor, variant: str = "split") -> torch.Tensor:
     """a [M, K] @ b [K, N] by one of VARIANTS, each a step from the one before: c [M, N], contiguous, dtype of a.
 
@@ -119,7 +121,10 @@ def compare(h: Harness, M: int, N: int, K: int):
     library = "cuBLAS" if a.is_cuda else "torch"
     variants = {library: torch.matmul} | {step: partial(matmul_persistent, variant=step) for step in VARIANTS}
     work, case = Work(bytes=2 * (M * K + K * N + M * N), flops=2 * M * N * K, dtype=h.half), f"{M}x{N}x{K}"
-    return h.compare(variants, reference, a, b, baseline=library, work=work, case=case, terms=K)
+    return h.compare(
+        variants, reference, a, b, baseline=library, work=work, case=case, terms=K, wrong=short_of_k(reference),
+        default="split",
+    )  # fmt: skip
 
 
 def demo(h: Harness) -> None:

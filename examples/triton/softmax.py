@@ -12,8 +12,8 @@ block cluster, as quack's kernels do it, is not in Triton 3.6. Online softmax is
 
 Question   Where should a row stay on the chip, from 256 to 131072 columns, and how close to a copy does that come?
 Needs      triton
-Wins when  x is larger than L2 and rows have 4096 columns or more; for shorter ones torch.compile is as fast. The table
-           has its default mode; max-autotune is faster from 4096 columns on, and still behind (study).
+Wins when  x is larger than L2 and rows have 4096 columns or more; for shorter ones torch.compile is as fast. From
+           there on its max-autotune is faster than its default mode, and still behind.
 Variants   softmax_resident.py (a row in L1), softmax_long.py (a row split over programs)
 Study      studies/triton/softmax.py
 Source     goes beyond the chapter; traffic counted as in Triton tutorial 02 (fused softmax).
@@ -21,27 +21,30 @@ Source     goes beyond the chapter; traffic counted as in Triton tutorial 02 (fu
 
 from __future__ import annotations
 
-from harness import Harness, Work, geomean, run
+from harness import Harness, Work, run
 
 import torch
 import triton
 import triton.language as tl
 
+from examples.common.compiled import compiled_modes, over_library
 from examples.common.device import interpreted
 from examples.common.operands import check_rows
 from examples.common.rows import DTYPES, check_length
 from examples.triton.softmax_long import softmax_split, split_max_cols
 from examples.triton.softmax_resident import softmax_resident
 
-ROWS_MAX = 32768  # 32 values per thread at 32 warps; a row twice as long spills on every architecture
-RESIDENT_MIN = 4096  # longer rows are faster from L1 than in registers
-RESIDENT_MAX_KIB = 64  # rows of twice that leave room for one program on an SM, and there splitting is faster
+REGISTERS_MAX = 32768  # columns: 32 values per thread at 32 warps; a row twice as long spills on every architecture
+REGISTERS_BEST = 4096  # columns: longer rows are faster from L1 than in registers
+L1_BEST_KIB = 64  # rows of twice that leave room for one program on an SM, and there splitting is faster
 
 
 @triton.jit
-def softmax_rows_kernel(x_ptr, y_ptr, stride_xm, stride_ym, n_rows, n_cols, ROWS: tl.constexpr, BLOCK_N: tl.constexpr):
+def softmax_rows_kernel(
+    x_ptr, y_ptr, stride_xm, stride_ym, n_rows, n_cols, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr
+):  # fmt: skip
     # int64 because row * stride passes 2**31 elements on tensors that still fit in memory.
-    rows = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
+    rows = tl.program_id(0).to(tl.int64) * BLOCK_M + tl.arange(0, BLOCK_M)
     cols = tl.arange(0, BLOCK_N)
     inside = (rows < n_rows)[:, None] & (cols < n_cols)[None, :]
     # Pad with -inf, not 0: exp(-inf) is 0, so the padding cannot change the sum.
@@ -52,20 +55,17 @@ def softmax_rows_kernel(x_ptr, y_ptr, stride_xm, stride_ym, n_rows, n_cols, ROWS
 
 
 def softmax_rows(x: torch.Tensor) -> torch.Tensor:
-    """Softmax over rows of up to ROWS_MAX columns, each held in one program's registers."""
+    """Softmax over rows of up to REGISTERS_MAX columns, each held in one program's registers."""
     n_rows, n_cols = check_rows("softmax_rows", x, DTYPES)
-    check_length("softmax_rows", n_cols, ROWS_MAX, "softmax")
+    check_length("softmax_rows", n_cols, REGISTERS_MAX, "softmax")
     y = torch.empty(x.shape, dtype=x.dtype, device=x.device)
     if n_rows:  # a grid of zero programs is a launch error
         block_n = triton.next_power_of_2(n_cols)
         # 16 or 32 values a thread, and several short rows to a program: chosen by timing on an H200.
-        rows = min(64, 4096 // block_n) if block_n <= 512 else max(1, 2048 // block_n)
-        num_warps, max_registers = max(4, min(32, block_n // 512)), None
-        if block_n == 16384:  # 64 values a thread in 80 registers: three rows share an SM: one loads while one stores
-            num_warps, max_registers = 8, 80
-        softmax_rows_kernel[(triton.cdiv(n_rows, rows),)](
+        block_m = min(64, 4096 // block_n) if block_n <= 512 else max(1, 2048 // block_n)
+        softmax_rows_kernel[(triton.cdiv(n_rows, block_m),)](
             x, y, x.stride(0), y.stride(0), n_rows, n_cols,
-            ROWS=rows, BLOCK_N=block_n, num_warps=num_warps, maxnreg=max_registers,
+            BLOCK_M=block_m, BLOCK_N=block_n, num_warps=max(4, min(32, block_n // 512)),
         )  # fmt: skip
     return y
 
@@ -75,15 +75,15 @@ def softmax(x: torch.Tensor) -> torch.Tensor:
 
     x: float32, float16 or bfloat16, rows contiguous, any row stride. Returns a contiguous tensor of x's dtype; the
     arithmetic is float32. Infinities and NaN give what torch.softmax does.
-    Above RESIDENT_MAX_KIB a row, programs wait for each other; split_max_cols says what else they need.
+    Above L1_BEST_KIB a row, programs wait for each other; split_max_cols says what else they need.
 
     Raises TypeError for another dtype; ValueError for another rank, no columns, or an inner stride other than 1;
     RuntimeError for a device without Triton or an input that requires grad.
     """
     _, n_cols = check_rows("softmax", x, DTYPES)
-    if n_cols <= RESIDENT_MIN:
+    if n_cols <= REGISTERS_BEST:
         return softmax_rows(x)
-    fits = n_cols * x.element_size() <= RESIDENT_MAX_KIB * 1024
+    fits = n_cols * x.element_size() <= L1_BEST_KIB * 1024
     resident = fits or interpreted() or n_cols > split_max_cols(x.device)
     return softmax_resident(x) if resident else softmax_split(x)
 
@@ -104,16 +104,16 @@ def torch_softmax(x: torch.Tensor) -> torch.Tensor:
 def demo(h: Harness) -> None:
     # One element, a prime, and lengths just beyond where one kernel ends and the next begins.
     for shape in [(1, 1), (3, 781), (9, 4097), (2, 32769)]:
-        h.check(softmax, reference, h.randn(*shape, dtype=h.half, scale=2.0), **BUDGET)
-    padded = h.randn(5, 1024, dtype=h.half, scale=2.0)[:, :781]  # a row stride above n_cols
+        h.check(softmax, reference, h.rows(*shape, dtype=h.half), **BUDGET)
+    padded = h.rows(5, 1024, dtype=h.half)[:, :781]  # a row stride above n_cols
     h.check(softmax, reference, padded, what="softmax of padded rows 5x781", **BUDGET)
     h.codegen(softmax_rows, h.meta(4096, 16384), find=dict.fromkeys((80, 90, 100, 120), ("ld.global.v4",)))
 
     tables, elements = {}, h.fit(h.pick(interpreted=1 << 17, quick=1 << 26, full=1 << 28), bytes_each=40)
     for cols in (256, 4096, 32768, 131072):
-        x = h.randn(elements // cols, cols, dtype=h.half, scale=2.0)
-        variants = {"torch": torch_softmax, "torch.compile": h.compiled(torch_softmax)}
-        if cols <= ROWS_MAX:
+        x = h.rows(elements // cols, cols, dtype=h.half)
+        variants = {"torch": torch_softmax} | compiled_modes(h, torch_softmax)
+        if cols <= REGISTERS_MAX:
             variants["triton rows"] = softmax_rows
         variants["triton"] = softmax
         case, work = f"{elements // cols}x{cols}", Work(bytes=2 * x.nbytes)
@@ -121,12 +121,12 @@ def demo(h: Harness) -> None:
 
     def answer() -> str:
         share = {cols: f"{table['triton'].of_ceiling:.0%}" for cols, table in tables.items()}
-        rows, over = tables[32768]["triton rows"], geomean(tables.values(), "torch.compile", "triton")
+        held, over = tables[32768]["triton rows"], over_library(tables.values())
         verdict = "not" if tables[32768].over("triton rows", "triton") > 1.02 else "or as well"
         return (
             f"In registers at 256 and 4096 columns ({share[256]} and {share[4096]} of a copy); at 32768 in L1 "
-            f"({share[32768]}), {verdict} in registers ({rows.of_ceiling:.0%}); at 131072 in several programs, which "
-            f"wait for each other ({share[131072]}). Mean {over:.2f}x torch.compile."
+            f"({share[32768]}), {verdict} in registers ({held.of_ceiling:.0%}); at 131072 in several programs, which "
+            f"wait for each other ({share[131072]}). Mean {over:.2f}x torch's fastest call."
         )
 
     h.answer(answer)

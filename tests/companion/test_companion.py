@@ -85,6 +85,53 @@ def test_compare_joins_rows_and_holds_ratios(tmp_path, capsys):
     assert "softmax: not in my record" in capsys.readouterr().out
 
 
+def test_compare_allows_for_what_lies_between_two_machines(tmp_path, capsys):
+    """What two runs of one code on two H200 machines showed: 0.995x and 1.007x, with spreads of a thousandth."""
+    record, mine = json.loads(RECORD.read_text()), tmp_path / "mine.json"
+    for example in record["examples"]:
+        for row in (row for table in example["tables"] for row in table["rows"] if row["ms"]):
+            row["p20"], row["p80"] = 0.9995 * row["ms"], 1.0005 * row["ms"]
+    (tmp_path / "reference.json").write_text(json.dumps(record))
+    for technique, factor, agree in (
+        ("vector_add", 1 / 0.995, True),
+        ("softmax", 1 / 1.007, True),
+        ("softmax", 1.03, False),
+    ):
+        mine.write_text(json.dumps(slower(record, technique, factor)))
+        assert main(["compare", str(tmp_path / "reference.json"), str(mine), technique]) == 0
+        agreed, of = map(int, re.search(r"(\d+) of (\d+) ratios agree", capsys.readouterr().out).groups())
+        assert (agreed == of) == agree, (technique, factor)
+
+
+def test_a_slower_host_is_no_regression(tmp_path, capsys):
+    """And a slower GPU is: of whole calls its part is compared; where a record lacks it, nothing."""
+
+    def written(name, speedup, gpu_ms):
+        eager, graph = ("torch eager", 9.0, 2.0), ("CUDA graph", 9 / speedup, gpu_ms)
+        rows = [
+            {"variant": variant, "ours": False, "peer": False, "ms": ms, "p20": 0.99 * ms, "p80": 1.01 * ms,
+             "speedup": 9 / ms, "gpu_ms": part if gpu_ms else None}
+            for variant, ms, part in (eager, graph)
+        ]  # fmt: skip
+        tables = [{"title": "modes", "case": "1x1", "baseline": "torch eager", "rows": rows}]
+        example = {"name": "modes", "status": "passed", "tables": tables}
+        record = {"schema": 2, "topic": "t", "gpu": "H200", "running": None, "examples": [example]}
+        (tmp_path / name).write_text(json.dumps(record))
+        return str(tmp_path / name)
+
+    before = written("before.json", 8.68, 1.0)
+    for after, status, told in (
+        (written("host.json", 5.62, 1.01), 0, "host 0.647"),
+        (written("gpu.json", 8.68, 1.3), 1, "GPU 0.769"),
+        (written("old.json", 5.62, None), 0, "host 0.647"),
+        (written("same.json", 8.6, 1.0), 0, "1 of 1 ratios agree"),
+    ):
+        assert main(["compare", before, after, "--fail-under", "0.95"]) == status
+        out = capsys.readouterr().out
+        assert told in out
+        assert ("by their host alone" in out) == ("host" in told)
+
+
 def test_an_export_goes_to_a_file_a_folder_or_the_terminal_and_replaces_none_unless_told(tmp_path, capsys):
     assert main(["export", "tma_epilogues", "-o", str(tmp_path)]) == 0
     assert "checks linear; not checked here: swiglu, linear_fp8" in capsys.readouterr().out

@@ -1,62 +1,112 @@
-"""README's tables: which row of a recorded table is the technique's own, and what it is put next to."""
+"""The tables of docs/: every recorded table, what a user gets as its row, and what that is put next to."""
 
+from dataclasses import asdict
+
+from harness.bench import Row, Table
 from harness.record import ExampleRecord, Record, load
 
-from companion.readme import answer_cell, best_row, results_tables
+import pytest
+
+from companion.readme import answer_cell, results_tables, told_rows
 
 
-def row(variant, ms, ours=False, tbps=1.0, tflops=None, peer=False):
-    return {
-        "variant": variant, "ours": ours, "ms": ms, "tbps": tbps, "tflops": tflops, "of_ceiling": 0.5,
-        "speedup": None if ms is None else 10 / ms, "peer": peer,
-    }  # fmt: skip
+def row(variant, ms, ours=False, tbps=1.0, **more):
+    spread = {"p20": ms and 0.99 * ms, "p80": ms and 1.01 * ms, "enqueue_us": 5.0}
+    known = {"tbps": tbps, "of_ceiling": tbps and 0.5, "speedup": ms and 10 / ms} | spread | more
+    return Row(variant, ours, None, 0.1, ms, **known)
 
 
-def table(*rows, baseline="torch eager"):
-    return {"title": "made", "case": "8x8", "baseline": baseline, "rows": list(rows)}
+def table(*rows, baseline="torch eager", title="made"):
+    return Table(title, "8x8", baseline, list(rows))
 
 
 EAGER = row("torch eager", 10)
 PEER = {"ours": True, "peer": True}  # a kernel of this repository that the technique is put next to
-LIBRARY = table(EAGER, row("torch.compile", 5), row("CUDA graph", 4))
+LIBRARY = table(EAGER, row("torch.compile", 5), row("CUDA graph", 40))
 
 
-def test_the_best_row_of_a_case():
-    for rows, best in (
-        (LIBRARY["rows"], "CUDA graph"),  # nothing of ours: the best of what is put next to the baseline
-        ([EAGER, row("torch.compile", 12)], "torch.compile"),  # even when it is slower
-        ([row("torch eager", 1), row("torch.compile", 5), row("triton", 9, ours=True)], "triton"),  # ours, if there is
-        ([EAGER, row("triton", 3, ours=True), row("triton two", 2, ours=True)], "triton two"),
-        ([EAGER], None),
-        ([EAGER, row("torch.compile", None)], None),  # not timed
-        ([EAGER, row("torch.compile", 5, tbps=None)], None),  # no work is counted: its times are those of launches
-        ([EAGER, row("torch.compile", 5, tbps=None, tflops=3.0)], "torch.compile"),
-        ([EAGER, row("torch.compile", 5), row("triton", None, ours=True)], None),
-        ([EAGER, row("triton", 1, **PEER), row("gluon", 3, ours=True)], "gluon"),
-        ([EAGER, row("triton", 1, **PEER)], None),  # not the library's row: this is no table of library calls
+@pytest.fixture
+def lines(tmp_path):
+    """The rows that results_tables() tells of a record with these tables."""
+
+    def of(*tables, study=False, gpu="a GPU"):
+        limits = {"copy_tbps": None, "gemm_tflops": {}}
+        known = {"gpu": gpu, "torch": "2", "triton": "3", "torch_xla": "2", "host": {"cpu": "x", "cores": 4}}
+        part = ExampleRecord(
+            "made", "passed", tables=[asdict(each) for each in tables], machine=known | {"ceilings": limits}
+        )
+        example = ExampleRecord("made", "passed", machine=part.machine, study=part) if study else part
+        made = Record(tmp_path / "r.json", "topic", gpu)
+        made.put(example)
+        made.save()
+        return [line for line in results_tables(tmp_path, study).splitlines() if line.startswith("| made")]
+
+    return of
+
+
+def test_the_row_of_a_case_is_what_a_user_gets():
+    two = [row("triton", 3, ours=True), row("triton two", 2, ours=True)]
+    for rows, told in (
+        (LIBRARY.rows, ["torch.compile", "CUDA graph"]),  # nothing of ours: all that is put beside the baseline
+        ([row("torch eager", 1), row("torch.compile", 5), row("triton", 9, ours=True)], ["triton"]),
+        ([EAGER, *two], ["triton"]),  # not the fastest: the first
+        ([EAGER], ["torch eager"]),
+        ([EAGER, row("triton", 1, **PEER), row("gluon", 3, ours=True)], ["gluon"]),
+        ([EAGER, row("triton", 1, **PEER)], ["triton"]),
     ):
-        found = best_row(table(*rows))
-        assert (found and found["variant"]) == best, rows
+        assert [each.variant for each in told_rows(table(*rows))] == told, rows
+    assert [each.variant for each in told_rows(table(*two, baseline="triton"))] == ["triton two"]  # our own variants
 
 
-def test_what_each_case_is_put_next_to(tmp_path):
-    """Library calls next to their baseline, our kernels next to every library and to the fastest peer."""
-    ours = table(row("cuBLAS", 10), row("torch", 8), row("triton", 5, ours=True), baseline="cuBLAS")
-    peers = [row("triton tile", 6, **PEER), row("triton split", 4, **PEER), row("triton late", None, **PEER)]
-    compared = table(EAGER, *peers, row("gluon", 5, ours=True))
-    limits = {"copy_tbps": None, "gemm_tflops": {}}
-    known = {"gpu": None, "torch": "2", "torch_xla": None, "host": {"cpu": "x", "cores": 4}, "ceilings": limits}
-    made = Record(tmp_path / "r.json", "topic", None)
-    for name, tables in {"modes": [LIBRARY, ours], "by_hand": [compared]}.items():
-        made.put(ExampleRecord(name, "passed", tables=tables, machine=known))
-    made.save()
-    lines = [line for line in results_tables(tmp_path).splitlines() if line.startswith(("| modes", "| by_hand"))]
-    assert [line.split("8x8 |")[1].strip() for line in lines] == [
-        "CUDA graph | 4.000 | 1.00 TB/s | 50.0% | 2.50x torch eager |",
-        "triton | 5.000 | 1.00 TB/s | 50.0% | 2.00x cuBLAS, 1.60x torch |",
-        "gluon | 5.000 | 1.00 TB/s | 50.0% | 2.00x torch eager, 0.80x triton split |",
+def test_every_table_is_listed_and_where_it_loses_it_is_bold(lines):
+    """Library calls next to their baseline; our kernels next to it, every library, and the fastest peer."""
+    ours = table(row("cuBLAS", 10), row("torch", 8), row("triton", 9, ours=True), baseline="cuBLAS")
+    peers = [row("triton tile", 6, **PEER), row("triton split", 4, **PEER)]
+    compared = table(EAGER, *peers, row("gluon", 5, ours=True), row("gluon two", 2, ours=True))
+    launches = table(EAGER, row("triton", 20, ours=True, tbps=None), title="made: no bytes are counted")
+    untimed = table(row("torch eager", None), row("triton", None, ours=True))
+    own = table(row("old", 5, ours=True), row("new", 8, ours=True), baseline="old")
+    tables = (LIBRARY, ours, compared, launches, untimed, own)
+    assert [line.split("8x8 |")[1].strip() for line in lines(*tables)] == [
+        "torch.compile | 5 | 1.00 TB/s | 50.0% | 2.00x torch eager |  |",
+        "CUDA graph | 40 | 1.00 TB/s | 50.0% | **0.25x** torch eager |  |",
+        "triton | 9 | 1.00 TB/s | 50.0% | 1.11x cuBLAS; **0.89x** torch |  |",
+        "gluon | 5 | 1.00 TB/s | 50.0% | 2.00x torch eager; **0.80x** triton split | gluon two: 2.50x |",
+        "triton | 20 |  |  | **0.50x** torch eager |  |",
+        "new | 8 | 1.00 TB/s | 50.0% | **0.62x** old | old: 1.60x |",
     ]
-    by_hand = load(tmp_path / "r.json")["examples"][1]
-    assert answer_cell(by_hand) == "recorded before it gave an answer"
-    assert answer_cell(by_hand | {"answer": "Twice as fast."}) == "Twice as fast."
-    assert answer_cell(by_hand | {"status": "failed", "reason": "CheckError: wrong"}) == "failed: CheckError: wrong"
+    assert [line.split("8x8 |")[1].strip() for line in lines(LIBRARY, compared, study=True)] == [
+        "torch eager | 10 | 2.00x torch.compile; **0.25x** CUDA graph |",
+        "torch eager | 10 | 1.67x triton tile; 2.50x triton split; 2.00x gluon; 5.00x gluon two |",
+    ]
+
+
+def test_of_whole_calls_both_sides_times_are_told_and_what_a_faster_host_makes_of_them(lines):
+    eager, graph = row("torch eager", 10, gpu_ms=2.0, enqueue_us=9900.0), row("CUDA graph", 2, gpu_ms=1.9)
+    for study in (False, True):
+        found = lines(table(eager, graph), study=study)
+        assert [line.split("8x8 |")[1].strip() for line in found] == [
+            "torch eager | 10 | 2 | 9900 |  |  |",
+            "CUDA graph | 2 | 1.9 | 5 | 5.00x | 2.63x |",  # 10 / 2, and (10 / 2) / 1.9: the GPU's part stays
+        ]
+
+
+def test_a_ratio_of_uneven_times_has_a_question_mark(lines):
+    cpu = {"enqueue_us": None}
+    eager = row("torch eager", 10, **cpu)
+    rows = [
+        eager,
+        row("torch near", 10.1, **cpu),
+        row("torch uneven", 5, p80=9.0, enqueue_us=None),
+        row("torch", 5, **cpu),
+    ]
+    marked = [line.split(" | ")[-2] for line in lines(table(*rows), gpu=None)]
+    assert marked == ["**0.99x?** torch eager", "2.00x? torch eager", "2.00x torch eager"]
+
+
+def test_an_answer_is_the_recorded_one_or_why_there_is_none(tmp_path, lines):
+    lines(LIBRARY)
+    (example,) = load(tmp_path / "r.json")["examples"]
+    assert answer_cell(example) == "recorded before it gave an answer"
+    assert answer_cell(example | {"answer": "Twice as fast."}) == "Twice as fast."
+    assert answer_cell(example | {"status": "failed", "reason": "CheckError: wrong"}) == "failed: CheckError: wrong"

@@ -183,7 +183,8 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--json", type=Path, required=True, metavar="PATH")
     parser.add_argument("--compare", action="store_true", help="run nothing: PATH against caught.json")
     options = parser.parse_args(argv)
-    results = json.loads(options.json.read_text(encoding="utf-8"))["results"] if options.json.exists() else []
+    record = json.loads(options.json.read_text(encoding="utf-8")) if options.json.exists() else {}
+    results = record.pop("results", [])
     if options.compare:
         return compare(results, json.loads(CAUGHT.read_text(encoding="utf-8"))["results"])
     faults = chosen(options)
@@ -199,7 +200,8 @@ def main(argv: list[str] | None = None) -> int:
         with lock:
             results.append(result)
             rows = sorted(results, key=lambda r: (r["kind"], r["id"]))
-            text = '{"results": [\n ' + ",\n ".join(map(json.dumps, rows)) + "\n]}\n"
+            comments = "".join(f"{json.dumps(name)}: {json.dumps(text)},\n " for name, text in record.items())
+            text = f'{{{comments}"results": [\n ' + ",\n ".join(map(json.dumps, rows)) + "\n]}\n"
             options.json.write_text(text, encoding="utf-8")
             marks = "".join("?" if result[half] is None else ".X"[result[half]] for half in ("demo", "tests"))
             print(f"{len(results):4} {marks} {result.get('seconds', 0):6.1f} s  {result['id'][:110]}", flush=True)

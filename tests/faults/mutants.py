@@ -1,9 +1,10 @@
 """Generated faults: masks, comparisons and constants of kernels and of the functions that launch them.
 
-    python -m tests.faults.mutants           writes mutants.json anew, from the tree as it is: a sample, always the same
+    python -m tests.faults.mutants           renews mutants.json: those of deleted code go, others take their places
 
 A mutant is kept as a Fault, with its function and the statement it changes, so it can be planted where that one is
 later. Many are harmless (a constant that only decides the speed); what counts is that those once caught stay caught.
+So a sample keeps what it has, and what it adds is always the same for the same tree.
 """
 
 from __future__ import annotations
@@ -11,12 +12,13 @@ from __future__ import annotations
 import ast
 import copy
 import json
+import re
 import zlib
 from collections import defaultdict
 from collections.abc import Iterator
 from pathlib import Path
 
-from . import ROOT, Fault, places
+from . import ROOT, Fault, NotFound, places, planted
 
 KEPT = Path(__file__).parent / "mutants.json"
 TOPICS = ("triton", "fp8", "tma")
@@ -112,8 +114,21 @@ def mutants(technique: str, source: str) -> Iterator[tuple[str, Fault]]:
                 )  # fmt: skip
 
 
-def sample(root: Path = ROOT) -> list[Fault]:
-    """A few of each technique, chosen by a hash of what they are: the same in every run."""
+def applies(fault: Fault, root: Path = ROOT) -> bool:
+    """Whether the source still has what the fault replaces."""
+    try:
+        return bool(planted(fault, root))
+    except NotFound:
+        return False
+
+
+def _change(fault: Fault) -> str:
+    """What a mutant changes, wherever its function has moved to."""
+    return re.sub(r" line \d+", "", fault.wrong).replace('"', "'")
+
+
+def sample(kept: list[Fault], root: Path = ROOT) -> list[Fault]:
+    """EACH of every technique: those of `kept` that still apply, then others by a hash of what they are."""
     chosen = []
     for topic in TOPICS:
         paths = sorted((root / "examples" / topic).glob("*.py"))
@@ -126,11 +141,13 @@ def sample(root: Path = ROOT) -> list[Fault]:
             for faults in by_operator.values():  # what a CPU can run comes first, and what launches last
                 faults.sort(key=lambda f: (f.gpu, "kernel" not in f.within, zlib.crc32(f.id.encode())))
             queues = [by_operator[name] for name in ("mask", "comparison", "constant") if by_operator[name]]
-            mine: list[Fault] = []
+            mine = [f for f in kept if f.technique == f"{topic}/{lesson.stem}" and applies(f, root)]
+            known = set(map(_change, mine))
             while len(mine) < EACH and any(queues):
                 for faults in queues:
                     if faults and len(mine) < EACH:
-                        mine.append(faults.pop(0))
+                        one = faults.pop(0)
+                        mine += [one] if _change(one) not in known else []
             chosen += enumerate(mine)
     return [fault for _, fault in sorted(chosen, key=lambda each: each[0])]  # a run that is cut short has some of all
 
@@ -140,7 +157,7 @@ def sampled() -> list[Fault]:
 
 
 if __name__ == "__main__":
-    found = sample()
+    found = sample(sampled())
     rows = [{k: v for k, v in f._asdict().items() if v != Fault._field_defaults.get(k)} for f in found]
     KEPT.write_text("[\n " + ",\n ".join(map(json.dumps, rows)) + "\n]\n", encoding="utf-8")
     print(len(found), "mutants")

@@ -44,8 +44,8 @@ rows are padded with 0 instead of -inf, so the padding counts
   + mask=inside, other=0.0).to(tl.float32)
   + weights = tl.exp(x - tl.max(x, axis=1)[:, None])
 the dispatch hands rows to a kernel that does not take them
-  - if n_cols <= RESIDENT_MIN:
-  + if n_cols <= 4 * ROWS_MAX:
+  - if n_cols <= REGISTERS_BEST:
+  + if n_cols <= 4 * REGISTERS_MAX:
 the input is read with the output's row stride
   - x_ptr + rows[:, None] * stride_xm + cols[None, :]
   + x_ptr + rows[:, None] * stride_ym + cols[None, :]
@@ -75,8 +75,8 @@ the grid counts rows of tiles by the columns of a tile
   - triton.cdiv(M, meta["BLOCK_M"]) * triton.cdiv(N, meta["BLOCK_N"])
   + triton.cdiv(M, meta["BLOCK_N"]) * triton.cdiv(N, meta["BLOCK_N"])
 EVEN_K is true for sizes that the step does not divide
-  - args["K"] % args["BLOCK_K"] == 0
-  + args["K"] % 32 == 0
+  - EVEN_K=K % BLOCK_K_MAX == 0
+  + EVEN_K=K % 32 == 0
 the last band is taken to be full, so some tiles are computed twice and others never
   - group = min(tiles_m - first_m, GROUP_M)
   + group = GROUP_M

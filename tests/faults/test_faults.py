@@ -5,7 +5,7 @@ from collections import Counter
 import pytest
 
 from . import ROOT, Fault, all_planted, planted
-from .mutants import sampled
+from .mutants import applies, sample, sampled
 
 FAULTS = all_planted()
 
@@ -23,6 +23,17 @@ def test_every_snippet_is_where_its_fault_is_planted(module):
 def test_identifiers_are_unique():
     counts = Counter(fault.id for fault in [*FAULTS, *sampled()])
     assert [name for name, count in counts.items() if count > 1] == []
+
+
+def test_every_mutant_is_of_code_that_is_there():
+    """Where one is not: python -m tests.faults.mutants. It keeps the others, and fills their places."""
+    kept = sampled()
+    assert [fault.id for fault in kept if not applies(fault)] == []
+    gone = kept[0]._replace(snippet="is_no_longer_there()")
+    renewed = sample([gone, *kept[1:]])
+    assert gone not in renewed
+    assert {*kept[1:]} <= {*renewed}
+    assert len(renewed) == len(kept)
 
 
 def test_every_family_of_kernels_has_two():

@@ -19,10 +19,8 @@ def said(show, *args, width=80):
 
 
 def made(case, *names, ms=1.0, **more):
-    rows = [
-        Row(name, i > 0, 0.1, 0.5, ms * (i + 1), 1.0, 2.0, 1.0, of_ceiling=0.48, speedup=1 / (i + 1), **more)
-        for i, name in enumerate(names)
-    ]
+    known = {"p20": 1.0, "p80": 2.0, "tbps": 1.0, "of_ceiling": 0.48, "enqueue_us": 5.0} | more
+    rows = [Row(name, i > 0, 0.1, 0.5, ms * (i + 1), speedup=1 / (i + 1), **known) for i, name in enumerate(names)]
     return Table("made", case, names[0], rows)
 
 
@@ -61,15 +59,55 @@ def test_one_table_at_any_width_and_cases_without_times_or_without_a_variant(wid
     assert lines[0].split() == ["made", "8x8", "[0]"]
     assert not any("…" in line for line in lines)
     for i, name in enumerate(ODD):
-        row = rf" ?{re.escape(name)} +{i + 1}\.0000 +1\.0000 - 2\.0000 +.* {1 / (i + 1):.2f} +0\.50 +0\.10 *"
+        row = rf" ?{re.escape(name)} +{i + 1}\.0000 +1\.0000 - 2\.0000 +.* {1 / (i + 1):.2f} +50% +0\.10 *"
         assert any(re.fullmatch(row, line) for line in lines)
     untimed = made("8x8", "torch", "ours")
     for row in untimed.rows:
         row.ms = None
     assert said(console.show_cases, [untimed]) == []
-    assert "error / budget: torch 0.50, ours 0.50" in said(console.show_comparison, untimed)[0]
+    assert said(console.show_comparison, untimed)[0].endswith("of what rounding allows: torch 50%, ours 50%")
     lines = said(console.show_cases, [untimed, made("one", "torch", "a"), made("two", "torch", "a", "b")])
     assert [line.split() for line in lines[-2:]] == [["one", "1", "0.50", "48%"], ["two", "1", "0.50", "0.33", "48%"]]
+
+
+def test_whole_calls_are_told_with_the_gpus_time_the_hosts_and_what_a_faster_host_makes_of_them():
+    """Launch-bound eager at 9 ms beside a graph at 1.5: 6x here, and 3x where the host is twice as fast."""
+
+    def calls(case, long):
+        table = made(case, "torch eager", f"CUDA graph{long}", tbps=None)
+        for row, ms, gpu_ms, host, over in zip(
+            table.rows, (9.0, 1.5), (1.6, 1.5), (8900.0, 20.0), (1.0, 6.0), strict=True
+        ):
+            row.ms, row.p20, row.p80, row.gpu_ms, row.enqueue_us, row.speedup = ms, ms, ms, gpu_ms, host, over
+        return table
+
+    for long in ("", " of many compiled blocks, one a layer"):
+        for tables in ([calls("1x1 tokens", long)], [calls("1x1 tokens", long), calls("1x16 tokens", long)]):
+            lines = said(console.show_cases, tables)
+            assert max(map(len, lines)) <= 80
+            rows = [re.sub(r"\d+%", "", line).split() for line in lines if re.match(" *CUDA graph", line)]
+            assert [row[-5:] for row in rows] == [["1.5", "1.5", "20", "6.00", "3.00"]] * len(tables)
+            assert all(sum(table.case in line for line in lines) == 1 for table in tables)
+    assert "host" not in "".join(said(console.show_cases, [made("8x8", "torch eager", "ours")]))
+
+
+@pytest.mark.parametrize("cases", [("8x8",), ("8x8", "16x16")])
+def test_a_ratio_of_uneven_times_is_marked_and_its_spread_told(cases):
+    """On a CPU, or of whole calls: where it reaches from below 1 to above, or one call takes half as long again."""
+    for spread, over, told in (
+        ((0.98, 1.02), 2.0, None), ((0.9, 1.1), 1.05, "0.86 to 1.28"), ((0.98, 2.39), 2.0, "0.82 to 2.08"),
+    ):  # fmt: skip
+        tables = [made(case, "torch", "ours", enqueue_us=None) for case in cases]
+        for base, row in (table.rows for table in tables):
+            base.ms, base.p20, base.p80 = 1.0, 0.98, 1.02
+            row.ms, row.speedup = 1 / over, over
+            row.p20, row.p80 = (each / over for each in spread)
+            if over == 1.05:
+                base.p20, base.p80 = 0.9, 1.1
+        text = " ".join("\n".join(said(console.show_cases, tables)).split())
+        assert (f"{over:.2f}?" in text) == bool(told), text
+        assert ("uneven" in text) == bool(told)
+        assert told is None or text.count(told) == len(cases), text
 
 
 def test_rows_of_facts_and_the_closing_table_are_whole():

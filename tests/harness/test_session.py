@@ -89,7 +89,7 @@ def test_what_is_printed_is_kept_back_until_the_end_unless_asked(made, verbose):
     h.fact("a count", {"of": {"x": 3}})
     h.table("name", rows := {"a": {"x": 1}, "b": {"x": [2.5, None]}})
     table = "t one" if verbose else "times as fast as torch"
-    whole = ("doubling: 0.", "And so it is.", "x: 3", "2.5 / None", table)
+    whole = ("doubling: ", "And so it is.", "x: 3", "2.5 / None", table)
     assert [text in said() for text in whole] == [verbose] * 5
     h.finish()
     assert [text in said() for text in whole] == [verbose, True, verbose, True, True]
@@ -127,7 +127,35 @@ def test_a_check_is_recorded_as_it_goes(made, monkeypatch):
     monkeypatch.setattr("harness.session.check_once", lambda *args, **budget: budgets.append(budget) or 0.0)
     for fn in (VARIANTS["ours"], torch.compile(VARIANTS["ours"], backend="eager")):
         made()[0].check(fn, reference, torch.ones(2), what="x", terms=3)
-    assert budgets == [{"what": "x", "terms": 3}, {"what": "x", "terms": 3, "poison": False}]  # which it would trace
+    plain = {"what": "x", "terms": 3}
+    assert budgets == [plain, plain | {"poison": False, "stores": 2}]  # poisoning would be traced
+
+
+def test_rows_have_statistics_of_their_own(made):
+    x = made()[0].rows(4, 8, 512, dtype=torch.float64).view(-1, 512)
+    means, deviations = x.mean(1), x.std(1)
+    assert means.std() > 0.5
+    assert (deviations[7::16] < 2e-3).all()
+    assert deviations.max() / deviations[deviations > 2e-3].min() > 3
+
+
+def test_uneven_times_give_no_answer(made):
+    """As of a CPU on which something else runs: the answer recorded before stands, or none."""
+    for slow, answered in ((1.9, True), (2.1, False)):
+        h, said = made()
+        table = compare(h, title="t")
+        table["ours"].p20, table["ours"].p80 = 1.0, slow
+        h.answer(lambda: "It is twice as fast.")
+        h.finish()
+        assert (h.record.answer is not None) == answered
+        assert ("Times too uneven to answer (t, ours: 1 to 2.1 ms)" in " ".join(said().split())) != answered
+
+
+def test_the_default_row_is_one_of_the_table(made):
+    h, _ = made()
+    with pytest.raises(ValueError, match="default 'theirs' is not one of the variants"):
+        compare(h, default="theirs")
+    assert compare(h, default="ours").default == "ours"
 
 
 def test_sizes_and_inputs(made, h):
