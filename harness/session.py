@@ -97,12 +97,12 @@ class Harness:
 
     def rows(self, *shape: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
         """randn() whose rows (the last dimension) have a mean and a standard deviation each, so that the statistics of
-        one fit no neighbour: the mean from -2 to 2, the deviation from 1/4 to 2, and 1e-3 in every 16th row."""
+        one fit no neighbour: the mean from -2 to 2, the deviation from 1/4 to 2, and 0 and 1e-3 in every 16th row."""
         x = self.randn(*shape)
         size = (*shape[:-1], 1)
         mean, log2 = (torch.rand(size, generator=self._generator, device=self.device) for _ in range(2))
         deviation = torch.exp2(3 * log2 - 2)
-        deviation.view(-1)[7::16] = 1e-3
+        deviation.view(-1)[7::16], mean.view(-1)[7::16] = 1e-3, 0.5
         return x.mul_(deviation).add_(4 * mean - 2).to(dtype)
 
     def randint(self, high: int, *shape: int) -> torch.Tensor:
