@@ -14,6 +14,7 @@ from __future__ import annotations
 import atexit
 import contextlib
 import hashlib
+import inspect
 import io
 import os
 import pickle
@@ -244,7 +245,7 @@ def _ask(
             f"codegen: {wrapper.__qualname__} was asked for while its file was being imported to compile it; "
             "call compile_for and dump from within a function, or below `if __name__ == '__main__':`"
         )
-    request, file = io.BytesIO(), Path(wrapper.__globals__["__file__"]).resolve()
+    request, file = io.BytesIO(), Path(inspect.unwrap(wrapper).__globals__["__file__"]).resolve()
     _Pickler(request).dump((file, wrapper.__qualname__, args, kwargs or {}, config, texts, sm))
     worker = _idle.get()
     try:

@@ -91,7 +91,7 @@ def by_hand_plan(shared_bytes: int, scale_groups: int = 0) -> tuple[int, ...]:
 def budget(dtype: torch.dtype, K: int) -> dict:
     """On Hopper an FP8 instruction cuts 32 products and the accumulator so far to about 14 bits."""
     rough = dtype in (E4M3, E5M2) and not interpreted()
-    return {"terms": K, "acc": 2.0**-13, "roundings": K // 32} if rough else {"terms": K}
+    return {"terms": K, "acc": 2.0**-13} if rough else {"terms": K}
 
 
 # Nothing but a tail; one more than a tile in each dimension, which steps of K do not divide; nothing to add up.
