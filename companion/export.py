@@ -49,10 +49,16 @@ CHECK = '''class _Check:
     def randn(self, *shape, dtype=torch.float32, scale=1.0):
         return (torch.randn(*shape, device=self.device) * scale).to(dtype)
 
+    def rows(self, *shape, dtype=torch.float32):
+        mean, log2 = torch.rand(2, *shape[:-1], 1, device=self.device)
+        return (self.randn(*shape) * torch.exp2(3 * log2 - 2) + 4 * mean - 2).to(dtype)
+
     def randint(self, high, *shape):
         return torch.randint(high, shape, device=self.device)
 
-    def check(self, fn, reference, *inputs, what="", terms=1, roundings=0, acc=torch.float32, operand_eps=0.0, **_):
+    def check(
+        self, fn, reference, *inputs, what="", terms=1, roundings=0, acc=torch.float32, operand_eps=0.0, stores=1, **_
+    ):
         gots, wants = fn(*inputs), reference(*inputs)
         for got, want in zip(gots, wants, strict=True) if isinstance(wants, (tuple, list)) else [(gots, wants)]:
             if got.shape != want.shape:
@@ -63,7 +69,9 @@ CHECK = '''class _Check:
             eps = 0.0 if exact else torch.finfo(got.dtype).eps
             acc_eps = acc if isinstance(acc, float) else torch.finfo(acc).eps
             rms = want.double().nan_to_num(0, 0, 0).square().mean(-1, keepdim=True).sqrt()
-            budget = (2 * eps + roundings * acc_eps) * want.abs() + (16 * acc_eps * terms**0.5 + 8 * operand_eps) * rms
+            relative, per_row = 0.51 * stores * eps + roundings * acc_eps, 16 * acc_eps * terms**0.5 + 8 * operand_eps
+            tiny = 0.0 if exact else torch.finfo(got.dtype).smallest_normal * eps
+            budget = relative * want.abs() + per_row * rms + tiny
             value, rounded = got.double(), want.to(got.dtype).double()
             right = (value == rounded) | (value.isnan() & rounded.isnan()) | ((value - want).abs() <= budget + 1e-37)
             if not exact:  # a GPU's cast to FP8 saturates, torch's does not
@@ -98,7 +106,7 @@ class Module:
     lines: list[str]
     tree: ast.Module
     defined: dict[str, ast.stmt] = field(default_factory=dict)
-    effects: list[ast.stmt] = field(default_factory=list)  # calls and loops, such as what registers a fake
+    effects: list[ast.stmt] = field(default_factory=list)  # calls, loops and conditions, such as what registers a fake
     imports: dict[str, tuple[str, str]] = field(default_factory=dict)  # name -> (statement, module of this repository)
     whole: dict[str, Path] = field(default_factory=dict)  # a module of this repository, by the name it has here
 
@@ -116,7 +124,9 @@ class Module:
                         module.whole[name] = file
                     else:
                         module.imports[name] = _import_of(node, alias)
-            elif isinstance(node, ast.For) or (isinstance(node, ast.Expr) and isinstance(node.value, ast.Call)):
+            elif isinstance(node, (ast.For, ast.If)) or (
+                isinstance(node, ast.Expr) and isinstance(node.value, ast.Call)
+            ):
                 module.effects.append(node)
             for name in _names_of(node):
                 module.defined[name] = node
@@ -235,7 +245,8 @@ class _Export:
         """What is done to what was taken, until nothing is left to take."""
         for path, taken in list(self.taken.items()):
             for node in self.modules[path].effects:
-                done_to = _used(node.iter if isinstance(node, ast.For) else node.value.func)
+                where = {ast.For: "iter", ast.If: "test"}.get(type(node))
+                done_to = _used(getattr(node, where) if where else node.value.func)
                 if done_to & taken.keys() and node not in taken.values():
                     taken[f"{path.stem}, line {node.lineno}"] = node
                     self._take_used(self.modules[path], node)

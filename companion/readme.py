@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import re
 import sys
+from collections.abc import Collection
 from pathlib import Path
 
 from harness.bench import Row, Table
@@ -19,6 +20,7 @@ from harness.sources import sources_hash
 OLDER = " *(older code)*"
 BEYOND = "goes beyond the chapter"
 OUTLINE = "docs/chapter.txt"  # the headings of the chapter's texts, as they stand there
+_QUOTED, _NAME = '"[^"]+"(?:(?:,| and|, and) "[^"]+")*', re.compile('"([^"]+)"')
 FASTER = 1.02  # from which on another of our variants than the one that a user gets is named
 
 
@@ -87,15 +89,39 @@ def answer_cell(example: dict) -> str:
     return example["answer"].replace("|", "\\|") if example["answer"] else "recorded before it gave an answer"
 
 
-def chapter_table(found: list[Topic]) -> str:
-    """The chapter's sections and the techniques that each has here, from the `Source` fields."""
-    sections: dict[str, list[str]] = {}
-    for t in (t for topic in found for t in topic.techniques):
-        match = re.search(r'chapter sections? ((?:"[^"]+"|[^".;(])*)', t.source)
-        for name in re.findall(r'"([^"]+)"', match[1]) if match else [BEYOND]:
-            sections.setdefault(name, []).append(f"[{t.name}](../{t.file})")
-    rows = sorted(sections.items(), key=lambda item: item[0] == BEYOND)
-    return "\n".join(["| section | techniques |", "| --- | --- |", *(f"| {n} | {', '.join(t)} |" for n, t in rows)])
+def chapter_sections(technique: Technique, known: Collection[str]) -> list[tuple[str, str]]:
+    """(section of the chapter, what is found otherwise here) of each that a `Source` names, as in `chapter section "A",
+    whose claim is wrong; chapter sections "B" and "C"`; none where the technique goes beyond the chapter.
+
+    Raises ValueError for a section that is not `known`, and for a Source that says neither.
+    """
+    named = re.findall(f"sections? ({_QUOTED})", technique.source)
+    if unknown := {name for names in named for name in _NAME.findall(names)} - {*known}:
+        raise ValueError(f"{technique.file}: its Source names {sorted(unknown)}, which {OUTLINE} does not have")
+    parts = [re.match(f"chapter sections? ({_QUOTED})(?:, (wh.+))?", part) for part in technique.source.split("; ")]
+    found = [(name, (part[2] or "").rstrip(".")) for part in parts if part for name in _NAME.findall(part[1])]
+    if not found and BEYOND not in technique.source:
+        raise ValueError(f"{technique.file}: its Source names no section of the chapter, nor says that it {BEYOND}")
+    return found
+
+
+def chapter_table(found: list[Topic], outline: str) -> str:
+    """For each text of the chapter its sections with the techniques that name them as their Source, and those without.
+
+    `outline` has the headings of each text, its title first, and an empty line between texts. Raises ValueError.
+    """
+    texts = [[line.lstrip("#").strip() for line in text.splitlines()] for text in outline.strip().split("\n\n")]
+    known = {heading for text in texts for heading in text}
+    named = {t: chapter_sections(t, known) for topic in found for t in topic.techniques}
+    lines = []
+    for title, *headings in texts:
+        told = {h: [(t, clause) for t, each in named.items() for name, clause in each if name == h] for h in headings}
+        rows = [f"| {h} | [{t.name}](../{t.file}) | {clause} |" for h in headings for t, clause in told[h]]
+        head = ["| section | technique | what is found otherwise |", "| --- | --- | --- |"] if rows else []
+        lines += [f"### {title}\n", *head, *rows, *([""] if rows else [])]
+        lines += [f"Sections that no technique has as its source: {'; '.join(h for h in headings if not told[h])}.\n"]
+    beyond = ", ".join(f"[{t.name}](../{t.file})" for t, sections in named.items() if not sections)
+    return "\n".join([*lines, f"### Techniques that go beyond the chapter\n\n{beyond}"])
 
 
 def coverage_table(found: list[Topic], records: dict[str, dict]) -> str:
@@ -228,7 +254,7 @@ def documents(root: Path = ROOT) -> dict[Path, tuple[str, str]]:
     records = {record["topic"]: record for record in (as_run(load(path)) for path in paths)}
     parts = {
         "techniques": techniques_table(found, records, root),
-        "chapter": chapter_table(found),
+        "chapter": chapter_table(found, (root / OUTLINE).read_text(encoding="utf-8")),
         "coverage": coverage_table(found, records),
         "results": results_tables(root / "results" / "h200"),
         "results on a CPU": results_tables(root / "results" / "cpu"),

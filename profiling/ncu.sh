@@ -9,7 +9,9 @@ usage='usage: profiling/ncu.sh [--brief] [--seconds N] SCRIPT [TECHNIQUE ...] [-
   profiling/ncu.sh --brief triton_examples.py vector_add softmax --full
 
 Each kernel is replayed for the counters of these sections, with L2 emptied before, at the clocks the card has; the
-report opens in ncu-ui. Exit status: 0 profiled, 1 nothing profiled or a technique failed, 2 wrong usage.'
+report opens in ncu-ui. For some kernels alone call ncu yourself, with --kernel-name regex:PATTERN (docs/running.md): a
+@triton.jit kernel has the name of its function, and those that Inductor generates begin with triton_. Exit status: 0 profiled,
+1 nothing profiled or a technique failed, 2 wrong usage.'
 . "$(dirname "${BASH_SOURCE[0]}")/common.sh"
 
 brief='' seconds=120 arguments=()

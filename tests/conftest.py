@@ -7,7 +7,7 @@ from importlib.util import find_spec
 from pathlib import Path
 
 from harness.catalog import Needs
-from harness.hardware import machine
+from harness.hardware import interpreted, machine
 from harness.session import Harness
 
 import pytest
@@ -58,6 +58,18 @@ def pytest_terminal_summary(terminalreporter):
     widths = [max(map(len, column)) for column in zip(*shown, strict=True)]
     for row in shown:
         terminalreporter.write_line("  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)))
+
+
+@pytest.fixture(scope="session", autouse=True)
+def bounds():
+    """Interpreted kernels touch no memory but that of their tensors."""
+    if "triton" in LEFT_OUT or not interpreted():
+        yield
+        return
+    from tests.bounds import checked_bounds
+
+    with checked_bounds():
+        yield
 
 
 @pytest.fixture

@@ -48,9 +48,9 @@ from examples.triton import warp_specialized_matmul as specialized
 from examples.triton.persistent_matmul import matmul_persistent
 from examples.triton.pipelined_matmul import matmul_pipelined
 from studies.fp8.microscaling import quantize_torch
-from studies.tma import gluon_matmul as by_steps
 from studies.tma import tma_epilogues as epilogues_study
 from studies.tma.tma_copy import padded
+from tests.examples.tma.test_gluon_matmul import KERNELS as GLUON
 
 LAUNCHES = 2000  # of each kernel, under stress
 
@@ -284,7 +284,7 @@ def test_mx_matmul(h, speed, fmt):
     whole_a, whole_b = x.tensor_scales
     fn = functools.partial(mx.mx_matmul, fmt=fmt, out_dtype=h.half, a_tensor_scale=whole_a, b_tensor_scale=whole_b)
     alpha = math.prod(1.0 if whole is None else whole.item() for whole in x.tensor_scales)
-    (a, b), want, budget = x.decoded, x.reference(), {"dtype": h.half} | mx.budget(K)
+    (a, b), want, budget = x.decoded, x.reference(*x.packed), {"dtype": h.half} | mx.budget(K)
     unused = torch.empty(M, N, dtype=h.half, device=h.device)  # beta=0: it is not read
     speed.add("cuBLAS", functools.partial(torch.addmm, beta=0, alpha=alpha), unused, a, b.T, want=want, **budget)
     speed.add("block-scaled", functools.partial(fn, check_scales=False), *x.packed, want=want, **budget)
@@ -369,7 +369,7 @@ def test_tma_epilogues(h, speed, form):
     """In the GEMM's store, against cuBLAS and then the epilogue as one kernel by torch.compile."""
     sizes = (8192, 14336, 4096)
     every = epilogues_study.layers(h, *sizes)
-    _, inputs, reference, ours, two_kernels, dtype, _ = next(each for each in every if each[0] == form)
+    _, inputs, reference, ours, two_kernels, _, dtype, _ = next(each for each in every if each[0] == form)
     want, budget = reference(*inputs), {"dtype": dtype} | epilogues.budget(h, sizes[2])
     for variant in epilogues_study.runnable(h.device):
         speed.add(f"fused {variant}", ours(variant), *inputs, want=want, **budget)
@@ -380,7 +380,7 @@ def test_tma_epilogues(h, speed, form):
 @needs("wgmma by hand", (9, 0), only=True)
 @pytest.mark.parametrize("n", [4096, 8192])
 def test_tma_gluon_matmul(h, speed, n):
-    race_gemm(h, speed, f"{n}x{n}x{n}", by_steps.KERNELS)
+    race_gemm(h, speed, f"{n}x{n}x{n}", GLUON)
 
 
 @needs("TMA", (9, 0))
@@ -452,7 +452,7 @@ def test_same_bits_in_every_launch(h):
     rows, eight = padded(h, 1025, 777, half), fp8.operands(h, 1025, 776, 528, rows=True)
     calls = {"softmax split": bind(softmax.softmax_split, h.randn(64, 65537, dtype=half))}
     if machine().sm == 90:
-        calls |= {f"gluon {step}": bind(fn, a, b) for step, fn in by_steps.KERNELS.items()}
+        calls |= {f"gluon {step}": bind(fn, a, b) for step, fn in GLUON.items()}
     for name, fn, args, option, values in [
         ("persistent", matmul_persistent, (a, b), "variant", ("tile", "flattened", "split")),
         ("FP8", bind(fp8.fp8_matmul, check_scales=False), eight, "variant", fp8.runnable(device)),

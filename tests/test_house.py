@@ -88,7 +88,7 @@ def made_up(names: list[str], baseline: str, peers: list[str], ms: list[float]) 
     times = dict(zip(names, ms, strict=True))
     return [
         Row(name, not name.startswith(("torch", "cuBLAS", "cuDNN", "_scaled", "Flex")), 1.0, 0.25, t, t, t, 1.0,
-            100.0, 0.5 / t, times[baseline] / t, 20.0, name in peers)
+            100.0, 0.5 / t, times[baseline] / t, 20.0, peer=name in peers)
         for name, t in times.items()
     ]  # fmt: skip
 

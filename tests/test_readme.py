@@ -11,7 +11,7 @@ from contextlib import nullcontext
 from importlib.util import find_spec
 from pathlib import Path
 
-from harness.catalog import ROOT, load_module, topics
+from harness.catalog import ROOT, Technique, load_module, topics
 from harness.check import CheckError
 from harness.cli import _parser
 from harness.codegen import compile_for
@@ -70,7 +70,7 @@ def test_what_is_generated_stands_between_its_markers():
 
 def copied(folder, *names):
     """Those files and folders of the repository, the scripts and the pages, in another place."""
-    for name in [*TOPICS, *PAGES, "Makefile", "pyproject.toml", *names]:
+    for name in [*TOPICS, *PAGES, readme.OUTLINE, "Makefile", "pyproject.toml", *names]:
         (folder / name).parent.mkdir(exist_ok=True)
         if (ROOT / name).is_dir():
             shutil.copytree(ROOT / name, folder / name, ignore=shutil.ignore_patterns("__pycache__", "out"))
@@ -83,6 +83,36 @@ def test_pages_are_generated_without_a_record(tmp_path):
     bare = {path.name: new for path, (_, new) in readme.documents(copied(tmp_path, "examples", "studies")).items()}
     assert bare["README.md"].count("| not recorded yet | `") == sum(len(t.techniques) for t in TOPICS.values())
     assert bare["running.md"].count("| not recorded yet | |") == len(TOPICS)
+
+
+def test_every_source_is_a_heading_of_the_chapter_or_goes_beyond_it():
+    """The headings word for word; what a Source says of a section stands beside it."""
+    outline = (ROOT / readme.OUTLINE).read_text(encoding="utf-8")
+    assert "| Persistent Kernels |" in readme.chapter_table([*TOPICS.values()], outline)
+
+    def named(source):
+        technique = Technique("made_up", ROOT / "made_up.py", source=source)
+        return readme.chapter_sections(technique, ["Tensor Cores", "4. `a.py` - TMA, and more"])
+
+    tma = ("4. `a.py` - TMA, and more", "whose hint is none")
+    assert named('chapter sections "Tensor Cores" and "4. `a.py` - TMA, and more", whose hint is none; a paper') == [
+        ("Tensor Cores", "whose hint is none"), tma
+    ]  # fmt: skip
+    assert named('a paper\'s "Title"; chapter section "Tensor Cores".') == [("Tensor Cores", "")]
+    assert named('goes beyond the chapter, whose section "Tensor Cores" has no TMA') == []
+    for wrong in ('chapter section "TMA"', 'goes beyond the chapter, whose section "TMA" is short', "a paper", ""):
+        with pytest.raises(ValueError, match=r"made_up\.py: its Source names"):
+            named(wrong)
+
+
+def test_the_chapter_is_named_and_linked():
+    """README links the page that says what it is where it first names it; the page names each of its texts."""
+    assert re.match(r"[^\]]*?\[[^\]]*chapter[^\]]*\]\(docs/chapter\.md\)", README.partition("\n")[2])
+    page = " ".join(by_hand(PAGES["docs/chapter.md"]).split())
+    texts = (ROOT / readme.OUTLINE).read_text(encoding="utf-8").split("\n\n")
+    titles = [re.match("# (?:Chapter 14: )?(.+)", text)[1] for text in texts]
+    assert len(titles) == 5
+    assert all(f'"{title}"' in page for title in titles)
 
 
 def test_recorded_runs_are_clean_and_in_order():
@@ -155,6 +185,8 @@ def test_every_command_can_be_parsed():
     """Its script, target, techniques, options and files are there; the page about adding one is run below."""
     for command in (each for text in PAGES.values() for each in [*inline_commands(text), *fenced_commands(text)]):
         words = shlex.split(command)
+        if words[0] in ("ncu", "nsys"):
+            words = words[words.index("python") :]
         if "my_add" in command:
             continue
         if words[0].startswith("profiling/"):
@@ -244,7 +276,8 @@ def edited(tmp_path):
 
 def test_exercise_of_torch_compile(edited):
     changed = edited("examples/compiler/recompilation.py", "CALLS = 12", "CALLS = 6")
-    found = count_entries(*changed.cases(torch.randn(4, 8))["int that a loop runs to"][0])
+    case = changed.cases(torch.randn(4, 8))["int that a loop runs to"]
+    found = count_entries(case.broken, case.calls)
     assert f"see {found.compiled} and {found.eager_calls}" in PATH
 
 

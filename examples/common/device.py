@@ -77,6 +77,11 @@ def device_limits(device: torch.device) -> Limits:
     return Limits(4, SHARED_LIMIT[90])
 
 
+def sms_to_wait_on(device: torch.device) -> int:
+    """SMs that programs which wait for each other may count on, an eighth: NCCL or another stream may hold the rest."""
+    return max(1, device_limits(device).sms // 8)
+
+
 def _properties(index: int) -> tuple[int, int, int]:
     # torch.compile warns of a cache that it traces through.
     return (_read_properties.__wrapped__ if torch.compiler.is_compiling() else _read_properties)(index)

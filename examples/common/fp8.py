@@ -38,7 +38,7 @@ def require_fp8(name: str, **tensors: torch.Tensor) -> None:
 
 
 def may_read(x: torch.Tensor) -> bool:
-    """Whether a wrapper may look at values of x: not while torch.compile traces, a CUDA graph is captured, or on meta."""
+    """Whether a wrapper may look at values of x: not on meta, in torch.compile, or while a CUDA graph is captured."""
     if torch.compiler.is_compiling() or x.device.type == "meta":
         return False
     return not (x.is_cuda and torch.cuda.is_current_stream_capturing())

@@ -60,14 +60,14 @@ def layer_normed(
         if ROWS > 1:  # a row's result is the same whatever rows share its program
             mean_off, variance_off = tl.where(near, mean, mean_off), tl.where(near, variance, variance_off)
         mean, variance = mean_off, variance_off
-    rstd = tl.rsqrt(variance + eps)
+    rstd = tl.rsqrt(variance + tl.cast(eps, tl.float32))  # torch.compile passes a float in 64 bits
     return tl.fma(x, rstd[:, None], (-mean * rstd)[:, None])
 
 
 @triton.jit
 def rms_normed(x, n_cols, eps, ROWS: tl.constexpr, BLOCK_N: tl.constexpr, FULL: tl.constexpr, STEP: tl.constexpr):
     squares = tl.sum(apart(x * x, ROWS, BLOCK_N, STEP), axis=1)
-    return x * tl.rsqrt(share(squares, n_cols, BLOCK_N, FULL) + eps)[:, None]
+    return x * tl.rsqrt(share(squares, n_cols, BLOCK_N, FULL) + tl.cast(eps, tl.float32))[:, None]
 
 
 @triton.jit

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Callable
 
 import torch
@@ -173,7 +174,7 @@ def check_rows(name: str, x: torch.Tensor, dtypes: tuple[torch.dtype, ...]) -> t
         raise TypeError(f"{name}: dtype {x.dtype} is not one of {dtypes}")
     if x.ndim != 2:
         raise ValueError(f"{name}: shape {tuple(x.shape)}; need [n_rows, n_cols]: reshape it")
-    n_rows, n_cols = x.shape
+    n_rows, n_cols = x.shape[0], operator.index(x.shape[1])  # the length of a row is no symbol to torch.compile
     if n_cols == 0:
         raise ValueError(f"{name}: shape {tuple(x.shape)} has no columns; a row needs at least one element")
     if n_cols > 1 and x.stride(1) != 1:

@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import operator
 import struct
 from collections.abc import Callable
 
@@ -130,7 +131,7 @@ def check_quantize(name: str, x: torch.Tensor, dtype: torch.dtype) -> None:
     require_format(name, dtype)
     if x.ndim != 2:
         raise ValueError(f"{name}: need a matrix [M, K], got shape {tuple(x.shape)}; call x.reshape(-1, K)")
-    if x.stride(1) != 1 and x.shape[1] > 1:
+    if x.stride(1) != 1 and operator.index(x.shape[1]) > 1:  # the length of a row is no symbol to torch.compile
         raise ValueError(f"{name}: strides {x.stride()}, but columns must be contiguous; call x.contiguous() first")
     if x.is_cuda and (sm := architecture(x.device)) < 89:
         raise RuntimeError(f"{name}: this GPU is sm_{sm}; FP8 comes with sm_89")
@@ -205,10 +206,10 @@ def fused_variants(
     def one(*args):
         return quantize(op(*(x.float() for x in args)), *args)
 
-    first, second = compiled(op), compiled(quantize)
+    first, second, together = compiled(op), compiled(quantize), [compiled(one, **mode) for mode in MODES.values()]
     return {
         "torch": lambda *args: quantize(op(*args), *args)[0],
         "torch.compile, two kernels": lambda *args: second(first(*args), *args)[0],
-        **{name: lambda *args, fn=compiled(one, mode=mode): fn(*args)[0] for name, mode in MODES.items()},
+        **{name: lambda *args, fn=fn: fn(*args)[0] for name, fn in zip(MODES, together, strict=True)},
         "triton": lambda *args: ours(*args)[0],
     }

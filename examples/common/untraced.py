@@ -25,4 +25,5 @@ def untraced(fn: Callable) -> Callable:
             return whole(*args, **kwargs)
         return fn(*args, **kwargs)
 
+    call.untraced = True
     return call

@@ -1,16 +1,20 @@
 """Backends of torch.compile: which of them run here, what each of them loses, and what replaces those that are gone.
 
 A backend is a function: it gets the graph that Dynamo captured and example inputs, and returns something to call.
-Nobody checks what that returns. So each backend of the chapter's table is really tried, by its name, on a small
+(torch._dynamo.optimize(backend)(model) is the old spelling of torch.compile(model, backend=backend).) The graph's nodes
+are the torch functions that the model calls, and its example inputs may be real; ATen operations and fake inputs, which
+the chapter shows, come with AOTAutograd before the backend. The first table shows both.
+
+Nobody checks what a backend returns. So each backend of the chapter's table is really tried, by its name, on a small
 network: does it compile, is the result float32's, do gradients flow, and does a result survive the next call? One that
 fails by its name has a line to install, or a replacement of a few lines, which is tried the same way.
 
 Question   Which torch.compile backends work, and what does the result lose in each?
 Needs      torch
 Wins when  the machine that serves has no compiler or another runtime. For a GPU, and for training, it is inductor.
-Variants   backends_runtimes.py (ONNX Runtime, TVM, OpenVINO), backends_attempt.py (how a backend is tried)
-Source     chapter section "Backends"; onnxrt left torch with pull request 158262 (2.9), Relay left TVM in 0.20, IPEX
-           ended with 2.8 (its repository's issue 867).
+Variants   backends_runtimes.py (ONNX Runtime, TVM, OpenVINO), backends_attempt.py (how one is tried)
+Source     chapter sections "TorchInductor" and "Code Flow Graph"; onnxrt left torch with pull request 158262 (2.9),
+           Relay left TVM in 0.20, IPEX ended with 2.8 (its repository's issue 867).
 """
 
 from __future__ import annotations
@@ -23,7 +27,7 @@ from harness import Harness, run
 
 import torch
 
-from examples.compiler.backends_attempt import Outcome, attempt, describe
+from examples.compiler.backends_attempt import Outcome, attempt, describe, handed_over
 from examples.compiler.backends_runtimes import onnxruntime_backend, openvino_f32, tvm_relax
 
 
@@ -101,6 +105,7 @@ def try_each(h: Harness) -> tuple[dict[str, Outcome], dict[str, Outcome]]:
 
 
 def demo(h: Harness) -> None:
+    h.table("what a backend is handed", handed_over(h.device.type))
     by_name, best = try_each(h)
     working = [name for name, outcome in best.items() if not outcome.error]
     rows, texts = {}, {}

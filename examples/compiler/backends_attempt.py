@@ -8,14 +8,18 @@ from __future__ import annotations
 
 import copy
 import warnings
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 
 import torch
+from functorch.compile import make_boxed_func
 from torch import nn
+from torch._dynamo.backends.common import aot_autograd
+from torch._subclasses.fake_tensor import FakeTensor
 
 from compile_inspect import logs, watch
+from examples.common.shown import require
 
 FLOAT32 = 2.0**-18  # relative error, rms: what float32 stays below here, and what bfloat16 or TF32 do not
 
@@ -125,3 +129,31 @@ def describe(name: str, outcome: Outcome) -> str:
     if outcome.by_inductor and name != "inductor":
         text += "; compiled by Inductor, on which it fell back"
     return text + (f"; says: {outcome.message}" if outcome.message else "")
+
+
+def handed_over(device: str) -> dict[str, dict[str, str]]:
+    """The graph and the example inputs that a backend gets of a Linear and a GELU, by how it is called."""
+    rows: dict[str, dict[str, str]] = {}
+
+    def noting(way: str, result: Callable = lambda run: run) -> Callable:
+        def backend(graph: torch.fx.GraphModule, inputs: list) -> Callable:
+            called = [node.target for node in graph.graph.nodes if node.op == "call_function"]
+            names = [str(each) if isinstance(each, torch._ops.OpOverload) else each.__name__ for each in called]
+            fake = any(isinstance(each, FakeTensor) for each in inputs)
+            rows[way] = {"graph": ", ".join(names), "example inputs": "fake" if fake else "real"}
+            return result(graph.forward)
+
+        return backend
+
+    model = nn.Sequential(nn.Linear(8, 8), nn.GELU()).to(device).requires_grad_(False)
+    for compiled in (
+        torch.compile(model, backend=noting("torch.compile")),
+        torch._dynamo.optimize(noting("torch._dynamo.optimize"))(model),
+        torch.compile(model, backend=aot_autograd(fw_compiler=noting("after AOTAutograd", make_boxed_func))),
+    ):
+        torch.compiler.reset()
+        compiled(torch.ones(2, 8, device=device))
+    torch.compiler.reset()
+    aten = [way for way, row in rows.items() if "aten." in row["graph"]]
+    require(aten == ["after AOTAutograd"], f"ATen operations: {rows}")
+    return rows

@@ -12,8 +12,8 @@ Question   What do launch gaps cost, what closes them, and what breaks when a gr
 Needs      torch
 Wins when  the host cannot keep ahead of the GPU: small batches, many small kernels. Where each kernel takes longer than
            its launch there is no gap to close, and the graph's memory and copies are all that remains of it.
-Study      studies/compiler/cuda_graphs.py
-Source     chapter section "CUDA Graphs and reduce-overhead".
+Study      studies/compiler/cuda_graphs.py (reduce-overhead: results that are read after the next call)
+Source     chapter sections "3. CUDA Graphs" and "Compilation Modes".
 """
 
 from __future__ import annotations
@@ -32,6 +32,7 @@ WARM_UP = 3  # calls before a capture: libraries allocate and choose their kerne
 
 EAGER, BY_HAND = "torch eager", "CUDA graph of eager"
 UNFUSED, FUSED, REDUCED = "torch.compile unfused", "torch.compile", "torch.compile reduce-overhead"
+TUNED = "torch.compile max-autotune"  # which records a CUDA graph too
 # Each operation stays a kernel of its own: its result is stored (or it would become part of the next one), not fused.
 NO_FUSION = {"max_fusion_size": 1, "realize_opcount_threshold": 0}
 
@@ -117,6 +118,7 @@ def variants_of(chain: Chain, x: torch.Tensor) -> dict[str, Callable]:
         variants[BY_HAND] = Captured(chain, x)
         variants[UNFUSED] = torch.compile(chain, fullgraph=True, options=NO_FUSION)
         variants[REDUCED] = torch.compile(chain, fullgraph=True, mode="reduce-overhead")
+        variants[TUNED] = torch.compile(chain, fullgraph=True, mode="max-autotune")
     return variants
 
 
@@ -132,12 +134,12 @@ def rules(h: Harness, chain: Chain) -> dict[str, str]:
     wants = {"stale": chain(first), "right": chain(second)}
     first.copy_(second)  # the caller's tensor, which the graph does not know
     captured.graph.replay()
-    found["the input in a new tensor"] = which(captured.output, wants)
+    found["a new input tensor"] = which(captured.output, wants)
     result = captured(second)
-    found["the input copied in"] = which(result, wants)
-    captured(torch.zeros_like(second))
+    found["an input copied in"] = which(result, wants)
+    captured(torch.zeros_like(second))  # the next call, before that result is read
     wants = {"overwritten": chain(torch.zeros_like(second)), **wants}
-    found["a result read after the next call"] = which(result, wants)
+    found["a late read"] = which(result, wants)
     chain.shift.weight = nn.Parameter(weight + 1, requires_grad=False)
     wants = {"stale": wants["right"], "right": chain(second)}
     found["a weight replaced"] = which(captured(second), wants)
@@ -157,16 +159,17 @@ def demo(h: Harness) -> None:
     h.table("after a capture", {what: {"result": result} for what, result in found.items()})
 
     def answer() -> str:
-        fused = table.over(EAGER, FUSED)
         if not x.is_cuda:
+            fused = table.over(EAGER, FUSED)
             cause = "most of eager's time was dispatch" if fused > 2 else "dispatch was not most of eager's time"
             return (
                 f"{STEPS} operations as one compiled function: {fused:.1f}x eager, so {cause}. No CUDA graphs on a CPU."
             )
         wrong = [what for what, result in found.items() if result != "right"]
         return (
-            f"{STEPS} tiny kernels against eager: replayed {table.over(EAGER, BY_HAND):.1f}x, fused {fused:.1f}x, both "
-            f"{table.over(EAGER, REDUCED):.1f}x. Wrong after a capture: {', '.join(wrong) or 'nothing'}."
+            f"{STEPS} tiny kernels over eager: replayed {table.by_host(EAGER, BY_HAND)}, fused "
+            f"{table.by_host(EAGER, FUSED)}, both {table.by_host(EAGER, REDUCED)}. Wrong after a capture: "
+            f"{', '.join(wrong) or 'nothing'}."
         )
 
     h.answer(answer)

@@ -1,20 +1,24 @@
-"""Dynamic shapes: seven ways to serve batches of 1 to 64, and how many graphs each of them compiles.
+"""Dynamic shapes: seven ways to serve batches of 1 to 64 rows, how many graphs each compiles, and what a call costs.
 
 torch.compile guards the sizes of its inputs. A size compiled as a constant needs a graph of its own; compiled as a
 symbol, one graph serves many sizes. torch.compile(f) begins with a constant and takes a symbol once the size changes
-(automatic). dynamic=True, mark_dynamic(x, 0) and mark_unbacked(x, 0) ask for a symbol at once. Padding avoids the
-question. A symbol stands for 2 and more, as 1 broadcasts and 0 is empty: 1 gets a graph of its own, except under
-mark_unbacked. Past recompile_limit (8) a size without a graph runs in eager, after one warning; here it is lifted.
+(automatic): two graphs, so neither of the chapter's statements holds, that every new shape is compiled and that one
+compilation serves all batch sizes. dynamic=True, mark_dynamic(x, 0), mark_unbacked(x, 0) ask for a symbol at once.
+1 gets a graph of its own, as it broadcasts, except under mark_unbacked. Past recompile_limit (8) a size without a graph
+runs in eager, after one warning; here the limit is lifted.
 
-The model is the gated MLP of a transformer block: the compiler fuses what lies between its matrix products.
+The model is the gated MLP of a transformer block, once with many tokens a row (long kernels: the GPU is the limit) and
+once with one (short kernels: the host is).
 
 Question   How often does a model compile when every batch has another size, and what does each policy cost per call?
 Needs      torch
-Wins when  (a symbol) sizes differ: leave the default. Constants are for one size: every call searches the guards of all
-           graphs, so many of them lose to eager. Padding computes rows that nobody asked for; it is for CUDA graphs,
-           which need few sizes. A model of short kernels loses to eager under every policy: the study has one.
-Study      studies/compiler/dynamic_shapes.py (a small model, one CUDA graph for each size)
-Source     chapter section "Dynamic Shapes".
+Wins when  kernels are long enough to hide guards. One size: leave the default, it compiles a constant. Up to 8 sizes:
+           dynamic=False, a graph for each, if compiling them all is worth what the table says. More: leave the default;
+           as constants every call searches the guards of all graphs. Padding computes rows that nobody asked for; it is
+           for CUDA graphs, which need few sizes. Short kernels: eager, or CUDA graphs.
+Study      studies/compiler/dynamic_shapes.py (one CUDA graph for each size)
+Source     chapter sections "Dynamic Shapes", "2. Handle Dynamic Shapes", "Pitfall 2: Dynamic Shapes" and "How
+           torch.compile Works Internally".
 """
 
 from __future__ import annotations
@@ -31,7 +35,12 @@ from torch import nn
 from compile_inspect import fresh_cache, own_code, warm_up, watch
 
 LARGEST = 64
-SIZES = range(1, LARGEST + 1)
+LONG, SHORT = "long kernels", "short"
+MANY = "10 sizes"  # more than recompile_limit
+MIXES = {"1 size": (48,), "4 sizes": (12, 24, 40, 56), MANY: (1, 8, 12, 16, 24, 32, 40, 48, 56, 64)}
+EAGER, AUTOMATIC = "torch eager", "torch.compile automatic"
+ONE = ("static", "mark_dynamic", "padded to 64")  # for one size: there automatic compiles what static does
+AS_MARKED = ("dynamic=True", "mark_unbacked")  # compiled for the long kernels alone
 
 
 class GatedMLP(nn.Module):
@@ -98,7 +107,7 @@ class Served:
 def sizes_compiled(served: Served, batches) -> tuple[list[int], float]:
     """The sizes at which a graph is compiled, over calls with these batches in order, without a limit; and seconds."""
     sizes, seconds = [], 0.0
-    with torch._dynamo.config.patch(recompile_limit=len(SIZES)):
+    with torch._dynamo.config.patch(recompile_limit=LARGEST):
         for x in batches:
             with watch() as seen:
                 served.first(x)
@@ -112,11 +121,12 @@ def reference_of(model: nn.Module) -> Callable:
     return lambda *batches: tuple(exact(x.double()) for x in batches)
 
 
-def compile_all(h: Harness, model: nn.Module, batches: list[torch.Tensor], counted: tuple[str, ...]) -> tuple:
-    """Every policy, called with all batches: what it serves with, and its row, by name; `counted` ones run in eager."""
+def compile_all(h: Harness, model: nn.Module, batches: list[torch.Tensor], counted, names=tuple(POLICIES)) -> tuple:
+    """These policies, called with all batches: what each serves with, and its row; `counted` ones run in eager."""
     warm_up(h.device)
     served, rows = {}, {}
-    for name, (_, _, padded) in POLICIES.items():
+    for name in names:
+        padded = POLICIES[name][2]
         served[name] = Served(model, name, backend="eager" if name in counted else "inductor")
         # Without this Inductor also tries padded matrix products for constant sizes; here padding is a row of its own.
         unpadded = torch._inductor.config.patch(shape_padding=False)
@@ -124,55 +134,78 @@ def compile_all(h: Harness, model: nn.Module, batches: list[torch.Tensor], count
             sizes, seconds = sizes_compiled(served[name], batches)
         computed = sum(padded(len(x)) if padded else len(x) for x in batches)
         rows[name] = {
-            "graphs": len(sizes),
-            "compiled at": " ".join(map(str, sizes)) if len(sizes) < 8 else f"each of {min(sizes)} to {max(sizes)}",
+            "graphs": len(sizes), "compiled at": " ".join(map(str, sizes)),
             "seconds": "not generated" if name in counted else round(seconds, 2),
             "rows per useful row": round(computed / sum(map(len, batches)), 3),
-        }
+        }  # fmt: skip
     return served, rows
 
 
-def time_mix(h: Harness, model: nn.Module, served: dict[str, Served], batches: list, title: str = "mix of batches"):
+def time_mix(h: Harness, model: nn.Module, served: dict[str, Served], batches: list, title: str, case: str):
     """A call for every batch, one after the other: what each policy costs once compiled."""
-    variants = {"torch eager": lambda *xs: tuple(model(x) for x in xs)}
+    variants = {EAGER: lambda *xs: tuple(model(x) for x in xs)}
     variants |= {f"torch.compile {name}": one.mix for name, one in served.items()}
     # A CPU's library sums in an order that depends on the rows: padded to 64, more than twice eager's error was seen.
     return h.compare(
-        variants, reference_of(model), *batches, baseline="torch eager", work=Work(), title=title,
-        case=f"{len(batches[0])} to {len(batches[-1])} x {'x'.join(map(str, batches[0].shape[1:]))}",
+        variants, reference_of(model), *batches, baseline=EAGER, work=Work(), title=title, case=case,
         max_error_ratio=4.0, timing=Timing(end_to_end=True),
     )  # fmt: skip
 
 
-def answer(rows: dict[str, dict], table) -> str:
-    speed = {
-        name: table.over("torch eager", f"torch.compile {name}") for name in rows if f"torch.compile {name}" in table
-    }
-    each = ", ".join(f"{name} {ratio:.2f}x ({rows[name]['graphs']})" for name, ratio in speed.items())
-    fastest = max(speed, key=speed.get)
-    default_is_fastest = speed.get("automatic", 0.0) > 0.97 * speed[fastest]
-    take = "Leave the default, automatic" if default_is_fastest else f"Take {fastest}"
-    behind = "" if speed[fastest] > 1 else ", behind eager"
-    return f"Over eager, batches of 1 to {LARGEST} (graphs): {each}. {take}{behind}."
+def fastest(table) -> str:
+    """The policy to take: the default, unless another one is faster by more than noise."""
+    speeds = {row.variant.removeprefix("torch.compile "): row.speedup for row in table.rows if row.variant != EAGER}
+    first = max(speeds, key=speeds.get)
+    return "automatic" if speeds.get("automatic", 0.0) > 0.97 * speeds[first] else first
+
+
+def answer(graphs: int, tables: dict[str, dict]) -> str:
+    default = [f"{kernels} {each[MANY].by_host(EAGER, AUTOMATIC)}" for kernels, each in tables.items()]
+    best = {mix: fastest(table) for mix, table in reversed(tables[LONG].items())}
+    if best.get("1 size") == "static":
+        best["1 size"] = "a constant"  # which is what the default compiles
+    take = ", ".join(f"{name} for {mix if mix == MANY else mix.split()[0]}" for mix, name in best.items())
+    short = [row.speedup for table in tables.get(SHORT, {}).values() for row in table.rows if row.variant != EAGER]
+    lost = sum(speedup < 1 for speedup in short)
+    behind = f"; short ones lose under {'all' if lost == len(short) else f'{lost} of {len(short)}'}" if lost else ""
+    return f"Over eager, {MANY}, automatic ({graphs} graphs): {', '.join(default)}. Take {take}{behind}."
+
+
+def one_model(h: Harness, kernels: str, tokens: int, width: int, counted: tuple[str, ...]) -> tuple[dict, dict]:
+    """(the row of each policy, a table for each mix) of a model whose rows are `tokens` x `width`."""
+    model = GatedMLP(width, 11 * width // 4).to(h.device, torch.bfloat16 if h.device.type == "cuda" else torch.float32)
+    model.requires_grad_(False)
+    batches = {rows: h.randn(rows, tokens, width, dtype=model.down.weight.dtype) for rows in MIXES[MANY]}
+    names = [name for name in POLICIES if kernels == LONG or name not in AS_MARKED]
+    served, rows = compile_all(h, model, [*batches.values()], counted, names)
+    h.table(f"{MANY}, x {tokens}x{width}", rows)
+    for name in counted if not h.profile else ():
+        h.check(
+            served[name].mix, reference_of(model), *batches.values(), what=f"{name}, {MANY}", poison=False,
+            terms=1024, operand_eps=torch.finfo(model.down.weight.dtype).eps / 2,  # sums over the rounded hidden layer
+        )  # fmt: skip
+    tables = {}
+    for mix in h.pick(quick=(MANY,), full=MIXES):
+        ways = {name: served[name] for name in names if name not in counted and (name in ONE or mix != "1 size")}
+        case = f"{kernels.split()[0]} {tokens}x{width}, {mix}"
+        tables[mix] = time_mix(h, model, ways, [batches[n] for n in MIXES[mix]], "dynamic_shapes", case)
+    return rows, tables
 
 
 def demo(h: Harness) -> None:
+    # On two cores a C++ compiler needs seconds for each graph: generated are one policy with a symbol, one that pads.
+    counted = h.pick(quick=("static", "dynamic=True", "mark_dynamic", "mark_unbacked", "powers of two"), full=())
     gpu = h.device.type == "cuda"
-    tokens, width = h.pick(quick=(4, 128), full=(128, 1024) if gpu else (8, 256))
-    model = GatedMLP(width, 11 * width // 4).to(h.device, torch.bfloat16 if gpu else torch.float32)
-    model.requires_grad_(False)
-    batches = [h.randn(rows, tokens, width, dtype=model.down.weight.dtype) for rows in SIZES]
-    # On two cores a C++ compiler needs a minute for 64 graphs: generated are one policy with a symbol, one that pads.
-    counted = h.pick(quick=("static", "automatic", "dynamic=True", "mark_unbacked", "powers of two"), full=())
-    served, rows = compile_all(h, model, batches, counted)
-    h.table(f"batches of 1 to {LARGEST}", rows)
-    for name in counted if not h.profile else ():
-        h.check(
-            served[name].mix, reference_of(model), *batches, what=f"{name}, 1 to {LARGEST}", poison=False,
-            terms=1024, operand_eps=torch.finfo(batches[0].dtype).eps / 2,  # sums over the rounded hidden layer
-        )  # fmt: skip
-    table = time_mix(h, model, {name: one for name, one in served.items() if name not in counted}, batches)
-    h.answer(lambda: answer(rows, table))
+    full = {LONG: (1024, 512), SHORT: (1, 256)} if gpu else {LONG: (8, 256), SHORT: (1, 64)}
+    sizes = h.pick(quick={LONG: (4, 128)}, full=full)
+    found = {kernels: one_model(h, kernels, *size, counted) for kernels, size in sizes.items()}
+    graphs, shapes = found[LONG][0]["automatic"]["graphs"], len(MIXES[MANY])
+    h.say(
+        f"{shapes} sizes, {graphs} graphs by default: that every new shape is compiled is "
+        f"{'false' if graphs < shapes else 'true'}, that the first compilation serves all of them is "
+        f"{'false' if graphs > 1 else 'true'}"
+    )
+    h.answer(lambda: answer(graphs, {kernels: tables for kernels, (_, tables) in found.items()}))
 
 
 if __name__ == "__main__":

@@ -2,19 +2,23 @@
 
 step() has a graph break, a number whose change compiles it again, an operation that Inductor does not generate, a
 softmax that fuses, and an input changed in place, which keeps CUDA graphs from being used. TORCH_LOGS takes names of
-artifacts; here they are collected in this process, by compile_inspect.logs. Each has to show what was planted; one that
-does not fails the run.
+artifacts, each of which shows one thing, and of components (dynamo, inductor), which report each stage that they reach.
+Here compile_inspect.logs collects them; one that does not show what was planted fails the run.
+os.environ["TORCH_LOGS"] = "..." in the program itself comes too late: torch reads the variable once, when it is
+imported. Set it in the shell, or call torch._logging.set_logs(graph_breaks=True).
 
 Question   Which switch says why a graph breaks, why it is compiled again, what fused, and why no CUDA graph runs?
 Needs      torch
 Wins when  something is slow or compiled again and nobody knows why: begin with graph_breaks and recompiles.
-Study      studies/compiler/logging_and_hints.py (TORCH_COMPILE_DEBUG=1: what each stage of the compiler made)
-Source     chapter sections on debugging torch.compile and on its logs.
+Variants   logging_and_hints_environ.py (the log asked for by the running program)
+Study      studies/compiler/logging_and_hints.py (TORCH_COMPILE_DEBUG=1; which of the chapter's hints there are)
+Source     chapter sections "Environment Variables", "Debugging Tools" and "Performance Hints".
 """
 
 from __future__ import annotations
 
 import inspect
+import logging
 import re
 import warnings
 from pathlib import Path
@@ -26,11 +30,13 @@ import torch.nn.functional as F
 
 from compile_inspect import fresh_compiler, logs, watch
 from examples.common.shown import require
+from examples.compiler.logging_and_hints_environ import breaks_logged
 
 N = 64
 SCALES = (2, 3, 4)  # the second compiles again, for any int; the third does not. A float would become a tensor on
 # the CPU, and need a C++ compiler beside a GPU
 ARTIFACTS = ("graph_breaks", "recompiles", "output_code", "perf_hints", "fusion", "cudagraphs")
+COMPONENTS = {"dynamo": "start tracing", "inductor": "torchinductor compiling"}  # and what each reports of a graph
 KERNEL = r"\b(?:cpp|triton_[a-z]+)_fused_\w+"
 
 
@@ -86,6 +92,12 @@ def shown_by(records: list[tuple[str, str]], skips: int, gpu: bool) -> dict[str,
     else:
         require(skips > 0, "CUDA graphs were not skipped on a CPU")
         shown["cudagraphs"] = f"nothing on a CPU; torch's counter cudagraph_skips is {skips}"
+
+    for name, stage in COMPONENTS.items():
+        own = [text for source, text in records if source.startswith(f"torch._{name}.")]
+        text = next((t for t in own if stage in t), None)
+        require(text is not None, f"{name}: no record of {len(own)} reports {stage!r}")
+        shown[name] = f"{len(own)} records, such as: {re.sub(r' /.*', '', text.splitlines()[0])}"
     return shown
 
 
@@ -99,7 +111,8 @@ def artifacts_in_process(h: Harness) -> tuple[list[tuple[str, str]], int]:
     """(records, CUDA graphs skipped) of compiling and calling step() here; its output is held to float64."""
     x, w, count = h.randn(N, N), h.randn(N, N, scale=N**-0.5), torch.zeros(8, device=h.device)
     with torch.no_grad(), fresh_compiler():
-        with watch() as seen, logs(**dict.fromkeys(ARTIFACTS, True)) as records, warnings.catch_warnings():
+        switches = dict.fromkeys(ARTIFACTS, True) | dict.fromkeys(COMPONENTS, logging.INFO)
+        with watch() as seen, logs(**switches) as records, warnings.catch_warnings():
             warnings.simplefilter("ignore")
             compiled = torch.compile(step, mode="reduce-overhead")
             for scale in SCALES:
@@ -121,11 +134,13 @@ def demo(h: Harness) -> None:
     h.fact("records of each artifact", {name: sum(each == name for each, _ in records) for name in ARTIFACTS})
     shown = shown_by(records, skips, h.device.type == "cuda")
     h.table("what each switch shows", {f"TORCH_LOGS={name}": {"": answer} for name, answer in shown.items()})
+    asked = breaks_logged(step, h.randn(N, N), h.randn(N, N), torch.zeros(8, device=h.device), SCALES[0])
+    h.table("switched on by the running program", {way: {"records of the break": n} for way, n in asked.items()})
     h.answer(
         lambda: (
             f"TORCH_LOGS=graph_breaks: {shown['graph_breaks'].partition(':')[0]}; recompiles: "
             f"{shown['recompiles'].partition(';')[0]}; fusion: {shown['fusion'].partition(',')[0]}; cudagraphs: "
-            f"{shown['cudagraphs']}."
+            f"{shown['cudagraphs']}. os.environ set by the program itself: {min(asked.values())} records."
         ),
         timed=False,
     )

@@ -12,7 +12,7 @@ Needs      torch
 Wins when  (when to set what) deterministic algorithms to compare two runs; emulate_precision_casts and fallback_random
            to find out whether a difference from eager is rounding or a fault. Each has its price.
 Study      studies/compiler/numerics.py (float32, dropout)
-Source     chapter sections "torch.compile fundamentals" and "Debugging".
+Source     chapter section "Common Issues" (numerical differences).
 """
 
 from __future__ import annotations
@@ -25,6 +25,7 @@ from harness import Harness, Table, Work, run
 import torch
 import torch.nn.functional as F
 
+from compile_inspect import own_code
 from examples.common.determinism import deterministic
 from examples.common.transformer import SMALL, TINY, Transformer
 
@@ -112,10 +113,10 @@ def repeat(h: Harness) -> tuple[Table, dict[str, int]]:
     def add(values: torch.Tensor, index: torch.Tensor) -> torch.Tensor:
         return torch.zeros(bins, cols, dtype=values.dtype, device=values.device).index_add(0, index, values)
 
-    compiled = h.compiled(add)
+    compiled, tuned = h.compiled(add), torch.compile(own_code(add), dynamic=False, mode="max-autotune-no-cudagraphs")
     variants = {
-        EAGER: add, "torch.compile": compiled, "torch eager, deterministic": within(deterministic, add),
-        DETERMINISTIC: within(deterministic, compiled),
+        EAGER: add, "torch.compile": compiled, "torch.compile max-autotune-no-cudagraphs": tuned,
+        "torch eager, deterministic": within(deterministic, add), DETERMINISTIC: within(deterministic, compiled),
     }  # fmt: skip
     table = h.compare(
         variants, lambda values, index: add(values.double(), index), values, index, baseline=EAGER,

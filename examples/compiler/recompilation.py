@@ -2,8 +2,10 @@
 
 A cache entry is valid while its guards pass: on shapes, dtypes, grad mode, and on Python values that the code read. A
 call that no entry admits compiles another, which takes seconds; past recompile_limit (8 per function) it runs eagerly
-instead, and old entries stay in use. A float becomes dynamic at its second value, so it stops at two entries. Below,
-the entries of each cause are counted, with the guard that failed first in torch's words, and those of its mended form.
+instead, and old entries stay in use. A float becomes dynamic at its second value, so it stops at two entries; so does
+the number of random.random(), which breaks the graph besides. (A random.Random of your own is worse: torch 2.13 takes
+its first number for a constant, without a guard. The study has each kind.) Below, the entries of each cause are
+counted, with the guard that failed first in torch's words, and those of its mended form.
 
 What changes from call to call should be a tensor. A value that takes two or three settings for good is better left in
 Python, with an entry for each.
@@ -11,13 +13,15 @@ Python, with an entry for each.
 Question   Why does a compiled function compile again, and what keeps it at one cache entry?
 Needs      torch
 Wins when  a value changes from call to call: a step, a temperature, a learning rate, a history.
-Study      studies/compiler/recompilation.py (the limit, once named cache_size_limit, and what makes it loud)
-Source     chapter sections "Common Issues" and "Compiler Stances".
+Study      studies/compiler/recompilation.py (the limit, once named cache_size_limit, made loud; random numbers)
+Source     chapter sections "Common Issues" and "Guards".
 """
 
 from __future__ import annotations
 
+import random
 from collections.abc import Callable
+from dataclasses import dataclass
 
 from harness import Harness, Timing, Work, run
 
@@ -36,6 +40,10 @@ BUDGET = {"terms": 1, "roundings": 32}
 
 def scales(x, k):
     return torch.tanh(x * k) + x
+
+
+def scales_at_random(x):
+    return scales(x, random.random())
 
 
 def repeats(x, k):
@@ -105,8 +113,19 @@ def steps(x: torch.Tensor, lr: float | torch.Tensor) -> tuple[Callable, list[Cal
     return optimizer.step, [call] * CALLS
 
 
-def cases(x: torch.Tensor) -> dict[str, tuple]:
-    """By cause: a function with its calls, what mends it, and the mended function with the same calls."""
+@dataclass
+class Case:
+    """A function that is compiled again, the calls that do it, what mends it, and the mended function's same calls."""
+
+    broken: Callable
+    calls: list[Callable]
+    fix: str
+    mended: Callable
+    same_calls: list[Callable]
+
+
+def cases(x: torch.Tensor) -> dict[str, Case]:
+    """By cause."""
     counts = list(range(1, CALLS + 1))
     floats = [k / 10 for k in counts]
 
@@ -116,15 +135,24 @@ def cases(x: torch.Tensor) -> dict[str, tuple]:
     def tensors(values: list) -> list[Callable]:
         return given([*torch.tensor(values, device=x.device)])
 
+    def seeded(f: Callable, k: int) -> torch.Tensor:
+        random.seed(k)
+        return f(x)
+
     same, shifted = [lambda f: f(x)] * CALLS, [lambda f, k=k: f(x + k) for k in counts]
+    drawn = [random.Random(k).random() for k in counts]  # what random.random() gives after random.seed(k)
     zero, lr = torch.tensor(0, device=x.device), torch.tensor(0.1, device=x.device)
     return {
-        "float argument": ((scales, given(floats)), "tensor", (scales, tensors(floats))),
-        "int that a loop runs to": ((repeats, given(counts)), "fixed loop, masked", (repeats_masked, tensors(counts))),
-        "int attribute of a module": ((CountsCalls(0), same), "buffer", (CountsCalls(zero), same)),
-        "growing list": ((Remembers(), shifted), "buffer of fixed size", (RemembersInPlace(x), shifted)),
-        "learning rate": (steps(x, lr=0.1), "tensor", steps(x, lr=lr)),
-    }
+        "float argument": Case(scales, given(floats), "tensor", scales, tensors(floats)),
+        "random.random()": Case(
+            scales_at_random, [lambda f, k=k: seeded(f, k) for k in counts], "drawn outside, tensor",
+            scales, tensors(drawn),
+        ),
+        "int that a loop runs to": Case(repeats, given(counts), "fixed loop, masked", repeats_masked, tensors(counts)),
+        "int attribute of a module": Case(CountsCalls(0), same, "buffer", CountsCalls(zero), same),
+        "growing list": Case(Remembers(), shifted, "buffer of fixed size", RemembersInPlace(x), shifted),
+        "learning rate": Case(*steps(x, lr=0.1), "tensor", *steps(x, lr=lr)),
+    }  # fmt: skip
 
 
 # --- what it costs
@@ -177,35 +205,35 @@ def check_outputs(h: Harness, what: str, found: Entries, want: list[torch.Tensor
     h.check(lambda _: got, lambda _: want, got, what=what, poison=False, **BUDGET)
 
 
+def answer(rows: dict[str, dict], table) -> str:
+    """The mended form and the limit: an entry per float, the fastest or not, is what this lesson warns against."""
+    lost = [name for name, row in rows.items() if row["eager"]]
+    one = sum(row["mended"].endswith(": 1") for row in rows.values())
+    limit = torch._dynamo.config.recompile_limit
+    return (
+        f"{len(lost)} of {len(rows)} causes fill the cache ({limit} entries), then run in eager; mended, {one} keep "
+        f"one. Over eager: a tensor {table.by_host(EAGER, TENSOR)}, past the limit {table.by_host(EAGER, PAST)}."
+    )
+
+
 def demo(h: Harness) -> None:
     rows, x = {}, h.randn(16, 64)
     exact = cases(x.double())
-    for name, (broken, fix, mended) in {} if h.profile else cases(x).items():
-        fn, calls = exact[name][0]
-        want = [call(fn) for call in calls]
-        found, after = count_entries(*broken), count_entries(*mended)
+    for name, case in {} if h.profile else cases(x).items():
+        want = [call(exact[name].broken) for call in exact[name].calls]
+        found, after = count_entries(case.broken, case.calls), count_entries(case.mended, case.same_calls)
         check_outputs(h, name, found, want)
         check_outputs(h, f"{name}, mended", after, want)
         rows[name] = {
             "entries": found.compiled,
             "eager": found.eager_calls,
             "guard that fails first": found.reasons[0].partition(": ")[2],
-            "mended": f"{fix}: {after.compiled}",
+            "mended": f"{case.fix}: {after.compiled}",
         }
     h.table(f"{CALLS} calls each: cache entries, and calls left to eager", rows)
     table = cost(h, h.randn(*h.pick(quick=(256, 1024), full=(4096, 4096))))
 
-    def answer() -> str:
-        lost = [name for name, row in rows.items() if row["eager"]]
-        one = sum(row["mended"].endswith(": 1") for row in rows.values())
-        limit = torch._dynamo.config.recompile_limit
-        return (
-            f"{len(lost)} of {len(rows)} causes fill the cache ({limit} entries) and then run in eager; written as in "
-            f"the last column, {one} keep one entry. Over eager: as a tensor {table.over(EAGER, TENSOR):.2f}x, "
-            f"as constants {table.over(EAGER, PER_FLOAT):.2f}x, past the limit {table.over(EAGER, PAST):.2f}x."
-        )
-
-    h.answer(answer)
+    h.answer(lambda: answer(rows, table))
 
 
 if __name__ == "__main__":

@@ -16,7 +16,7 @@ Needs      torch
 Wins when  blocks repeat and are compiled cold: development, autoscaling, many shapes. Where the host is the limit, N
            calls of compiled code with N sets of guards cost more than one: then compile the whole, or the region.
 Study      studies/compiler/regional_compilation.py (what undoes sharing; a block of another class)
-Source     chapter section "Regional compilation".
+Source     chapter section "Common Issues" (compiling submodules separately); how goes beyond the chapter.
 """
 
 from __future__ import annotations
@@ -88,7 +88,7 @@ def sizes(h: Harness) -> tuple[Config, list[int], torch.Tensor]:
     """The blocks, how many of them in each model, the last one the most, and the tokens."""
     gpu = h.machine.mode == "gpu"
     config = h.pick(quick=TINY, full=ONE_BILLION if gpu else SMALL)
-    *few, many = h.pick(quick=(2, 4), full=(4, 16)) if gpu else h.pick(quick=(2,), full=(2, 12))
+    *few, many = h.pick(quick=(2, 4), full=(2, 12)) if gpu else h.pick(quick=(2,), full=(2, 12))
     many = max(1 + sum(few), h.fit(many, bytes_each=2 * config.block_parameters * (2 if gpu else 4)))
     return config, [*few, many], h.randint(config.vocab, 1, h.pick(quick=64, full=128))
 
@@ -98,9 +98,9 @@ def answer(table, seconds: dict[str, dict[int, float]]) -> str:
     for name, by_depth in seconds.items():
         way = name.removeprefix("torch.compile ")
         cold = " to ".join(f"{s:.1f}" for s in by_depth.values())
-        told.append(f"{way} {cold} s, then {table.over(EAGER, name):.2f}x eager")
+        told.append(f"{way} {cold} s, {table.by_host(EAGER, name)}")
     layers = " to ".join(map(str, next(iter(seconds.values()))))
-    return f"Compiling {layers} layers cold: {'; '.join(told)}."
+    return f"Compiling {layers} layers cold, then over eager: {'; '.join(told)}."
 
 
 def demo(h: Harness) -> None:

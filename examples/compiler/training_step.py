@@ -12,8 +12,8 @@ Needs      torch
 Wins when  eager waits for the host (small batches), or moves activations between many small kernels. Where matrix
            products fill the GPU, or AdamW is torch's fused kernel already, there is little to win.
 Variants   training_step_model.py (the language model; what eager's autograd keeps for backward)
-Study      studies/compiler/training_step.py
-Source     chapter section "AOTAutograd".
+Study      studies/compiler/training_step.py (the joint graph and its cuts; AdamW apart, and its share of a step)
+Source     chapter sections "How torch.compile Works Internally" and "Key Concepts".
 """
 
 from __future__ import annotations
@@ -122,12 +122,10 @@ def demo(h: Harness) -> None:
             trainer.reset()
 
     def answer() -> str:
-        speeds = "; ".join(
-            f"{case}: {table.over(EAGER, MODEL):.2f}x eager with the model compiled, {table.over(EAGER, WHOLE):.2f}x "
-            "with AdamW compiled too" for case, table in tables.items()
-        )  # fmt: skip
+        speeds = "; ".join(f"{case} {table.by_host(EAGER, MODEL)}" for case, table in tables.items())
         memory = waiting["min-cut"] / waiting["eager autograd"]
-        return f"A whole step of {speeds}. Between forward and backward it keeps {memory:.2f}x eager's bytes."
+        both = tables[case_of(batches[-1])].by_host(EAGER, WHOLE)
+        return f"Model compiled, over eager: {speeds}, AdamW too {both}. It keeps {memory:.2f}x the bytes for backward."
 
     h.answer(answer)
 

@@ -205,24 +205,26 @@ def tile_for(device: torch.device, form, emulate: bool) -> tuple[int, int, int, 
 class Operands(NamedTuple):
     """Two matrices in one format: packed, with the tensors' scales, and decoded but for those, exactly, in 16 bits."""
 
+    fmt: str
     packed: tuple[torch.Tensor, ...]
+    scales: tuple[torch.Tensor, ...]  # of groups, as rows of x and not in tiles
     tensor_scales: tuple[torch.Tensor | None, ...]
     decoded: tuple[torch.Tensor, ...]
 
     @classmethod
     def random(cls, h, M: int, N: int, K: int, fmt: str) -> Operands:
         data = [h.randn(rows, K, dtype=h.half) for rows in (M, N)]
-        both = [mx_quantize(x, fmt, swizzled=True) for x in data]
-        decoded = [dequantize(*mx_quantize(x, fmt)[:2], fmt).to(h.half) for x in data]
-        packed = [x for q, scale, _ in both for x in (q, scale)]
-        return cls(tuple(packed), tuple(whole for *_, whole in both), tuple(decoded))
+        both, plain = ([mx_quantize(x, fmt, swizzled=each) for x in data] for each in (True, False))
+        packed = tuple(x for q, scale, _ in both for x in (q, scale))
+        scales, wholes = tuple(scale for _, scale, _ in plain), tuple(whole for *_, whole in both)
+        return cls(fmt, packed, scales, wholes, tuple(dequantize(*each[:2], fmt).to(h.half) for each in plain))
 
-    def reference(self, *_) -> torch.Tensor:
-        a, b = (
-            x.double() if whole is None else x.double() * whole.double()
-            for x, whole in zip(self.decoded, self.tensor_scales, strict=True)
-        )
-        return a @ b.T
+    def reference(self, a_q: torch.Tensor, _, b_q: torch.Tensor, *__, short: int = 0) -> torch.Tensor:
+        """The product in float64; as a fault, without the last `short` of K."""
+        whole = zip((a_q, b_q), self.scales, self.tensor_scales, strict=True)
+        a, b = (dequantize(q, scale, self.fmt, tensor_scale) for q, scale, tensor_scale in whole)
+        K = a.shape[1] - short
+        return a[:, :K] @ b[:, :K].T
 
     @property
     def wholes(self) -> dict[str, torch.Tensor | None]:

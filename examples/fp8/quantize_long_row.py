@@ -1,6 +1,6 @@
 """Rows that are longer than a program holds: read in steps for amax, then again, backwards, to be written.
 
-The second time a row is read it is still in L2, and its end, which was read last, in the cache of the SM.
+The second pass hits L2, and at the end of the row, which the first pass read last, L1.
 """
 
 from __future__ import annotations

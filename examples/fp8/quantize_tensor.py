@@ -1,7 +1,7 @@
 """One scale for all elements: a kernel finds amax, a second one casts.
 
 Nothing may be written before everything was read, so 16-bit elements move 5 bytes each. The second kernel goes
-backwards: it finds in L2 what the first one read last.
+backwards, so that it hits what the first one left in L2.
 """
 
 from __future__ import annotations

@@ -29,6 +29,7 @@ from examples.common.gluon import async_load, barriers, buffers, init_ring, next
 from examples.common.microscaling import FORMATS, check_operand, check_tensor_scale, format_of
 from examples.common.tiles import tile_coords
 from examples.common.tma import gluon_descriptor
+from examples.common.untraced import untraced
 from examples.tma import blackwell_plan as plan
 from examples.tma.blackwell_store import epilogue_partition
 
@@ -171,6 +172,7 @@ def _launch_scaled(a, b, c, K: int, fmt: str, scales, wholes) -> None:
     )  # fmt: skip
 
 
+@untraced
 def blackwell_mx_matmul(
     a_q: torch.Tensor,
     a_scale: torch.Tensor,

@@ -1,7 +1,7 @@
 """Descriptors: made on the host or on the device, what each costs, and every rule a tensor and its block must keep.
 
 A TMA copy is told where a tensor lies by a descriptor of 128 bytes: start, sizes, strides, the box that one copy moves,
-and what stands for elements outside the tensor. The tensor has 1 to 5 dimensions, the last one contiguous; its start
+and the fill value for elements outside the tensor. The tensor has 1 to 5 dimensions, the last one contiguous; its start
 and its other strides are multiples of 16 bytes. A descriptor is made in one of two places:
   host    TensorDescriptor(x, shape, strides, block): the driver encodes it anew at each launch, and it goes to the
           kernel as an argument, as 128 bytes of constant memory;
@@ -35,6 +35,7 @@ from examples.common.device import device_limits, require_triton_device
 from examples.common.operands import check_choice
 from examples.common.tiles import copy_pointers_kernel, tile_corner
 from examples.common.tma import rows_for_tma, tma_strides
+from examples.common.untraced import untraced
 from examples.tma.descriptors_rules import RULES, noticed, require_descriptor
 
 TILE, WARPS = (64, 64), 4  # 8 KiB, so small that what a program does once shows
@@ -98,6 +99,7 @@ def launch_copy(form: str, x: torch.Tensor, y: torch.Tensor) -> None:
         copy_device_kernel[(programs,)](x, y, *sizes, KEPT=kept, num_warps=WARPS)
 
 
+@untraced
 def copy(form: str, x: torch.Tensor) -> torch.Tensor:
     """A copy of a matrix by one of COPIES, in tiles of 64 x 64; its rows are apart by a multiple of 16 bytes.
 

@@ -7,7 +7,7 @@ the kernel ends as an illegal instruction. A store writes on to the next multipl
 rows that end elsewhere need padding of their own. (studies/tma/descriptors.py tries all of it.)
 
 Two rules are here because the driver documents neither, not because breaking them does harm: a stride of 0 (an expanded
-tensor) was copied right by an H200, by either descriptor, and for a size of 0 no program is launched.
+tensor) was copied correctly by an H200, by either descriptor, and for a size of 0 no program is launched.
 """
 
 from __future__ import annotations

@@ -4,9 +4,8 @@ tl.dot in a loop leaves to the compiler where tiles lie, how many loads are in f
 and when to wait for an MMA. Gluon is the same language one level down: all of that is written out; only barriers among
 the threads of one partition are still the compiler's. On a tile of 128 x 256 a step of K, 64 wide, loads 48 KiB and
 computes 4.2 MFLOP: 0.6 us for an SM of an H200. A load takes about 1 us, so with one buffer the tensor cores idle most
-of the time. A ring of four, 192 of 227 KiB, starts each load three steps ahead, as tl.range(num_stages=4) does: read
-gluon_matmul_ring.py first. Here are four more steps, of which persistent gains most (1.03x at 8192), and partitions
-make it possible:
+of the time. A ring of four, 192 of 227 KiB, starts each load three steps ahead, as tl.range(num_stages=4) does: see
+gluon_matmul_ring.py. Here are four more steps; persistent, which partitions make possible, gains most (1.03x at 8192):
 
   partitions  a producer, one warp, only loads; two consumers, a warpgroup each, multiply half of a tile's rows each.
               They meet at barriers in shared memory, and setmaxnreg hands the producer's registers to the consumers;
@@ -39,11 +38,13 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_wait,
 )
 
+from examples.common import gluon as pipelines
 from examples.common.device import device_limits
-from examples.common.gluon import async_load, barriers, buffers, next_slot, release_previous, require_wgmma, store_parts
-from examples.common.operands import check_choice, check_tma_gemm
+from examples.common.gluon import async_load, barriers, buffers, init_ring, next_slot, release_previous, store_parts
+from examples.common.operands import check_choice, check_tma_gemm, short_of_k
 from examples.common.tiles import tile_coords
 from examples.common.tma import gluon_descriptor
+from examples.common.untraced import untraced
 from examples.tma.gluon_matmul_ring import DTYPES, GROUP_M, STAGES, TILE, gluon_matmul_one_buffer, gluon_matmul_ring
 
 
@@ -131,18 +132,13 @@ def gluon_matmul_kernel(
     CONSUMER_REGISTERS: gl.constexpr, PRODUCER_REGISTERS: gl.constexpr,
 ):  # fmt: skip
     """Tiles p, p + programs, ...: with as many programs as tiles the loops over them run once."""
-    # The ring: a slot has buffers for a step of a and of b, and two barriers, full and empty. The n-th use
-    # of a slot is phase n of both: consumers wait for phase n of full, the producer for phase n - 1 of empty.
     a_bufs = buffers(a_desc, STAGES)
     b_bufs = buffers(b_desc, STAGES)
-    full = barriers(STAGES)
-    for i in gl.static_range(STAGES):
-        mbarrier.init(full.index(i), count=1)  # the producer arrives, and the bytes of its loads
     c_bufs = buffers(c_desc, 2 * BUFFERS)
+    full = barriers(STAGES)
     empty = barriers(STAGES)
+    init_ring(full, empty, STAGES, 2)  # full: the producer arrives, and the bytes of its loads; empty: both consumers
     lead = gl.allocate_shared_memory(gl.int64, [1], mbarrier.MBarrierLayout())
-    for i in gl.static_range(STAGES):
-        mbarrier.init(empty.index(i), count=2)  # both consumers arrive
     mbarrier.init(lead, count=1)  # the first consumer arrives at the end of a tile
     fence_async_shared()
     ring = (a_bufs, b_bufs, full, empty)
@@ -154,14 +150,12 @@ def gluon_matmul_kernel(
 
 
 STEPS = ("partitions", "persistent", "in flight", "staggered")
-# In how many parts a consumer stores its half, and through how many buffers: with the ring, nearly all shared memory.
-PARTS, BUFFERS = 4, 2
-# At the end of a tile the second consumer stays this many steps behind the first: about the time of a store.
-BEHIND = 2
-# Registers of a thread: a consumer needs 128 for its accumulator alone; a producer needs next to none.
-CONSUMER_REGISTERS, PRODUCER_REGISTERS = 240, 24
+PARTS, BUFFERS = 4, 2  # that a consumer's half is stored in, and through: with the ring, nearly all shared memory
+BEHIND = 2  # steps at the end of a tile that the second consumer stays behind the first: about the time of a store
+CONSUMER_REGISTERS, PRODUCER_REGISTERS = 240, 24  # of a thread: a consumer needs 128 for its accumulator alone
 
 
+@untraced
 def gluon_matmul(a: torch.Tensor, b: torch.Tensor, step: str = "staggered") -> torch.Tensor:
     """a [M, K] @ b [K, N] -> c [M, N], contiguous, by the fastest of STEPS, which each add to the one before.
 
@@ -174,7 +168,7 @@ def gluon_matmul(a: torch.Tensor, b: torch.Tensor, step: str = "staggered") -> t
     """
     M, N, K, columns = check_tma_gemm("gluon_matmul", a, b, DTYPES)
     check_choice("gluon_matmul", STEPS, step=step)
-    require_wgmma("gluon_matmul", a.device, "matmul_tma_persistent")
+    pipelines.require_wgmma("gluon_matmul", a.device, "matmul_tma_persistent")
     if not (M and N and K):
         return torch.zeros((M, N), dtype=a.dtype, device=a.device)  # nothing to add up, or nothing to write
     c = torch.empty((M, N), dtype=a.dtype, device=a.device)
@@ -200,10 +194,10 @@ def compare(h: Harness, n: int, variants: dict):
     """The table of n x n x n; variants named "triton ..." are other techniques', made by Triton's compiler."""
     a, b = h.randn(n, n, dtype=h.half), h.randn(n, n, dtype=h.half)
     library = "cuBLAS" if a.is_cuda else "torch"
-    work = Work(bytes=3 * a.nbytes, flops=2 * n**3, dtype=h.half)
     return h.compare(
-        {library: torch.matmul} | variants, reference, a, b, baseline=library, work=work, case=f"{n}x{n}x{n}",
-        peers=[name for name in variants if name.startswith("triton")], terms=n,
+        {library: torch.matmul} | variants, reference, a, b, baseline=library, case=f"{n}x{n}x{n}", terms=n,
+        work=Work(bytes=3 * a.nbytes, flops=2 * n**3, dtype=h.half), peers=[x for x in variants if "triton" in x],
+        wrong=short_of_k(reference), default="gluon" if "gluon" in variants else None,
     )  # fmt: skip
 
 
@@ -211,11 +205,12 @@ def answer(tables: list) -> str:
     compiled = f"{geomean(tables, tables[0].baseline, 'triton'):.2f}x {tables[0].baseline}"
     if "gluon" not in tables[0]:
         return f"By hand nothing: these kernels need sm_90. Triton's compiler reaches {compiled} here."
-    ring, by_hand = geomean(tables, "one buffer", "ring"), geomean(tables, "triton", "gluon")
+    by_hand = geomean(tables, "triton", "gluon")
+    gains = ", ".join(f"{step} {geomean(tables, 'one buffer', step):.2f}x" for step in ("ring", *STEPS))
     verdict = "it pays" if by_hand > 1.02 else "it does not pay" if by_hand < 0.98 else "it buys little"
     return (
-        f"A ring of buffers, which the compiler makes too, is {ring:.2f}x one buffer. All steps by hand are "
-        f"{by_hand:.2f}x the best that Triton's compiler makes, which is {compiled}: {verdict}."
+        f"Step by step, over one buffer: {gains}. The compiler makes a ring, too; its best kernel is {compiled}, and "
+        f"all steps by hand are {by_hand:.2f}x that: {verdict}."
     )
 
 
@@ -235,6 +230,7 @@ def demo(h: Harness) -> None:
     variants = {"triton": h.peer("tma/tma_persistent_matmul").matmul_tma_persistent}
     if here:
         variants |= {"one buffer": gluon_matmul_one_buffer, "ring": gluon_matmul_ring, "gluon": gluon_matmul}
+        variants |= {step: lambda a, b, step=step: gluon_matmul(a, b, step) for step in STEPS}
     tables = [compare(h, n, variants) for n in h.pick(interpreted=(264,), quick=(4096,), full=(4096, 8192))]
     h.answer(lambda: answer(tables))
 

@@ -24,6 +24,7 @@ from examples.common.gluon import async_load, barriers, buffers, next_slot, requ
 from examples.common.operands import check_tma_gemm
 from examples.common.tiles import tile_coords
 from examples.common.tma import gluon_descriptor
+from examples.common.untraced import untraced
 
 DTYPES = (torch.float16, torch.bfloat16)
 # BLOCK_M, BLOCK_N, BLOCK_K; a row of 64 elements is 128 bytes, the widest swizzle. Slots of the ring. GROUP_M.
@@ -132,11 +133,13 @@ def _matmul(name: str, kernel, a: torch.Tensor, b: torch.Tensor, **stages) -> to
     return c
 
 
+@untraced
 def gluon_matmul_one_buffer(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
     """a @ b with one buffer; shapes, dtypes and errors as in gluon_matmul."""
     return _matmul("gluon_matmul_one_buffer", gluon_matmul_one_buffer_kernel, a, b)
 
 
+@untraced
 def gluon_matmul_ring(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
     """a @ b with a ring of STAGES buffers; shapes, dtypes and errors as in gluon_matmul."""
     return _matmul("gluon_matmul_ring", gluon_matmul_ring_kernel, a, b, STAGES=STAGES)

@@ -15,6 +15,7 @@ from examples.common.activations import ACTIVATIONS, activate
 from examples.common.fp8 import E4M3, fp8_max, require_scales
 from examples.common.operands import check_choice
 from examples.common.tiles import tile_coords
+from examples.common.untraced import untraced
 from examples.tma.tma_epilogues_hopper import launch_warp_specialized
 from examples.tma.tma_epilogues_shared import (
     GROUP,
@@ -72,6 +73,7 @@ def linear_fp8_persistent_kernel(
         _quantize_and_store(q_desc, acc, bias, inverse, scale_ptr, row, col, M, N, ACT, BIAS, PER, MOST, FAST)
 
 
+@untraced
 def linear_fp8(
     x: torch.Tensor, w: torch.Tensor, bias: torch.Tensor | None = None, activation: str = "none",
     scale: torch.Tensor | None = None, variant: str | None = None, check_scales: bool = True,

@@ -12,6 +12,7 @@ import triton.language as tl
 
 from examples.common.activations import silu
 from examples.common.tiles import split_columns, tile_coords
+from examples.common.untraced import untraced
 from examples.tma.tma_epilogues_hopper import launch_warp_specialized
 from examples.tma.tma_epilogues_shared import check_layer, launch_persistent
 
@@ -48,6 +49,7 @@ def swiglu_persistent_kernel(
         _gate_and_store(y_desc, gate, up, row, col, FAST)
 
 
+@untraced
 def swiglu(x: torch.Tensor, w_gate: torch.Tensor, w_up: torch.Tensor, variant: str | None = None) -> torch.Tensor:
     """silu(x @ w_gate.t()) * (x @ w_up.t()) -> y [M, N]; weights [N, K]. Limits, variants and errors as in linear."""
     variant = check_layer("swiglu", x, None, variant, 2, w_gate=w_gate, w_up=w_up)

@@ -34,8 +34,10 @@ import torch
 import triton
 import triton.language as tl
 
+from examples.common.operands import short_of_k
 from examples.common.tiles import tile_coords
 from examples.common.tma import prepare_launch
+from examples.common.untraced import untraced
 from examples.tma.tma_persistent_matmul_schedules import launch_of, runnable
 
 
@@ -89,6 +91,7 @@ def matmul_late_kernel(
         _store_part(c_desc, done, done_row, done_col, part, PARTS)
 
 
+@untraced
 def matmul_tma_persistent(
     a: torch.Tensor, b: torch.Tensor, out: torch.Tensor | None = None, schedule: str | None = None
 ) -> torch.Tensor:
@@ -110,6 +113,7 @@ def matmul_tma_persistent(
     return c
 
 
+@untraced
 def prepare_matmul(
     a: torch.Tensor, b: torch.Tensor, out: torch.Tensor | None = None, schedule: str | None = None
 ) -> Callable[[], torch.Tensor]:
@@ -121,6 +125,7 @@ def prepare_matmul(
     c, launch = launch_of("prepare_matmul", matmul_late_kernel, a, b, out, schedule)
     run_again = c.zero_ if launch is None else prepare_launch(*launch)
 
+    @untraced
     def again() -> torch.Tensor:
         if c.is_cuda and c.device.index != torch.cuda.current_device():
             raise RuntimeError(
@@ -144,7 +149,7 @@ def compare(h: Harness, M: int, N: int, K: int, ours: dict[str, Callable], **opt
     work = Work(bytes=2 * (M * K + K * N + M * N), flops=2 * M * N * K, dtype=h.half)
     return h.compare(
         {library: torch.matmul} | ours, reference, a, b, baseline=library, work=work, terms=K,
-        case=f"{M}x{N}x{K}", **options,
+        case=f"{M}x{N}x{K}", wrong=short_of_k(reference), **options,
     )  # fmt: skip
 
 

@@ -16,7 +16,8 @@ Wins when  TMA: other threads need the tile (the operands of tl.dot), or registe
            that pass through a thread once need no shared memory. The hint: for data that are read again, and there an
            H200 gains next to nothing (the study).
 Study      studies/tma/what_is_tma.py (registers; what the hint is for)
-Source     chapter section "TMA in Triton", whose `eviction_policy="evict_last"  # TMA hint` is scale_pointers here
+Source     chapter section "4. `triton_tma_blackwell.py` - TMA in Triton (NVIDIA GPU)", whose kernel, with its
+           `eviction_policy="evict_last"  # TMA hint`, is scale_pointers here: no cp.async.bulk in its PTX
 """
 
 from __future__ import annotations
@@ -32,6 +33,7 @@ import triton.language as tl
 from examples.common.operands import check_choice, check_tma_matrix
 from examples.common.tiles import tile_corner
 from examples.common.tma import rows_for_tma, tma_descriptor
+from examples.common.untraced import untraced
 
 DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 BLOCK_M, BLOCK_BYTES, WARPS = 64, 256, 4  # 16 KiB a tile: 128 bytes of it a thread, or two boxes of TMA
@@ -48,6 +50,7 @@ def scale_pointers_kernel(
     inside = (rows < M) & (cols < N)
     rows = rows.to(tl.int64)
     x = tl.load(x_ptr + rows * stride_xm + cols, mask=inside, eviction_policy=EVICTION)
+    factor = tl.cast(factor, tl.float32)  # torch.compile passes a float in 64 bits
     y = (x.to(tl.float32) * factor).to(x.dtype)
     tl.store(y_ptr + rows * stride_ym + cols, y, mask=inside)
 
@@ -90,6 +93,7 @@ def scale_pointers(x: torch.Tensor, factor: float, eviction: str = "") -> torch.
     return y
 
 
+@untraced
 def scale_descriptors(x: torch.Tensor, factor: float) -> torch.Tensor:
     """factor * x by TMA. As scale_pointers; x's start and row stride are multiples of 16 bytes, or ValueError."""
     factor = _check("scale_descriptors", x, factor, tma=True)

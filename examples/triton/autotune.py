@@ -123,7 +123,8 @@ def matmul_config(
     """matmul_tuned in one configuration of LARGE, without a search. ValueError for one that is unknown or too large."""
     check_input("matmul_config", a, b)
     config = usable_config("matmul_config", (block_m, block_n, block_k, num_warps, num_stages), a)
-    return launch(matmul_tuned_kernel, a, b, num_warps=num_warps, num_stages=num_stages, **config.kwargs)
+    # Not config.all_kwargs(), whose num_ctas torch.compile does not take.
+    return launch(matmul_tuned_kernel, a, b, num_warps=config.num_warps, num_stages=config.num_stages, **config.kwargs)
 
 
 def reference(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:

@@ -70,7 +70,7 @@ def dropout_kernel(
             lower = in_order(a << 16, b << 16, c << 16, d << 16)
             bits = tl.reshape(tl.join(in_order(a, b, c, d), lower), (BLOCK,))
     # Random bits are as uniform as an int32: one comparison, where a float in [0, 1) takes three steps to make.
-    factor = tl.where(bits.to(tl.int32, bitcast=True) < threshold, 0.0, scale)
+    factor = tl.where(bits.to(tl.int32, bitcast=True) < threshold, 0.0, tl.cast(scale, tl.float32))
     x = tl.load(x_ptr + offsets, mask=inside).to(tl.float32)
     tl.store(y_ptr + offsets, (x * factor).to(y_ptr.dtype.element_ty), mask=inside)
 

@@ -40,6 +40,7 @@ def fused_add_relu_mul_kernel(x_ptr, y_ptr, out_ptr, scale, n_elements, BLOCK: t
     added = x + y
     # `added > 0` would turn NaN into 0; this form lets NaN through, as torch.relu does.
     rectified = tl.where(added < 0, 0.0, added)
+    scale = tl.cast(scale, tl.float32)  # torch.compile passes a float in 64 bits
     tl.store(out_ptr + offsets, (rectified * scale).to(out_ptr.dtype.element_ty), mask=inside)
 
 

@@ -58,6 +58,7 @@ def layer_norm_rows_kernel(
     x -= mean[:, None]
     if not FULL:
         x = tl.where(in_row, x, 0.0)
+    eps = tl.cast(eps, tl.float32)  # torch.compile passes a float in 64 bits
     rstd = tl.rsqrt(tl.sum(x * x, axis=1) / n_cols + eps)
     weight = widen(tl.load(weight_ptr + cols, mask=cols < n_cols, other=0.0))
     bias = widen(tl.load(bias_ptr + cols, mask=cols < n_cols, other=0.0))
@@ -99,8 +100,8 @@ def layer_norm(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor, eps: f
     both float32. The arithmetic is float32. Raises TypeError for another dtype, a missing weight or bias, or an eps
     that is no number; ValueError for no columns, sizes that do not fit, an inner stride other than 1, or an eps that is
     negative or not finite; RuntimeError for a device without Triton, or a second derivative. In backward the programs
-    of rows over 8192 columns wait for each other. Beside kernels that keep their SMs, as NCCL's do, or on a part of the
-    SMs, the longest rows may wait for ever: there call layer_norm_backward_loop.
+    of rows over 8192 columns wait for each other. That ends beside kernels that keep their SMs, as NCCL's do, and on a
+    part of the SMs, as long as an eighth of them is left; with less call layer_norm_backward_loop.
     """
     with torch.no_grad():  # this one has a backward
         require_triton_device("layer_norm", x)

@@ -27,7 +27,7 @@ from examples.common.rows import (
     row_block,
     widen,
 )
-from examples.triton.layer_norm_backward_split import layer_norm_backward_split, split_max_cols
+from examples.triton.layer_norm_backward_split import layer_norm_backward_split, split_max_cols, value_bits
 
 BACKWARD_ROWS_MAX = 8192  # 16 columns a thread at 16 warps: x, dy and two sums of each take 64 of its 128 registers
 
@@ -164,12 +164,13 @@ def layer_norm_backward(dy, x, weight, mean, rstd) -> tuple[torch.Tensor, torch.
     """(dx, dweight, dbias) by the kernel that is fastest for the row length; mean and rstd from layer_norm_forward.
 
     dy has x's shape and dtype, any row stride. Raises as layer_norm_forward does. Beyond BACKWARD_ROWS_MAX columns,
-    programs wait for each other; split_max_cols says what else they need.
+    programs wait for each other, as long as an eighth of the SMs can run them all (split_max_cols): the rest may be
+    held by other kernels. Longer rows are read twice.
     """
     _, n_cols = check_layer_norm_backward("layer_norm_backward", dy, x, weight, mean, rstd)
     if n_cols <= BACKWARD_ROWS_MAX:
         return layer_norm_backward_rows(dy, x, weight, mean, rstd)
-    wait = not interpreted() and n_cols <= split_max_cols(x.device)
+    wait = not interpreted() and n_cols <= split_max_cols(x.device, value_bits(x, weight))
     return (layer_norm_backward_split if wait else layer_norm_backward_loop)(dy, x, weight, mean, rstd)
 
 

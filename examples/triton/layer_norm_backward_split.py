@@ -14,7 +14,7 @@ import torch
 import triton
 import triton.language as tl
 
-from examples.common.device import device_limits, interpreted
+from examples.common.device import device_limits, interpreted, sms_to_wait_on
 from examples.common.rows import ASSEMBLY, check_layer_norm_backward, check_length, column_sums, pipeline_stages, widen
 
 # By bits of a value: columns a program owns, so that it has 32 or 16 values a thread at 8 warps and fills an SM alone.
@@ -154,15 +154,18 @@ def layer_norm_backward_split_kernel(
     tl.store(dbias_ptr + group.to(tl.int64) * n_cols + cols, dbias, mask=inside)
 
 
-def split_max_cols(device: torch.device) -> int:
-    """Longest row layer_norm_backward_split takes.
+def split_max_cols(device: torch.device, bits: int = 32) -> int:
+    """Longest row layer_norm_backward_split takes, of values of so many bits, weight's included.
 
-    A group's programs wait for each other and an SM runs one of them, so a group may have no more than there are SMs.
-    For 16-bit values this is half of what would do, a margin for two such launches side by side on two streams. Several
-    at once, one beside another kernel that waits and keeps its SMs (NCCL's do), or a context that is given fewer SMs,
-    must not use it on its longest rows.
+    A group's programs wait for each other and an SM runs one of them; an eighth of the SMs must run them all. So it
+    ends beside kernels that keep the other SMs (NCCL's, or such launches on other streams), and in a context that is
+    given an eighth; with less, call layer_norm_backward_loop.
     """
-    return SPLIT_BLOCK[32] * device_limits(device).sms
+    return SPLIT_BLOCK[bits] * sms_to_wait_on(device)
+
+
+def value_bits(x: torch.Tensor, weight: torch.Tensor) -> int:
+    return 8 * max(x.element_size(), weight.element_size())
 
 
 def _mailbox(x: torch.Tensor, parts: int) -> torch.Tensor:
@@ -171,7 +174,7 @@ def _mailbox(x: torch.Tensor, parts: int) -> torch.Tensor:
 
 
 def layer_norm_backward_split(dy, x, weight, mean, rstd) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """(dx, dweight, dbias) for rows of up to split_max_cols(x.device) columns, each held by several programs at once.
+    """(dx, dweight, dbias) for rows of up to split_max_cols(...) columns, each held by several programs at once.
 
     GPU only: programs wait for each other, and the interpreter runs one after the other (RuntimeError there). Which
     program is which part of which group depends on the order in which they start; what each computes does not.
@@ -179,13 +182,14 @@ def layer_norm_backward_split(dy, x, weight, mean, rstd) -> tuple[torch.Tensor, 
     """
     name = "layer_norm_backward_split"
     n_rows, n_cols = check_layer_norm_backward(name, dy, x, weight, mean, rstd)
-    check_length(name, n_cols, split_max_cols(x.device), "layer_norm_backward_loop")
+    bits = value_bits(x, weight)
+    check_length(name, n_cols, split_max_cols(x.device, bits), "layer_norm_backward_loop")
     if interpreted():
         raise RuntimeError(f"{name}: its programs wait for each other; in the interpreter use layer_norm_backward_loop")
     if not n_rows:
         return torch.empty_like(x), torch.zeros_like(weight), torch.zeros_like(weight)
     dx = torch.empty(x.shape, dtype=x.dtype, device=x.device)
-    block_n = SPLIT_BLOCK[8 * max(x.element_size(), weight.element_size())]
+    block_n = SPLIT_BLOCK[bits]
     parts = triton.cdiv(n_cols, block_n)
     groups = max(1, min(n_rows, device_limits(x.device).sms // parts))
     partials = torch.empty(2, groups, n_cols, dtype=torch.float32, device=x.device)

@@ -38,13 +38,18 @@ def layer_norm_resident_kernel(
     row = tl.program_id(0).to(tl.int64)
     x_row, y_row = x_ptr + row * stride_xm, y_ptr + row * stride_ym
     lane = tl.arange(0, BLOCK_N)
+    # Measured from the row's first element: a mean of 10000 with a spread of 1 would cost float32 four digits. In 16
+    # bits no x has a mean so far from its spread, and nothing is subtracted.
+    origin = 0.0
+    if x_ptr.dtype.element_ty == tl.float32:
+        origin = tl.load(x_row)
     # One running mean and sum of squares per lane, not per row: no reduction inside the loop.
     lane_mean = tl.zeros((BLOCK_N,), tl.float32)
     squares = tl.zeros((BLOCK_N,), tl.float32)
     seen = 0.0
     for start in tl.range(0, N_COLS, BLOCK_N, loop_unroll_factor=UNROLL):
         cols = start + lane
-        x = _load_row(x_row, cols, N_COLS, FULL, "evict_last")
+        x = _load_row(x_row, cols, N_COLS, FULL, "evict_last") - origin
         seen += 1.0
         off = x - lane_mean
         if not FULL:
@@ -52,22 +57,18 @@ def layer_norm_resident_kernel(
         lane_mean += off * (1.0 / seen)  # one division, not one per lane
         squares += off * (x - lane_mean)
     count = ((N_COLS + BLOCK_N - 1 - lane) // BLOCK_N).to(tl.float32)  # elements this lane has seen
-    # Merged as distances from the row's first element, where a large mean would cost the variance its digits. y below
-    # subtracts the mean itself, rounded to float32: at a mean of 10000 that is an error of about 3e-4 in y.
-    origin = tl.load(x_row).to(tl.float32)
-    between = lane_mean - origin
-    mean = tl.sum(between * count, axis=0) / N_COLS
-    between = tl.where(count > 0, between - mean, 0.0)  # the square of an empty lane may be infinite
+    mean = tl.sum(lane_mean * count, axis=0) / N_COLS
+    between = tl.where(count > 0, lane_mean - mean, 0.0)  # the square of an empty lane may be infinite
+    eps = tl.cast(eps, tl.float32)  # torch.compile passes a float in 64 bits
     rstd = tl.rsqrt(tl.sum(squares + between * between * count, axis=0) / N_COLS + eps)
-    mean += origin
     for start in tl.range(0, N_COLS, BLOCK_N, loop_unroll_factor=UNROLL):
         cols = start + lane
-        x = _load_row(x_row, cols, N_COLS, FULL, "evict_first")
+        x = _load_row(x_row, cols, N_COLS, FULL, "evict_first") - origin
         weight = _load_row(weight_ptr, cols, N_COLS, FULL, "evict_last")
         bias = _load_row(bias_ptr, cols, N_COLS, FULL, "evict_last")
         y = (x - mean) * rstd * weight + bias
         tl.store(y_row + cols, y.to(y_ptr.dtype.element_ty), mask=cols < N_COLS)
-    tl.store(mean_ptr + row, mean)
+    tl.store(mean_ptr + row, origin + mean)
     tl.store(rstd_ptr + row, rstd)
 
 

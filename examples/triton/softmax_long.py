@@ -2,9 +2,9 @@
 
 Each program holds one part of the row in registers, publishes the part's maximum and sum, waits until all parts of the
 row have, and writes. Each element is read once. A waiting program loads nothing, though, and the registers that hold
-parts leave room for few other programs on its SM, which could load meanwhile. Loading the next row before the wait, as
-layer_norm_backward_split.py does, or exchanging through a cluster's distributed shared memory might help; neither is
-tried here.
+parts leave room for few other programs on its SM, which could load meanwhile: ncu counts the least bytes, and 36 % of
+an SM's warps. Loading the next row before the wait, as layer_norm_backward_split.py does, or exchanging through a
+cluster's distributed shared memory might help; neither is tried here.
 """
 
 from __future__ import annotations
@@ -13,11 +13,12 @@ import torch
 import triton
 import triton.language as tl
 
-from examples.common.device import device_limits, interpreted
+from examples.common.device import interpreted, sms_to_wait_on
 from examples.common.operands import check_rows
 from examples.common.rows import DTYPES, check_length
 
 SPLIT_BLOCK = 8192  # 4 warps at 64 values per thread, 80 registers: six programs fit an SM, five load while one waits
+PER_SM = 6
 
 
 @triton.jit
@@ -57,12 +58,12 @@ def softmax_split_kernel(
 
 
 def split_max_cols(device: torch.device) -> int:
-    """Longest row softmax_split takes: its parts wait for each other, so one SM each must be enough to run them all.
+    """Longest row softmax_split takes: its parts wait for each other, and an eighth of the SMs must run them all.
 
-    In fact an SM runs six of them. That margin is also what lets a few such launches run side by side on several
-    streams; a context that is given less than a sixth of the SMs must not use this kernel on its longest rows.
+    So it ends beside kernels that keep the other SMs (NCCL's, or such launches on other streams), and in a context that
+    is given an eighth; with less, call softmax_resident.
     """
-    return SPLIT_BLOCK * device_limits(device).sms
+    return SPLIT_BLOCK * PER_SM * sms_to_wait_on(device)
 
 
 def softmax_split(x: torch.Tensor) -> torch.Tensor:

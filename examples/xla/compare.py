@@ -9,7 +9,7 @@ Needs      torch_xla>=2.9
 Wins when  a compiler's first call is earned back. For one call, nothing does.
 Variants   compare_jax.py (the model in JAX)
 Study      studies/xla/compare.py (what the two front ends hand to XLA)
-Source     chapter section "XLA": compare.
+Source     chapter section "Ecosystem Context", which compares torch.compile with XLA and JAX without a number
 """
 
 from __future__ import annotations

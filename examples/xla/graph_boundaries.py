@@ -13,7 +13,7 @@ Needs      torch_xla>=2.9
 Wins when  the step is short, or the device far from the host: then waiting is most of it. A value read after the sync
            costs a copy and the wait, not a second run.
 Study      studies/xla/graph_boundaries.py (two more, other lines of Python, what full_graph finds)
-Source     chapter section "XLA and torch_xla"; torch_xla's own counters and messages.
+Source     goes beyond the chapter; torch_xla's own counters and messages
 """
 
 from __future__ import annotations

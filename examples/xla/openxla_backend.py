@@ -3,17 +3,15 @@
 Lazy mode records the Python of a model again at every call and looks the recording up. torch.compile records once,
 guards, and then hands XLA the program's hash and its inputs: the same compiler behind another front end.
 
-In training AOTAutograd cuts a step in two programs, forward and backward. What stands outside of the compiled function
-(the loss, the first gradient, the optimizer) stays lazy: programs of their own around them, cut elsewhere in the first
-step than later. Compile the loss too, then the optimizer, or the whole step as one function.
+In training AOTAutograd cuts a step in two programs, forward and backward. What is not compiled (the loss, the first
+gradient, the optimizer) stays lazy: further programs. Compile the loss too, or the whole step as one function.
 
 Question   What does openxla save over lazy mode, what does it cost first, and how many programs is a training step?
 Needs      torch_xla>=2.9
-Wins when  the host is what limits: small models, many calls of the same shapes. The first call costs more than lazy
-           mode's. Training gains most from one function for the whole step.
+Wins when  the host is the limit: small models, many calls of the same shapes; in training, the step as one function.
 Variants   openxla_backend_training.py (a training step, compiled in four ways)
 Study      studies/xla/openxla_backend.py (the host's time, tensors on the CPU, times of a training step)
-Source     chapter section "XLA": the openxla backend; torch_xla's dynamo_bridge.
+Source     chapter sections "PyTorch XLA Backend" and "Ecosystem Context"; torch_xla's dynamo_bridge
 """
 
 from __future__ import annotations

@@ -13,7 +13,7 @@ Wins when  layers are many and compiling is the larger part: short runs, many sh
            price, mostly the host's for tracing and recording.
 Variants   scan_layers_checks.py (which layers can be scanned), scan_layers_model.py (what is scanned, unrolled)
 Study      studies/xla/scan_layers.py (layers that are not equal or not pure, traces that are kept)
-Source     chapter section "XLA": scan.
+Source     goes beyond the chapter; scan and scan_layers of torch_xla.experimental
 """
 
 from __future__ import annotations

@@ -1,20 +1,20 @@
-"""SPMD: one program over several devices; say how tensors are cut, and read in the HLO what has to be communicated.
+"""SPMD: one program over several devices; say how tensors are sharded, and read in the HLO what is communicated.
 
 With torch_xla.runtime.use_spmd() one process sees one device. mark_sharding (here: shard) says over which axes of a
-mesh each dimension of a tensor is cut. XLA derives the cut of everything computed from there, and inserts collectives
-where a device needs what another one holds.
+mesh each dimension of a tensor is sharded. XLA derives the sharding of everything computed from there, and inserts
+collectives where a device needs what another one holds.
 
 Here the mesh is of virtual CPU devices in a process of its own: nothing gets faster, but the program is that of as many
-chips. A matrix product is cut in six ways; what the devices send stands next to what theory asks for. The study does
-the same for a training step: data parallel, tensor parallel, both, and sharded weights (FSDP).
+chips. A product is sharded in six ways; what the devices send stands next to what theory asks for. The study does the
+same for a training step: data parallel, tensor parallel, both, and sharded weights (FSDP).
 
-Question   Which way of cutting a tensor costs which communication, and what does each device hold?
+Question   Which sharding of a product costs which communication, and what does each device hold?
 Needs      torch_xla>=2.9
 Wins when  a model, its optimizer's state or its batch do not fit one chip, and the chips' links carry what is listed
            here. On one machine's CPU there is nothing to win: the devices are threads that share its cores.
-Variants   spmd_sharding.py (a mesh and a cut, checked), spmd_collectives.py (reads the collectives of a program)
+Variants   spmd_sharding.py (a mesh and a sharding, checked), spmd_collectives.py (reads the collectives of a program)
 Study      studies/xla/spmd.py (layouts of a training step)
-Source     chapter section "XLA"; GSPMD (arXiv 2105.04663) and the SPMD guide of PyTorch/XLA.
+Source     goes beyond the chapter; GSPMD (arXiv 2105.04663) and the SPMD guide of PyTorch/XLA
 """
 
 from __future__ import annotations

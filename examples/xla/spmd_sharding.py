@@ -1,4 +1,4 @@
-"""A mesh of all devices, and a tensor cut over its axes; what torch_xla takes in silence is an error here."""
+"""A mesh of all devices, and a tensor sharded over its axes; what torch_xla accepts silently is an error here."""
 
 from __future__ import annotations
 

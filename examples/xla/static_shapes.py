@@ -1,7 +1,7 @@
 """Static shapes: XLA compiles for sizes: batches of 1 to 64 are 64 programs, or one, or seven, as they are padded.
 
-A program of XLA holds for the sizes it was compiled for. Rows of padding save compilations: all batches padded to the
-largest size (one program, most rows wasted), or to the next power of two (seven programs, fewer rows wasted).
+An XLA program is valid only for the sizes it was compiled for. Padding saves compilations: all batches padded to the
+largest size (one program, half of the rows wasted), or to the next power of two (seven programs, a quarter wasted).
 
 Pad before the transfer and cut after it. On the device both are operations of the graph, and bring one program for each
 size back. Row by row, padding cannot be seen; whatever looks across rows (a mean over the batch, batch norm) needs the
@@ -12,7 +12,7 @@ Needs      torch_xla>=2.9
 Wins when  the sizes are many. Buckets pay after a number of calls that each run measures; one padded size is best for a
            life shorter than that, no padding for a few sizes that stay.
 Study      studies/xla/static_shapes.py (padding on the device, masks, torch.compile)
-Source     chapter section "XLA": static shapes.
+Source     chapter section "PyTorch XLA Backend", whose padding to one fixed size wastes half of the rows here
 """
 
 from __future__ import annotations

@@ -12,7 +12,7 @@ Needs      torch_xla>=2.9
 Wins when  steps repeat with few shapes and nothing is read between them. On a CPU eager can be faster: see the table.
 Variants   training_loop_model.py (the model and its data)
 Study      studies/xla/training_loop.py (what reading costs, a learning rate that changes)
-Source     chapter section "XLA"; "Troubleshooting" in the documentation of PyTorch/XLA.
+Source     goes beyond the chapter; the troubleshooting page of PyTorch/XLA's documentation
 """
 
 from __future__ import annotations

@@ -6,6 +6,7 @@ from harness import Harness, Skip
 
 import torch
 
+from examples.common.shown import require
 from examples.compiler.cuda_graphs import WIDTH, make_chain, which
 
 
@@ -51,3 +52,13 @@ def kept_outputs(h: Harness) -> None:
         del results
     h.fact("two calls in a step that cudagraph_mark_step_begin() began, both read at its end", steps)
     torch.compiler.reset()  # the count of steps too
+    conclude(h, kept, cloned, steps)
+
+
+def conclude(h: Harness, kept: dict[str, str], cloned: dict[str, str], steps: dict[str, list[str]]) -> None:
+    """What a user may rely on: a clone, and all calls of one step; nothing else that is read late is right."""
+    require(set(cloned.values()) == {"right"}, f"cloned before the next call: {cloned}")
+    require(all(each == "right" for step in steps.values() for each in step), f"within a marked step: {steps}")
+    require("right" not in kept.values(), f"read after the next call: {kept}")
+    silent = sum(each != "RuntimeError" for each in kept.values())
+    h.say(f"of {len(kept)} results read after the next call {silent} are wrong without an error; clones are right")

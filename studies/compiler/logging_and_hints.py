@@ -1,4 +1,4 @@
-"""logging_and_hints, shown: TORCH_COMPILE_DEBUG=1, in a process of its own, keeps what each stage made."""
+"""logging_and_hints, shown: what TORCH_COMPILE_DEBUG=1 keeps of each stage, and the chapter's three hints."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from harness.process import Child, report
 
 import torch
 
-from compile_inspect import watch
+from compile_inspect import fresh_compiler, logs, watch
 from examples.common.shown import require
 from examples.compiler.logging_and_hints import SCALES, N, line_of, step
 
@@ -62,9 +62,35 @@ def debug_folder(h: Harness, folder: Path) -> None:
     h.say(f"{len(STAGES)} files for each of {len(graphs)} graphs; {nodes} of {before} nodes became {kernel[0]}")
 
 
+def drawn(x: torch.Tensor) -> torch.Tensor:
+    return torch.multinomial(x.abs(), 2) + 1  # a random operation that Inductor does not generate
+
+
+def hints(h: Harness) -> None:
+    """The chapter quotes three hints: are they in torch's source, and what does perf_hints say in their place?"""
+    folder, sources = Path(torch.__file__).parent, []
+    for part in ("_dynamo", "_functorch", "_inductor"):
+        sources += [file.read_text(encoding="utf-8").lower() for file in (folder / part).rglob("*.py")]
+    require(any("mutated inputs" in text for text in sources), "torch's source is not where it is looked for")
+    with torch.no_grad(), fresh_compiler(), logs(perf_hints=True, fusion=True) as records:
+        torch.compile(drawn)(h.randn(8, 8))
+    random = next((text for name, text in records if name == "perf_hints" and "multinomial" in text), None)
+    require(random is not None, f"perf_hints says nothing of multinomial: {records}")
+    instead = {
+        "not used because input is mutated": "TORCH_LOGS=cudagraphs: skipping cudagraphs due to mutated inputs",
+        "fell back to eager": f"TORCH_LOGS=perf_hints: {random}",
+        "missed fusion": "TORCH_LOGS=fusion: cannot fuse op1 with op2, and why",
+    }
+    h.table(
+        f"the chapter's hints, in torch {torch.__version__}",
+        {hint: {"files": sum(hint in text for text in sources), "instead": told} for hint, told in instead.items()},
+    )
+
+
 def study(h: Harness) -> None:
     if h.profile:
         return
+    hints(h)
     with TemporaryDirectory(prefix="logging-", ignore_cleanup_errors=True) as name:
         folder = Path(name)
         env = {

@@ -1,22 +1,50 @@
-"""recompilation, measured: where recompiling ends, and what makes that loud."""
+"""recompilation, measured: where recompiling ends, what makes that loud, and random numbers that Python draws."""
 
 from __future__ import annotations
 
+import random
 import re
 from collections.abc import Callable
 
 from harness import Harness
 
+import numpy as np
 import torch
 
-from compile_inspect import count_entries
-from examples.compiler.recompilation import scales
+from compile_inspect import count_entries, find_breaks
+from examples.common.shown import require
+from examples.compiler.recompilation import CALLS, scales
+
+OWN = random.Random(0)
+DRAWS = {
+    "random.random()": lambda x: x * random.random(),
+    "random.uniform(0, 1)": lambda x: x * random.uniform(0, 1),
+    "np.random.rand()": lambda x: x * np.random.rand(),
+    "a random.Random of one's own": lambda x: x * OWN.random(),
+    "torch.rand(())": lambda x: x * torch.rand((), device=x.device),
+}
+
+
+def random_values(h: Harness, x: torch.Tensor) -> None:
+    """A number drawn within the compiled function: cache entries, breaks, and how many numbers the calls get."""
+    rows = {}
+    for name, fn in DRAWS.items():
+        found = count_entries(fn, [lambda f: f(x)] * CALLS)
+        rows[name] = {
+            "entries": found.compiled, "eager": found.eager_calls, "breaks": len(find_breaks(fn, x).breaks),
+            "numbers": len({output.double().sum().item() for output in found.outputs}),
+        }  # fmt: skip
+    h.table(f"numbers drawn by {CALLS} calls", rows)
+    stale = [name for name, row in rows.items() if row["numbers"] < CALLS]
+    h.say(f"the first number again in every call: {', '.join(stale) or 'none'}")
+    require(rows["torch.rand(())"] == {"entries": 1, "eager": 0, "breaks": 0, "numbers": CALLS}, f"torch.rand: {rows}")
 
 
 def study(h: Harness) -> None:
     if h.profile:
         return
     x, made = h.randn(16, 64), []
+    random_values(h, x)
     limit = torch._dynamo.config.recompile_limit
     values = [k / 10 for k in range(2, limit + 6)]
 

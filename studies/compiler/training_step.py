@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import asdict
 
-from harness import Harness, Timing, Work
+from harness import Harness, Table, Timing, Work
 from harness.check import CheckError, VacuousCheck
 
 import torch
@@ -22,6 +22,7 @@ from examples.compiler.training_step import (
     sizes,
 )
 
+FUSED, COMPILED = "torch AdamW fused", "torch.compile AdamW"
 STEPS = 4
 NEAR = 4  # times eager's own error, after some steps
 ADAMW_BYTES = 28  # of a float32 parameter: it, its gradient and two moments are read, all but the gradient written
@@ -41,11 +42,11 @@ def study(h: Harness) -> None:
     with logs():  # Dynamo warns that it leaves out torch's profiler marks
         show_training(h, trainers, exact, last)
     alone = {
-        "torch AdamW fused": trainers[EAGER],
+        FUSED: trainers[EAGER],
         "torch AdamW foreach": Trainer(other, other, "foreach"),
-        "torch.compile AdamW": trainers[WHOLE],
+        COMPILED: trainers[WHOLE],
     }
-    show_optimizer(h, alone, gradients(model, model)(last), exact)
+    show_share(h, show_optimizer(h, alone, gradients(model, model)(last), exact))
 
 
 def gradients(model: LanguageModel, losses: Callable) -> Callable:
@@ -115,7 +116,19 @@ def show_training(h: Harness, trainers: dict[str, Trainer], exact: Trainer, toke
     h.fact(f"mean loss after {STEPS} steps", {name: float(f"{loss.mean():.6g}") for name, loss in means.items()})
 
 
-def show_optimizer(h: Harness, trainers: dict[str, Trainer], grads: tuple[torch.Tensor, ...], exact: Trainer) -> None:
+def show_share(h: Harness, alone: Table) -> None:
+    """How much of eager's whole step AdamW is, and so how much compiling it can save."""
+    for step in h.lesson or ():
+        if step.timed and alone.timed:
+            share = alone[FUSED].ms / step[EAGER].ms
+            h.say(
+                f"{step.case}: AdamW, fused, is {share:.1%} of eager's step ({alone[FUSED].ms:.2f} ms of "
+                f"{step[EAGER].ms:.2f}); compiled, {alone.over(FUSED, COMPILED):.2f}x as fast, it would save at most "
+                f"{max(0.0, share * (1 - alone[COMPILED].ms / alone[FUSED].ms)):.1%}"
+            )
+
+
+def show_optimizer(h: Harness, trainers: dict[str, Trainer], grads: tuple[torch.Tensor, ...], exact: Trainer) -> Table:
     """AdamW alone, on these gradients, by the optimizers of these trainers."""
 
     def update(trainer: Trainer) -> Callable:
@@ -132,10 +145,11 @@ def show_optimizer(h: Harness, trainers: dict[str, Trainer], grads: tuple[torch.
     variants = {name: update(trainer) for name, trainer in trainers.items()}
     number = sum(grad.numel() for grad in grads)
     with logs():
-        h.compare(
-            variants, update(exact), *grads, baseline="torch AdamW fused", work=Work(bytes=ADAMW_BYTES * number),
+        table = h.compare(
+            variants, update(exact), *grads, baseline=FUSED, work=Work(bytes=ADAMW_BYTES * number),
             title="AdamW", case=f"{number} parameters float32",
             timing=Timing(first_calls=dict.fromkeys(variants)),  # in the whole steps, before
         )  # fmt: skip
     if grads[0].is_cuda:
         h.fact("kernels of AdamW", {name: len(kernels_run(fn)[0]) for name, fn in variants.items()})
+    return table

@@ -6,14 +6,12 @@
 
 from __future__ import annotations
 
-import functools
-
 from harness import Harness
 
 import torch
 
 from examples.common.quantize import GROUP
-from examples.fp8.blockwise_matmul import E4M3, blockwise_matmul, compare, library, operands, runnable
+from examples.fp8.blockwise_matmul import E4M3, blockwise_matmul, compare, every_variant, library, operands
 from studies.fp8.fp8_matmul import LAYERS, SQUARES, require_only_fp8, summary
 
 # What each variant must hold in its PTX.
@@ -39,8 +37,7 @@ def show_code(h: Harness) -> None:
 
 def study(h: Harness) -> None:
     show_code(h)
-    ours = {name: functools.partial(blockwise_matmul, variant=name, check_scales=False) for name in runnable(h.device)}
-    cases = []
+    ours, cases = every_variant(h.device), []
     for size in h.pick(interpreted=[(130, 264, 768)], quick=SQUARES[:2], full=SQUARES + LAYERS):
         inputs = operands(h, *size)
         table = compare(h, inputs, library(*inputs) | ours)

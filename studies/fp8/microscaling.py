@@ -12,6 +12,7 @@ from harness import Harness, Work
 
 import torch
 
+from examples.common.compiled import compiled_modes, over_library
 from examples.common.microscaling import FORMATS, RECIPES, bytes_of
 from examples.fp8.microscaling import native
 from examples.fp8.microscaling_quantize import expected_bytes, mx_quantize, quantized_bytes
@@ -54,20 +55,23 @@ def checks(h: Harness) -> None:
 
 def compare_quantizers(h: Harness, rows: int, cols: int) -> None:
     """A table for each format; nvfp4's scale of the tensor is given."""
-    x = h.randn(rows, cols, dtype=h.half)
-    library = "torch.compile" if x.is_cuda else "torch"
+    x, tables = h.rows(rows, cols, dtype=h.half), {}
     for fmt, form in FORMATS.items():
         whole = mx_quantize(x, fmt)[2]
-        in_torch = h.compiled(quantize_torch) if x.is_cuda else quantize_torch
+        in_torch = compiled_modes(h, quantize_torch) if x.is_cuda else {"torch": quantize_torch}
         variants = {
-            library: lambda x, f=in_torch, n=fmt, t=whole: tuple(map(bytes_of, f(x, n, t))),
-            "triton": functools.partial(quantized_bytes, fmt=fmt, tensor_scale=whole),
+            name: lambda x, f=fn, n=fmt, t=whole: tuple(map(bytes_of, f(x, n, t))) for name, fn in in_torch.items()
         }
-        h.compare(
-            variants, lambda x, n=fmt, t=whole: expected_bytes(x, n, "floor", t), x, baseline=library,
+        variants["triton"] = functools.partial(quantized_bytes, fmt=fmt, tensor_scale=whole)
+        tables[fmt] = h.compare(
+            variants, lambda x, n=fmt, t=whole: expected_bytes(x, n, "floor", t), x, baseline=next(iter(in_torch)),
             work=Work(bytes=x.nbytes + int(x.numel() * form.bits / 8)), title="quantize", dtype=torch.uint8,
             case=f"{fmt} {rows}x{cols}",
+            wrong={"of its neighbour's rows": lambda x, n=fmt, t=whole: expected_bytes(x.roll(1, 0), n, "floor", t)},
         )  # fmt: skip
+    if all(tables.values()):
+        each = ", ".join(f"{fmt} {over_library([table]):.2f}x" for fmt, table in tables.items())
+        h.say(f"the quantizers over torch.compile's faster mode: {each}; the products are the lesson's tables")
 
 
 def study(h: Harness) -> None:

@@ -2,8 +2,8 @@
 
 1. TTGIR is the first stage of a kernel in which all is explicit. Its operations are counted for both languages: what
    the compiler adds to `desc.load`, `tl.dot` and `desc.store`, the author of a Gluon kernel writes.
-2. Every step beside the kernels that Triton's compiler makes of the same tile (one program per tile, and persistent
-   with the tile stored in halves).
+2. Every step, timed in the lesson, and the kernels that Triton's compiler makes of the same tile (one program per tile,
+   and persistent with the tile stored in halves), over cuBLAS.
 """
 
 from __future__ import annotations
@@ -17,9 +17,6 @@ from harness.codegen import dump
 from examples.tma.gluon_matmul import STEPS, compare, gluon_matmul
 from examples.tma.gluon_matmul_ring import gluon_matmul_one_buffer, gluon_matmul_ring
 
-KERNELS = {"one buffer": gluon_matmul_one_buffer, "ring": gluon_matmul_ring} | {
-    step: functools.partial(gluon_matmul, step=step) for step in STEPS
-}
 # Kernels of triton/persistent_matmul.py on the same tile: one program per tile, and that file's last step.
 COMPILED = ("tile", "split")
 # How TTGIR writes what Gluon has its author write.
@@ -60,8 +57,9 @@ def study(h: Harness) -> None:
         h.say("no step is run here: they need sm_90, and Gluon is not interpreted")
         return
     matmul = h.peer("triton/persistent_matmul").matmul_persistent
-    variants = {f"triton {each}": functools.partial(matmul, variant=each) for each in COMPILED} | KERNELS
-    tables = [compare(h, n, variants) for n in h.pick(quick=(4096,), full=(4096, 8192))]
+    variants = {f"triton {each}": functools.partial(matmul, variant=each) for each in COMPILED}
+    tables = [*h.lesson, *(compare(h, n, variants) for n in h.pick(quick=(4096,), full=(4096, 8192)))]
     if all(table.timed for table in tables):
-        means = {name: {"geometric mean": round(geomean(tables, "cuBLAS", name), 4)} for name in variants}
+        names = [*variants, "one buffer", "ring", *STEPS]
+        means = {name: {"geometric mean": round(geomean(tables, "cuBLAS", name), 4)} for name in names}
         h.table("over cuBLAS", means)

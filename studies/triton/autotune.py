@@ -1,5 +1,7 @@
 """autotune, measured: four configurations chosen by hand or 192, what a search costs, and what a later process pays.
 
+An elementwise kernel with the chapter's four BLOCK_SIZEs is put beside fixed ones: memory is its limit in each of them.
+
 Every search starts from a cache directory that knows only the fixed configuration. The configurations that a search
 times are checked one by one, on poisoned outputs: it must choose among right ones.
 """
@@ -17,7 +19,10 @@ from harness import Harness, Work
 
 import torch
 import triton
+import triton.language as tl
 
+from examples.common.device import autotune_configs
+from examples.common.operands import short_of_k
 from examples.triton.autotune import (
     FIXED,
     launch,
@@ -32,10 +37,40 @@ from examples.triton.autotune_pruned import LARGE, configuration, numbers
 
 SMALL = [FIXED, *(configuration(*tile) for tile in ((128, 128, 64, 8, 4), (64, 64, 128, 4, 4), (16, 64, 128, 4, 5)))]
 SPACES = {"small space": SMALL, "large space": LARGE}
+BLOCK_SIZES = (128, 256, 512, 1024)  # the chapter's autotuned_kernel has these, with 4 warps each
 SPILLING = configuration(128, 256, 64, 4, 3)  # FIXED with half the threads for an accumulator of the same size
 
 
+@triton.jit
+def double_kernel(x_ptr, y_ptr, n_elements, BLOCK_SIZE: tl.constexpr):
+    offsets = tl.program_id(0).to(tl.int64) * BLOCK_SIZE + tl.arange(0, BLOCK_SIZE)
+    x = tl.load(x_ptr + offsets, mask=offsets < n_elements)
+    tl.store(y_ptr + offsets, x + x, mask=offsets < n_elements)
+
+
+def double(kernel, x: torch.Tensor, **config) -> torch.Tensor:
+    y = torch.empty_like(x)
+    kernel[lambda meta: (triton.cdiv(x.numel(), meta["BLOCK_SIZE"]),)](x, y, x.numel(), **config)
+    return y
+
+
+def compare_blocks(h: Harness, n: int) -> None:
+    """The chapter's search on the chapter's kind of kernel, beside its largest block without a search."""
+    configs = [triton.Config({"BLOCK_SIZE": block}, num_warps=4) for block in BLOCK_SIZES]
+    tuned, x = triton.autotune(autotune_configs(configs), key=["n_elements"])(double_kernel), h.randn(n)
+    variants = {"torch": lambda x: x + x, "tuned": partial(double, tuned)}
+    variants |= {f"fixed {block}": partial(double, double_kernel, BLOCK_SIZE=block) for block in BLOCK_SIZES}
+    table = h.compare(variants, lambda x: x.double() * 2, x, baseline="torch", work=Work(bytes=2 * x.nbytes),
+                      title="elementwise", case=f"{n} float32", terms=0)  # fmt: skip
+    if table:
+        gain = table.over(f"fixed {BLOCK_SIZES[-1]}", "tuned")
+        h.say(f"elementwise, {table.case}: the search takes {tuned.best_config.kwargs['BLOCK_SIZE']}, {gain:.2f}x a "
+              f"fixed block of {BLOCK_SIZES[-1]}")  # fmt: skip
+
+
 def study(h: Harness) -> None:
+    for n in h.pick(interpreted=[5000], quick=[10_000_000], full=[10_000_000, 1 << 28]):
+        compare_blocks(h, n)
     check_each(h, SMALL, h.randn(130, 70, dtype=h.half), h.randn(70, 260, dtype=h.half))
     # 256 values of the accumulator per thread are more than it has registers, except where they are in tensor memory.
     find = {90: ("wgmma",), 100: ("tcgen05.mma",)}
@@ -81,7 +116,10 @@ def measure(h: Harness, fixed_only: str, M: int, N: int, K: int) -> None:
     variants |= {space: partial(launch, kernel) for space, kernel in kernels.items()}
     variants["spilling"] = lambda a, b: matmul_config(a, b, *numbers(SPILLING))
     work = Work(bytes=a.nbytes + b.nbytes + a.element_size() * M * N, flops=2 * M * N * K, dtype=h.half)
-    table = h.compare(variants, reference, a, b, baseline="cuBLAS", work=work, case=case, title="spaces", terms=K)
+    table = h.compare(
+        variants, reference, a, b, baseline="cuBLAS", work=work, case=case, title="spaces", terms=K,
+        wrong=short_of_k(reference), default="large space",
+    )  # fmt: skip
     for space, cost in costs.items():
         saved = (table["fixed"].ms - table[space].ms) / 1000
         h.say(

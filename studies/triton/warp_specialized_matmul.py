@@ -1,4 +1,4 @@
-"""warp_specialized_matmul, in detail: every form on every architecture, the chapter's loop, what is multiplied twice.
+"""warp_specialized_matmul, in detail: every kind of loop on every architecture, the chapter's own, what is done twice.
 
 On Hopper the compiler leaves barriers that no partition uses in the first bytes of the ring of loaded tiles, without
 invalidating them as PTX demands. Without tools no result was ever wrong on an H200. Compute Sanitizer reports them as

@@ -1,6 +1,6 @@
 """Is what runs on a GPU still the same? The kernels of new records against those of before, by the hash of their PTX.
 
-    python triton_examples.py --check-only --json new.json       compiles for sm_80 to sm_120, on any machine
+    python triton_examples.py --study --quick --check-only --json new.json     compiles for sm_80 to sm_120, anywhere
     python -m tests.baseline.ptx new.json ...                    compares; 1 if a kernel changed or is missing
     python -m tests.baseline.ptx --write new.json ...            makes the records the baseline, of their techniques
 

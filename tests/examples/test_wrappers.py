@@ -1,32 +1,41 @@
-"""Every public wrapper: what it cannot compute is refused by name, before a kernel reads a byte of it."""
+"""Every public wrapper: what it cannot compute is refused by name, before a kernel reads a byte of it; and wherever a
+caller may be (in torch.compile, a CUDA graph, on a stream, in inference mode, on another device) it is right."""
 
 import ast
 import re
 
 from harness.catalog import ROOT
+from harness.hardware import interpreted
 
 import pytest
 import torch
 
-from tests.examples.wrappers import WRAPPERS, Wrapper
+from examples.tma.tma_persistent_matmul import prepare_matmul
+from tests.examples.wrappers import OTHERS, WRAPPERS, Wrapper
 
 REFUSALS = (TypeError, ValueError, RuntimeError)
-ELSEWHERE = {  # Gluon kernels are not interpreted, checks are no wrappers, and a recipe's layer calls several of them
-    "gluon_matmul", "gluon_matmul_one_buffer", "gluon_matmul_ring", "blackwell_matmul", "blackwell_mx_matmul",
-    "check_operands", "check_layer", "check_copy", "multiply",
-}  # fmt: skip
+# Checks; what launches for others; a recipe's layer, which calls several wrappers.
+NO_WRAPPERS = {"check_operands", "check_layer", "check_copy", "elementwise", "losses", "multiply"}
+ATOMIC = ("total",)  # sums in any order
+SEARCHED = ("matmul",)  # torch.compile makes its own search for a tile
 
 
-def test_every_function_that_says_what_it_raises_is_here():
+def launches(node: ast.FunctionDef) -> bool:
+    """Whether it calls kernel[grid](...), or an operator's wrapper around that."""
+    calls = [each.func for each in ast.walk(node) if isinstance(each, ast.Call)]
+    return any(isinstance(fn, ast.Subscript) or getattr(fn, "id", "") in ("_launch", "_matmul") for fn in calls)
+
+
+def test_every_function_that_launches_a_kernel_or_says_what_it_raises_is_here():
     public = {
         node.name
         for topic in ("triton", "fp8", "tma")
         for path in (ROOT / "examples" / topic).glob("*.py")
         for node in ast.parse(path.read_text(encoding="utf-8")).body
-        if isinstance(node, ast.FunctionDef) and not node.name.startswith("_")
-        if re.search(r"\bRaises\b|errors as", ast.get_docstring(node) or "")
+        if isinstance(node, ast.FunctionDef) and not node.name.startswith(("_", "launch"))
+        if launches(node) or re.search(r"\bRaises\b|errors as", ast.get_docstring(node) or "")
     }
-    assert public - ELSEWHERE - {wrapper.fn.__name__ for wrapper in WRAPPERS} == set()
+    assert public - NO_WRAPPERS - set(map(str, WRAPPERS + OTHERS)) == set()
 
 
 def changed(wrapper: Wrapper, arguments: tuple):
@@ -57,8 +66,7 @@ def changed(wrapper: Wrapper, arguments: tuple):
 def outcome(wrapper: Wrapper, arguments: tuple, i: int, other):
     """With `other` for argument i: (refused, what is wrong with how, or None), or (False, the result)."""
     try:
-        result = wrapper.fn(*arguments[:i], other, *arguments[i + 1 :])
-        return False, result() if callable(result) else result  # prepare_matmul's
+        return False, wrapper(*arguments[:i], other, *arguments[i + 1 :])
     except REFUSALS as error:
         named = re.match(rf"{wrapper.says}\w*: ", str(error))
         return True, None if named else f"{type(error).__name__}: {str(error).splitlines()[0][:200]}"
@@ -109,3 +117,142 @@ def test_elements_apart_in_memory_are_refused_or_read_right(h, wrapper):
             elif refused and got:
                 wrong.append(f"argument {i}, {what}: {got}")
     assert not wrong, "\n".join(wrong)
+
+
+# Where a caller may be. Each context gets two sets of arguments of the same sizes, what the wrapper returns for them
+# when it is called plainly, and yields what it returns there beside what it should.
+
+
+def in_inference_mode(wrapper, one, two, want_one, want_two):
+    with torch.inference_mode():
+        yield wrapper(*one), want_one
+
+
+def compiled(wrapper, one, two, want_one, want_two):
+    """Twice, then with fewer rows, for which torch.compile makes sizes symbolic. One graph, where it can be one."""
+    torch.compiler.reset()
+    fn = wrapper.fn if wrapper.fn is not prepare_matmul else lambda *args: prepare_matmul(*args)()
+    if not interpreted():
+        options = {"fullgraph": fn is wrapper.fn and not hasattr(fn, "untraced")}
+    elif "traced" in str(wrapper):
+        pytest.skip("to trace a triton_op is to compile its kernel")
+    else:
+        options = {"backend": "eager"}  # launches stay the interpreter's
+    fn = torch.compile(fn, **options)
+    yield fn(*one), want_one
+    yield fn(*two), want_two
+    if not interpreted() and (fewer := with_fewer_rows(wrapper, two)):
+        yield fn(*fewer[0]), fewer[1]
+
+
+def in_a_cuda_graph(wrapper, one, two, want_one, want_two):
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        got = wrapper(*one)
+    graph.replay()
+    yield got, want_one
+    overwrite(one, two)
+    graph.replay()
+    yield got, want_two
+
+
+def on_a_side_stream(wrapper, one, two, want_one, want_two):
+    torch.cuda.synchronize()
+    with torch.cuda.stream(torch.cuda.Stream()):
+        torch.cuda._sleep(50_000_000)  # what did not wait for this would read the first values
+        overwrite(one, two)
+        got = wrapper(*one)
+        torch.cuda.current_stream().synchronize()
+    yield got, want_two
+
+
+def on_another_device(wrapper, one, two, want_one, want_two):
+    """Refused by name where it is not the current device, or right; right where it is."""
+    if torch.cuda.device_count() < 2:
+        pytest.skip("needs two GPUs")
+    there = [moved(x, "cuda:1") if isinstance(x, torch.Tensor) else x for x in one]
+    try:
+        got = wrapper(*there)
+    except RuntimeError as error:
+        refusal = str(error)
+        assert re.match(rf"{wrapper.says}\w*: .*cuda:1", refusal), refusal
+    else:
+        yield here(got), want_one
+    with torch.cuda.device(1):
+        yield here(wrapper(*there)), want_one
+
+
+def moved(x: torch.Tensor, device: str) -> torch.Tensor:
+    return torch.empty_strided(x.shape, x.stride(), dtype=x.dtype, device=device).copy_(x)
+
+
+def here(result):
+    if isinstance(result, (tuple, list)):
+        return [here(each) for each in result]
+    return None if result is None else result.to("cuda:0")
+
+
+def overwrite(these, those) -> None:
+    for x, y in zip(these, those, strict=True):
+        if isinstance(x, torch.Tensor):
+            x.copy_(y)
+
+
+def with_fewer_rows(wrapper, arguments):
+    """(arguments one shorter in a dimension, what they give plainly) for a dimension where that is allowed, or None."""
+    words, tensors = wrapper.dims.split(), [i for i, x in enumerate(arguments) if isinstance(x, torch.Tensor)]
+    for letter in filter(str.isupper, dict.fromkeys(words[0])):
+        shorter = list(arguments)
+        for i, word in zip(tensors, words, strict=True):
+            for dim in (dim for dim, each in enumerate(word) if each == letter):
+                shorter[i] = shorter[i].narrow(dim, 0, max(0, shorter[i].shape[dim] - 1))
+        try:
+            return shorter, wrapper(*shorter)
+        except REFUSALS:
+            continue
+    return None
+
+
+def close(got, want) -> bool:
+    return torch.allclose(got.float(), want.float(), rtol=2.0**-7, atol=1e-3)
+
+
+CONTEXTS = [in_inference_mode, compiled]
+ON_GPUS = [in_a_cuda_graph, on_a_side_stream, on_another_device]
+
+
+@pytest.mark.parametrize("context", [*CONTEXTS, *(pytest.param(each, marks=pytest.mark.gpu) for each in ON_GPUS)])
+@pytest.mark.parametrize("wrapper", WRAPPERS + OTHERS, ids=str)
+def test_it_is_right_wherever_it_is_called(h, wrapper, context):
+    one, two = wrapper.arguments(h), wrapper.arguments(h)
+    try:
+        wants = wrapper(*one), wrapper(*two)
+    except RuntimeError as error:
+        pytest.skip(str(error))
+    in_any_order = str(wrapper) in ATOMIC + (SEARCHED if context is compiled else ())
+    for i, (got, want) in enumerate(context(wrapper, one, two, *wants)):
+        assert (close if in_any_order and not interpreted() else same)(got, want), f"call {i} gives another result"
+
+
+DIFFERENTIABLE = ("layer_norm", "dropout", "silu_mul_opaque", "silu_mul_traced")
+
+
+@pytest.mark.parametrize("wrapper", [each for each in WRAPPERS + OTHERS if str(each) in DIFFERENTIABLE], ids=str)
+def test_its_gradients_are_right_when_it_is_compiled(h, wrapper):
+    if interpreted() and "traced" in str(wrapper):
+        pytest.skip("to trace a triton_op is to compile its kernel")
+
+    def step(fn):
+        arguments = [x.detach().requires_grad_() if has_gradient(x) else x for x in operands]
+        y = fn(*arguments)
+        dy = torch.linspace(-1, 1, y.numel()).to(y).view(y.shape)
+        return y, *torch.autograd.grad(y, [x for x in arguments if has_gradient(x)], dy)
+
+    def has_gradient(x) -> bool:
+        return isinstance(x, torch.Tensor) and x.is_floating_point()
+
+    operands = wrapper.arguments(h)
+    torch.compiler.reset()
+    fn = torch.compile(wrapper.fn, backend="aot_eager" if interpreted() else "inductor")  # a break, where it wants one
+    want = step(wrapper.fn)
+    assert all(close(*pair) for _ in range(2) for pair in zip(step(fn), want, strict=True))

@@ -27,6 +27,10 @@ from examples.fp8.microscaling import mx_matmul
 from examples.fp8.microscaling_quantize import Operands, mx_quantize
 from examples.fp8.quantize import quantize, quantize_block, quantize_group, quantize_row, quantize_tensor
 from examples.tma import descriptors
+from examples.tma.blackwell import blackwell_matmul
+from examples.tma.blackwell_scaled import blackwell_mx_matmul
+from examples.tma.gluon_matmul import gluon_matmul
+from examples.tma.gluon_matmul_ring import gluon_matmul_one_buffer, gluon_matmul_ring
 from examples.tma.tma_copy import tma_copy
 from examples.tma.tma_epilogues import linear
 from examples.tma.tma_epilogues_fp8 import linear_fp8
@@ -34,7 +38,7 @@ from examples.tma.tma_epilogues_swiglu import swiglu
 from examples.tma.tma_matmul import tma_matmul
 from examples.tma.tma_persistent_matmul import matmul_tma_persistent, prepare_matmul
 from examples.tma.what_is_tma import scale_descriptors, scale_pointers
-from examples.triton import debugging, shared_memory
+from examples.triton import custom_op, debugging, shared_memory, shared_memory_single_use
 from examples.triton.autotune import matmul_config, matmul_fixed, matmul_tuned
 from examples.triton.custom_op import silu_mul, silu_mul_backward
 from examples.triton.dropout import dropout
@@ -42,6 +46,7 @@ from examples.triton.flash_attention import flash_attention
 from examples.triton.fused_add_relu_mul import fused_add_relu_mul
 from examples.triton.layer_norm import layer_norm, layer_norm_backward, layer_norm_forward, layer_norm_rows
 from examples.triton.layer_norm_backward import layer_norm_backward_loop, layer_norm_backward_rows
+from examples.triton.layer_norm_backward_split import layer_norm_backward_split
 from examples.triton.layer_norm_resident import layer_norm_resident
 from examples.triton.matmul import matmul
 from examples.triton.persistent_matmul import matmul_persistent
@@ -67,10 +72,14 @@ class Wrapper:
     says: str = ""  # the name that its messages begin with, where it is not the function's
 
     def __post_init__(self) -> None:
-        object.__setattr__(self, "says", self.says or self.fn.__name__)
+        object.__setattr__(self, "says", self.says or str(self))
 
     def __str__(self) -> str:
-        return self.fn.__name__
+        return getattr(self.fn, "__name__", None) or self.fn._name  # of an operator of torch
+
+    def __call__(self, *arguments):
+        result = self.fn(*arguments)
+        return result() if callable(result) else result  # prepare_matmul's
 
 
 def ones(h: Harness, *shape: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
@@ -81,14 +90,14 @@ def randoms(*shapes: tuple[int, ...]) -> Callable[[Harness], tuple]:
     return lambda h: tuple(h.randn(*shape, dtype=h.half) for shape in shapes)
 
 
-def norm(*more: str) -> Callable[[Harness], tuple]:
-    """x, weight and bias of 48 columns; dy, mean and rstd of the backward where they are named."""
+def norm(*more: str, cols: int = 48) -> Callable[[Harness], tuple]:
+    """x, weight and bias; dy, mean and rstd of the backward where they are named."""
 
     def arguments(h: Harness) -> tuple:
-        x, weight, bias = h.randn(6, 48), h.randn(48), h.randn(48)
+        x, weight, bias = h.randn(6, cols), h.randn(cols), h.randn(cols)
         if not more:
             return x, weight, bias
-        return h.randn(6, 48), x, weight, x.mean(1), x.var(1, unbiased=False).add(1e-5).rsqrt()
+        return h.randn(6, cols), x, weight, x.mean(1), x.var(1, unbiased=False).add(1e-5).rsqrt()
 
     return arguments
 
@@ -158,4 +167,21 @@ WRAPPERS = [
     Wrapper(scale_pointers, "MN", lambda h: (*ROWS(h), 2.0)),
     Wrapper(scale_descriptors, "MN", lambda h: (*ROWS(h), 2.0)),
     Wrapper(descriptors.copy, "MN", lambda h: ("host", *ROWS(h)), takes=("int32", "float64")),
+    Wrapper(shared_memory_single_use.scale, "N", randoms((70,)), takes=("rank",)),
+]
+# For these there is no battery of bad operands: operators of torch, other forms of the above, and Gluon kernels.
+OTHERS = [
+    *(Wrapper(fn, "N N", FLAT) for fn in (custom_op.silu_mul_opaque, custom_op.silu_mul_traced)),
+    *(
+        Wrapper(fn, "N N N", randoms((70,), (70,), (70,)))
+        for fn in (custom_op.silu_mul_opaque_backward, custom_op.silu_mul_traced_backward)
+    ),
+    Wrapper(  # two programs to a row
+        layer_norm_backward_split, "MC MC C M M", lambda h: norm("backward", cols=48 if h.interpreted else 4100)(h)
+    ),
+    *(Wrapper(fn, "MK KN", GEMM) for fn in (gluon_matmul, gluon_matmul_one_buffer, gluon_matmul_ring)),
+    Wrapper(blackwell_matmul, "MK NK", randoms((48, 64), (32, 64))),
+    Wrapper(blackwell_mx_matmul, "MK mkxy NK nkxy", microscaled),
+    Wrapper(descriptors.copy, "MN", lambda h: ("device", *ROWS(h))),
+    Wrapper(softmax_split, "MN", randoms((3, 20000))),
 ]

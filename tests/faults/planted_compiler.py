@@ -20,6 +20,12 @@ a break that is told twice loses its line
   + breaks[at] = found
 
 # compiler/recompilation
+the answer quotes an entry per float
+  - f"one. Over eager: a tensor {table.by_host(EAGER, TENSOR)}, past the limit {table.by_host(EAGER, PAST)}."
+  + f"one. Over eager: a tensor {table.by_host(EAGER, PER_FLOAT)}, past the limit {table.by_host(EAGER, PAST)}."
+a number is drawn once for all calls
+  - lambda f, k=k: seeded(f, k)
+  + lambda f, k=k: seeded(f, 1)
 calls that ran compiled are reported as eager
   - eager.append(not reached)
   + eager.append(reached)
@@ -34,6 +40,17 @@ the rows of the padding come back
 a power of two is padded to the next
   - return min(1 << (rows - 1).bit_length(), largest)
   + return min(1 << rows.bit_length(), largest)
+the default is left though nothing is faster by more than noise
+  - return "automatic" if speeds.get("automatic", 0.0) > 0.97 * speeds[first] else first
+  + return "automatic" if speeds.get("automatic", 0.0) > 1.03 * speeds[first] else first
+
+# compiler/logging_and_hints
+the switch that is shown to come too late does nothing in any case
+  - {"graph_breaks": True}
+  + {"recompiles": True}
+a component that reports nothing is shown
+  - require(text is not None, f"{name}: no record of {len(own)} reports {stage!r}")
+  + text = text or ""
 
 # compiler/numerics
 the share that differs is the share that agrees
@@ -56,6 +73,10 @@ causal attention is counted as if it were whole
   - 2 * batch * heads * tokens * (tokens + 1) * width
   + 4 * batch * heads * tokens * (tokens + 1) * width
 
+the ratio of a launch-bound call is told without the host's share
+  - "by host": table.by_host(EAGER, name)
+  + "by host": f"{table.over(EAGER, name):.2f}x"
+
 # compiler/stances
 every batch is padded to the largest bucket
   - rows = min(size for size in buckets if size >= len(x))
@@ -74,7 +95,19 @@ what has settled is judged by the first calls too
   - settled = statistics.median(times[len(times) // 2 :])
   + settled = statistics.median(times)
 
+what never settles is told as settled
+  - if last < CALLS
+  + if last <= CALLS
+
+# compiler/backends
+the graph that Dynamo hands over is told as AOTAutograd's
+  - backend=aot_autograd(fw_compiler=noting("after AOTAutograd", make_boxed_func))
+  + backend=noting("after AOTAutograd")
+
 # compiler/cuda_graphs
+a late read that happens to be right is told as wrong  [tests=studies/compiler/test_cuda_graphs_study.py]
+  - require("right" not in kept.values(), f"read after the next call: {kept}")
+  + pass
 a graph is replayed on the inputs of its capture  [within=refill]
   - to.copy_(given)
   + pass

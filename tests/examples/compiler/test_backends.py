@@ -13,9 +13,10 @@ import pytest
 import torch
 from torch import nn
 
-from examples.compiler import backends_runtimes
+from examples.common.shown import NotShown
+from examples.compiler import backends_attempt, backends_runtimes
 from examples.compiler.backends import BACKENDS, backend, demo, looking, missing
-from examples.compiler.backends_attempt import FLOAT32, attempt, describe, network, off_by, quiet
+from examples.compiler.backends_attempt import FLOAT32, attempt, describe, handed_over, network, off_by, quiet
 from examples.compiler.backends_runtimes import onnxruntime_backend, openvino_f32, tvm_relax
 from tests.quiet import ran
 
@@ -48,6 +49,19 @@ def test_every_name_is_tried_and_those_that_run_are_held_to_float64(record):
 def test_a_backend_of_two_lines(capsys):
     torch.compile(network(8, 16, "cpu"), backend=looking)(torch.randn(2, 8))
     assert capsys.readouterr().out == "['linear', 'gelu', 'layer_norm', 'linear']\n"
+
+
+def test_what_a_backend_is_handed(record, monkeypatch):
+    rows = record.facts["what a backend is handed"]
+    assert [row["graph"] for row in rows.values()][:2] == ["linear, gelu"] * 2
+    assert rows["torch.compile"] == rows["torch._dynamo.optimize"]
+    assert rows["after AOTAutograd"]["graph"].startswith("aten.")
+    assert rows["after AOTAutograd"]["example inputs"] == "fake"
+    # That the lesson requires it: without AOTAutograd no graph has an ATen operation.
+    monkeypatch.setattr(backends_attempt, "aot_autograd", lambda fw_compiler: fw_compiler)
+    monkeypatch.setattr(backends_attempt, "make_boxed_func", lambda run: run)
+    with pytest.raises(NotShown, match="ATen operations: "):
+        handed_over("cpu")
 
 
 def test_a_name_is_what_torch_compile_takes_or_the_line_that_installs_it():

@@ -1,5 +1,7 @@
 """Dynamic shapes: graphs of each policy, right results in any order of sizes, the limit."""
 
+from harness.bench import Row, Table
+
 import pytest
 import torch
 from hypothesis import given
@@ -9,8 +11,12 @@ from compile_inspect import watch
 from examples.compiler import dynamic_shapes
 from examples.compiler.dynamic_shapes import (
     LARGEST,
+    LONG,
+    MANY,
     POLICIES,
+    SHORT,
     GatedMLP,
+    answer,
     bucket,
     compile_all,
     pad_rows,
@@ -36,6 +42,29 @@ def test_each_policy(h, monkeypatch):
             h.check(one.mix, reference_of(model), *some, what=name, terms=64, roundings=8, poison=False)
         assert seen.graphs == 0  # unmarked inputs pass the guards too
     assert not any(hasattr(x, "_dynamo_dynamic_indices") for x in batches)
+
+
+def timed(case: str, **speedups: float) -> Table:
+    ms = {"torch eager": 4.0} | {f"torch.compile {name}": 4.0 / speedup for name, speedup in speedups.items()}
+    rows = [Row(name, False, None, 0.0, ms=each, speedup=4.0 / each, gpu_ms=each) for name, each in ms.items()]
+    return Table("dynamic_shapes", case, "torch eager", rows)
+
+
+def test_the_answer_says_when_a_policy_pays():
+    """The default unless another policy is faster by more than noise; and whether short kernels lose under each."""
+    tables = {
+        LONG: {
+            "1 size": timed("", static=1.5, mark_dynamic=1.2), "4 sizes": timed("", static=1.33, automatic=1.3),
+            MANY: timed("", static=0.9, automatic=1.3),
+        },
+        SHORT: {MANY: timed("", static=0.5, automatic=0.6)},
+    }  # fmt: skip
+    told = "Over eager, 10 sizes, automatic (2 graphs): long kernels 1.30x, short 0.60x. Take automatic for 10 sizes, "
+    assert answer(2, tables) == f"{told}automatic for 4, a constant for 1; short ones lose under all."
+    tables[SHORT][MANY] = timed("", static=1.1, automatic=0.6)
+    assert answer(2, tables).endswith("; short ones lose under 1 of 2.")
+    tables[LONG][MANY] = timed("", static=1.5, automatic=1.3)
+    assert "Take static for 10 sizes, " in answer(2, tables)
 
 
 @given(rows=st.integers(1, 300), more=st.integers(0, 20), inner=st.lists(st.integers(0, 3), max_size=3))

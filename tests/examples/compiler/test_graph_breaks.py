@@ -4,6 +4,8 @@ import io
 import re
 from contextlib import redirect_stdout
 
+from harness.bench import Row, Table
+
 import pytest
 import torch
 from hypothesis import given
@@ -12,7 +14,7 @@ from hypothesis import strategies as st
 from compile_inspect import ALL, REST, SPLIT
 from examples.common.shown import NotShown
 from examples.compiler import graph_breaks
-from examples.compiler.graph_breaks import PAIRS, budget, operands, reference
+from examples.compiler.graph_breaks import EAGER, ONE_GRAPH, PAIRS, budget, operands, reference
 from tests.quiet import quiet, ran
 
 # What the line of each break holds, and the least that it costs.
@@ -38,6 +40,21 @@ def test_the_demo_and_its_facts(capfd, monkeypatch):
         assert row["graphs"] == 2 if lost == {SPLIT} else row["graphs"] < 2
         assert row["mended"] >= row["operations captured"]
     assert len(record.checks) == len(PAIRS)
+
+
+@pytest.mark.parametrize("host_bound", [True, False])
+def test_the_answer_has_the_cost_of_an_item_and_the_hosts_share_of_it(host_bound):
+    rows = {cause: {"left to eager": REST if "generator" in cause else SPLIT} for cause in PAIRS}
+    ms = {EAGER: 9.0, ONE_GRAPH: 1.0} | {name: 4.0 if "generator" in name else 2.0 for name in graph_breaks.TIMED}
+    gpu = {name: 1.0 if ".item()" in name and host_bound else each for name, each in ms.items()}
+    table = Table("one layer", "32x1024 bfloat16", EAGER, [
+        Row(name, False, None, 0.0, ms=each, speedup=9.0 / each, gpu_ms=gpu[name]) for name, each in ms.items()
+    ])  # fmt: skip
+    host = " (host twice as fast: 1.00x)" if host_bound else ""
+    assert graph_breaks.answer(rows, [table]) == (
+        f"A break makes a call slower: at 32x1024 .item() 2.00x{host}, generator argument 4.00x, "
+        "as it leaves the rest to eager."
+    )
 
 
 def test_a_mended_layer_that_breaks_fails(monkeypatch):

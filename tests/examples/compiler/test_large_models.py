@@ -1,12 +1,15 @@
 """large_models: one graph for all layers, memory asked for before it is taken, a captured graph's rules."""
 
+from harness.bench import Row, Table
+
 import pytest
 import torch
 
 from compile_inspect import watch
 from examples.common.transformer import FORTY_BILLION, TINY, Transformer
 from examples.compiler import large_models
-from examples.compiler.large_models import captured, compiled_blocks, demo, lacks_memory
+from examples.compiler.large_models import BLOCKS, CAPTURED, EAGER, WHOLE, captured, compiled_blocks, demo, lacks_memory
+from studies.compiler.large_models import TEN_BILLION
 
 
 def test_too_little_memory_is_a_reason_and_not_a_crash(h, monkeypatch):
@@ -20,6 +23,26 @@ def test_too_little_memory_is_a_reason_and_not_a_crash(h, monkeypatch):
     monkeypatch.setattr(large_models, "warm_up", lambda device: None)
     demo(h)
     assert (len(h.record.conclusions), h.record.tables) == (1, [])
+
+
+def test_the_answer_fits_and_has_the_hosts_share():
+    def table(ms, **more):
+        times = {EAGER: 4.0, WHOLE: 3.0, BLOCKS: 3.5, CAPTURED: ms}
+        return Table("large_models", "", EAGER, [
+            Row(n, False, 29.7, 0.0, ms=t, speedup=4.0 / t, gpu_ms=more.get("gpu", t)) for n, t in times.items()
+        ])  # fmt: skip
+
+    tables = {name: [table(1.0, gpu=1.0), table(2.0)] for name in ("1 B", "40 B")}
+    told = large_models.answer(tables)
+    assert told.startswith(
+        "CUDA graph of blocks, 1 token: 1 B: 4.00x (host twice as fast: 2.00x) eager, 2.00x at 512 tokens; compiled in "
+        "30 s, one block 29.7 s. 40 B: "
+    )
+    assert len(told) <= 240
+
+
+def test_ten_billion_is_ten_billion():
+    assert 9.5e9 < TEN_BILLION.parameters < 10.5e9
 
 
 def test_layers_share_their_compiled_code(h):

@@ -10,6 +10,7 @@ import pytest
 from examples.common.shown import NotShown
 from examples.compiler import logging_and_hints as lah
 from examples.compiler.logging_and_hints import SCALES, line_of
+from examples.compiler.logging_and_hints_environ import breaks_logged
 from tests.quiet import quiet
 
 FILE = Path(lah.__file__).name
@@ -51,8 +52,19 @@ def test_an_artifact_that_says_nothing_fails(in_process):
     }.items():
         with pytest.raises(NotShown, match=complaint):
             lah.shown_by([record for record in records if record[0] != artifact], skips, gpu)
+    for name in lah.COMPONENTS:
+        with pytest.raises(NotShown, match=f"{name}: no record of 0 reports"):
+            lah.shown_by([record for record in records if f"torch._{name}." not in record[0]], skips, gpu)
     with pytest.raises(NotShown, match="not skipped on a CPU"):
         lah.shown_by(records, 0, gpu=False)
+
+
+def test_the_environment_is_read_once_before_the_program_sets_it(h):
+    x, count = h.randn(lah.N, lah.N), h.randn(8)
+    late, asked = breaks_logged(lah.step, x, x, count, 2).values()
+    assert (late, asked) == (0, 1)
+    with pytest.raises(NotShown, match="breaks logged: "):
+        breaks_logged(lambda x: x + 1, x)  # which has no break to log
 
 
 def test_cuda_graphs_on_a_gpu(in_process):

@@ -2,11 +2,14 @@
 
 import sys
 
+from harness.bench import Row, Table
+
 import pytest
 import torch
 
-from examples.compiler import modes
-from examples.compiler.modes import CALLS, MODES, calls_until_stable
+from examples.compiler import modes as modes_
+from examples.compiler.modes import MODES
+from examples.compiler.modes_first_calls import CALLS, calls_until_stable, start
 
 
 def test_calls_until_stable():
@@ -27,14 +30,41 @@ def test_first_calls_are_all_timed_and_nothing_reaches_the_console(h, capfd):
         torch._logging.warning_once(torch._logging.getArtifactLogger("torch._inductor", "fusion"), "noise")
 
     seen, x = [], torch.ones(1)
-    assert set(modes.start(fn, x)) == {"first call s", "calls until stable"}
+    assert set(start(fn, x)) == {"first call s", "calls until stable"}
     assert len(seen) == CALLS
     assert capfd.readouterr().err == ""
+
+
+def found(case: str, settled: int = 2, **modes: tuple[float, float]) -> dict[str, tuple]:
+    """What one_size() gives, of (ms, the GPU's) for each mode."""
+    times = {f"torch {name.replace('_', '-')}": each for name, each in ({"eager": (8.0, 1.0)} | modes).items()}
+    rows = [Row(n, False, None, 0.0, ms=ms, speedup=8.0 / ms, gpu_ms=gpu) for n, (ms, gpu) in times.items()]
+    facts = {name: {"first call s": 7.0, "calls until stable": settled} for name in times}
+    return {case: (Table("modes", case, modes_.EAGER, rows), facts)}
+
+
+def test_the_answer_names_the_model_and_says_what_has_not_settled(h):
+    one = found("1x1 tokens", default=(4.0, 1.0), reduce_overhead=(1.25, 1.0), max_autotune=(1.25, 1.0))
+    two = found("1x128 tokens", default=(4.0, 1.0), reduce_overhead=(2.0, 2.0))
+    told = modes_.answer(1_240_000_000, one | two)
+    assert told == (
+        "1.2 B parameters, over eager at 1x1 tokens: reduce-overhead 6.40x (host twice as fast: 4.00x), paid in 1037 "
+        "calls; 1x128 tokens: reduce-overhead 4.00x (host twice as fast: 2.00x), paid in 1167 calls. Settled in 2 to 2 "
+        "calls."
+    )
+    assert len(told) <= 230  # in 20167 calls, or max-autotune-no-cudagraphs, fits
+    modes_.report(h, one)
+    assert h.record.conclusions == [
+        '"max-autotune for production", 1x1 tokens: 1.00x reduce-overhead, for 7 s of compiling against 7 s'
+    ]
+    never = found("1x128 tokens", settled=CALLS, default=(4.0, 4.0))
+    assert modes_.answer(44_000_000, one | never).startswith("44 M parameters, ")
+    assert modes_.answer(44_000_000, one | never).endswith(f"Not all settle in {CALLS} calls.")
 
 
 @pytest.mark.gpu
 def test_which_modes_launch_cuda_graphs(h):
     model, x = torch.nn.Linear(8, 8, device=h.device).requires_grad_(False), h.randn(4, 8)
     for mode in MODES:
-        fact = modes.start(h.compiled(model, mode=mode), x)
+        fact = start(h.compiled(model, mode=mode), x)
         assert (fact["CUDA graphs"], fact["kernels"] > 0) == (mode in ("reduce-overhead", "max-autotune"), True)

@@ -1,5 +1,7 @@
 """recompilation: what recompiles and what the fixes leave, all outputs right."""
 
+from harness.bench import Row, Table
+
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
@@ -12,6 +14,7 @@ LIMIT = 8  # torch's default
 # Entries and eager calls as found, and a word of the guard that fails first.
 EXPECTED = {
     "float argument": (2, 0, "k == 0.1"),
+    "random.random()": (2, 0, "== 0.13436424411240122"),  # what seed 1 draws
     "int that a loop runs to": (LIMIT, CALLS - LIMIT, "k == 1"),
     "int attribute of a module": (LIMIT, CALLS - LIMIT, "self.calls == 0"),
     "growing list": (LIMIT, CALLS - LIMIT, "self.seen"),
@@ -31,6 +34,19 @@ def test_the_demo_and_its_facts(capfd, monkeypatch):
         assert guard in rows[name]["guard that fails first"]
         assert rows[name]["mended"].endswith(": 1")
     assert len(record.checks) == 2 * len(EXPECTED)
+
+
+def test_the_answer_never_recommends_an_entry_per_float():
+    times = {recompilation.EAGER: 4.0, recompilation.PER_FLOAT: 0.5, recompilation.TENSOR: 1.0, recompilation.PAST: 4.0}
+    rows = [Row(name, False, None, 0.0, ms=ms, speedup=4.0 / ms, gpu_ms=ms) for name, ms in times.items()]
+    told = recompilation.answer(
+        {"a": {"eager": 4, "mended": "tensor: 1"}, "b": {"eager": 0, "mended": "tensor: 2"}},
+        Table("one function", "", recompilation.EAGER, rows),
+    )
+    assert told == (
+        f"1 of 2 causes fill the cache ({LIMIT} entries), then run in eager; mended, 1 keep one. "
+        "Over eager: a tensor 4.00x, past the limit 1.00x."
+    )
 
 
 @given(rows=st.integers(1, 6), width=st.integers(1, 9), k=st.integers(0, CALLS))

@@ -3,13 +3,15 @@
 import functools
 from dataclasses import replace
 
+from harness.bench import Row, Table
+
 import pytest
 import torch
 
 from compile_inspect import fresh_compiler, watch
 from examples.common.transformer import TINY, Transformer
 from examples.compiler import regional_compilation
-from examples.compiler.regional_compilation import WAYS, demo
+from examples.compiler.regional_compilation import EACH, EAGER, NESTED, WAYS, WHOLE, demo
 from tests.quiet import ran
 
 MINI = replace(TINY, width=64, hidden=128, vocab=256, layers=3)
@@ -53,10 +55,20 @@ def test_each_way_computes_what_eager_does_with_each_blocks_weights(h, model):
     assert seen.graphs == 1
 
 
+def test_the_answer_fits_and_has_the_hosts_share():
+    times = {EAGER: (4.0, 1.0), WHOLE: (2.0, 1.0), EACH: (3.0, 1.0), NESTED: (2.0, 2.0)}
+    rows = [Row(n, False, None, 0.0, ms=ms, speedup=4.0 / ms, gpu_ms=gpu) for n, (ms, gpu) in times.items()]
+    table = Table("12 layers, forward", "", EAGER, rows)
+    told = regional_compilation.answer(table, {name: {2: 18.75, 12: 21.75} for name in WAYS})
+    assert told.startswith("Compiling 2 to 12 layers cold, then over eager: whole 18.8 to 21.8 s, 2.00x; each block ")
+    assert told.endswith("region 18.8 to 21.8 s, 2.00x (host twice as fast: 1.00x).")
+    assert len(told) + 2 * len(" (host twice as fast: 1.00x)") <= 240
+
+
 @pytest.mark.gpu
 def test_on_the_gpu():
     (rows,) = ran(demo, full=True, timing=True, finish=False).record.facts.values()
-    assert rows["16 layers, each block"]["kernels generated"] == rows["4 layers, each block"]["kernels generated"]
-    kernels = [rows[f"16 layers, {way}"]["kernels generated"] for way in ("whole", "region", "each block")]
+    assert rows["12 layers, each block"]["kernels generated"] == rows["2 layers, each block"]["kernels generated"]
+    kernels = [rows[f"12 layers, {way}"]["kernels generated"] for way in ("whole", "region", "each block")]
     assert kernels[0] > kernels[1] > kernels[2] > 0
-    assert rows["16 layers, each block"]["cold s"] < 0.7 * rows["16 layers, whole"]["cold s"]
+    assert rows["12 layers, each block"]["cold s"] < 0.7 * rows["12 layers, whole"]["cold s"]

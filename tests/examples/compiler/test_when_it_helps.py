@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from torch.utils.flop_counter import FlopCounterMode
 
 from examples.common.transformer import ONE_BILLION, TINY, Transformer, steps
-from examples.compiler.when_it_helps import DEFAULT, EAGER, REDUCE, answer, bound_of, fixed_costs, predict
+from examples.compiler.when_it_helps import DEFAULT, EAGER, REDUCE, answer, bound_of, fixed_costs, judge, predict
 from examples.compiler.when_it_helps_work import eager_steps, twin
 
 
@@ -53,9 +53,19 @@ def test_a_call_takes_the_slower_of_host_and_gpu():
     assert fixed_costs(cpu, 40, 20) == {EAGER: (0.0, 3.0), DEFAULT: (0.0, 2.0)}
 
 
+def test_a_launch_bound_ratio_has_the_hosts_share():
+    times = {EAGER: (4.0, 1.0), DEFAULT: (2.0, 1.0), REDUCE: (1.0, 1.0)}
+    rows = [Row(n, False, None, 0.0, ms=ms, speedup=4.0 / ms, gpu_ms=gpu) for n, (ms, gpu) in times.items()]
+    judged = judge(
+        Table("when_it_helps", "1x1", EAGER, rows), [(1, 1)], [(1, 1)], (1.0, 1.0), dict.fromkeys(times, (1, 1))
+    )
+    assert judged["1x1, reduce-overhead"]["by host"] == "4.00x (host twice as fast: 2.00x)"
+    assert answer(judged).startswith("4.00x (host twice as fast: 2.00x) at 1x1 (")
+
+
 def test_the_answer_takes_the_best_of_each_size():
     def row(x, ms=1.0, bound="launch-bound"):
-        return {"bound": bound, "predicted ms": 1.0, "ms": ms, "predicted x": 1.0, "x eager": x}
+        return {"bound": bound, "predicted ms": 1.0, "ms": ms, "predicted x": 1.0, "x eager": x, "by host": f"{x:.2f}x"}
 
     rows = {"a, default": row(1.5), "a, reduce": row(2.0), "b, default": row(1.0), "c, default": row(1.1, 1.2, "other")}
     said = answer(rows)

@@ -6,8 +6,19 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from examples.common.fp8 import E4M3, E5M2, FLOOR, dequantize_reference, fp8_max, quantize_reference
+from examples.fp8 import accuracy_layer
 from examples.fp8.accuracy import RECIPES, accumulator
-from examples.fp8.accuracy_layer import FP8Linear, engine, multiply, product64, quantize, quantize_input, sized, spread
+from examples.fp8.accuracy_layer import (
+    FP8Linear,
+    Recipe,
+    engine,
+    multiply,
+    product64,
+    quantize,
+    quantize_input,
+    sized,
+    spread,
+)
 from tests.examples.fp8.helpers import bits
 
 
@@ -111,6 +122,28 @@ def test_bad_input():
     ]:
         with pytest.raises(ValueError, match=message):
             call()
+
+
+@pytest.mark.parametrize("x_format", [E4M3, E5M2])
+@pytest.mark.parametrize("sm", [(8, 9), (9, 0)])
+def test_a_scale_per_tensor_is_written_out_for_rows_where_that_call_is_faster(h, monkeypatch, x_format, sm):
+    """From sm_90 on, of e4m3; what is multiplied stays the same."""
+    asked = []
+
+    def scaled_mm(q, weight, scale, weight_scale, **options):
+        asked.append((tuple(scale.shape), tuple(weight_scale.shape)))
+        return ((q.float() * scale) @ (weight.float() * weight_scale)).bfloat16()
+
+    monkeypatch.setattr(accuracy_layer, "engine", lambda *args: "_scaled_mm")
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda *args: sm)
+    monkeypatch.setattr(torch, "_scaled_mm", scaled_mm)
+    recipe = Recipe(x_format=x_format)
+    q, scale, _ = quantize_input(h.randn(48, 64), recipe)
+    weight, weight_scale = quantize(h.randn(32, 64), recipe.w_block)
+    got = multiply(q, scale, weight, weight_scale, recipe)
+    assert asked == [((48, 1), (1, 32)) if sm >= (9, 0) and x_format is E4M3 else ((), ())]
+    want = product64(q, scale, weight, weight_scale, recipe)
+    torch.testing.assert_close(got.double(), want, rtol=2**-8, atol=1e-4)
 
 
 @pytest.mark.gpu

@@ -4,7 +4,15 @@ import pytest
 import torch
 
 from examples.common.rows import DTYPES
-from examples.triton.softmax import BUDGET, RESIDENT_MAX_KIB, RESIDENT_MIN, ROWS_MAX, reference, softmax, softmax_rows
+from examples.triton.softmax import (
+    BUDGET,
+    L1_BEST_KIB,
+    REGISTERS_BEST,
+    REGISTERS_MAX,
+    reference,
+    softmax,
+    softmax_rows,
+)
 from examples.triton.softmax_long import SPLIT_BLOCK, softmax_split, split_max_cols
 from examples.triton.softmax_resident import softmax_resident
 from tests.examples.triton.helpers import INF, NAN, code, meta, refused
@@ -25,7 +33,7 @@ def test_shapes_and_layouts(h, kernel):
 
 
 # The limits of `softmax`, those of softmax_resident's steps, and a broken part of a long row.
-@pytest.mark.parametrize("cols", [RESIDENT_MIN, RESIDENT_MIN + 1, 16 * 1024 + 1, RESIDENT_MAX_KIB * 512 + 1, 100_003])
+@pytest.mark.parametrize("cols", [REGISTERS_BEST, REGISTERS_BEST + 1, 16 * 1024 + 1, L1_BEST_KIB * 512 + 1, 100_003])
 def test_where_one_kernel_ends_and_the_next_begins(h, cols):
     h.check(softmax, reference, h.randn(1, cols, dtype=h.half, scale=2.0), **BUDGET)
 
@@ -72,7 +80,8 @@ def test_benchmark_widths_and_more_elements_than_an_int32_counts(h, gpu_gib):
 def test_bad_input(h):
     for kernel in (*EVERYWHERE, softmax_split):
         refused(kernel, ValueError, "", h.randn(4, 0))
-    refused(softmax_rows, ValueError, f"a row may have {ROWS_MAX} here; call softmax", h.randn(1, ROWS_MAX + 1))
+    most = REGISTERS_MAX
+    refused(softmax_rows, ValueError, f"a row may have {most} here; call softmax", h.randn(1, most + 1))
     long = h.randn(1, split_max_cols(h.device) + 1, scale=2.0)
     refused(softmax_split, ValueError, "columns, but a row may have", long)
     h.check(softmax, reference, long, **BUDGET)  # softmax goes on with softmax_resident
