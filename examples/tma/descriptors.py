@@ -109,11 +109,8 @@ def copy(form: str, x: torch.Tensor) -> torch.Tensor:
     require_triton_device("copy", x)
     check_choice("copy", COPIES, form=form)
     require_descriptor("copy", x, TILE)
-    y = rows_for_tma(x)
-    if form.startswith("device"):
-        with_workspace(x.device, lambda: launch_copy(form, x, y))
-    else:
-        launch_copy(form, x, y)
+    launch = functools.partial(launch_copy, form, x, y := rows_for_tma(x))
+    with_workspace(x.device, launch) if form.startswith("device") else launch()
     return y
 
 
@@ -141,12 +138,12 @@ def demo(h: Harness) -> None:
     x, tma = h.meta(4096, 4096, dtype=torch.float16), ("cp.async.bulk.tensor", "mbarrier")
     h.codegen(copy, "host", x, find={80: (), 89: (), 90: tma, 100: tma, 120: tma})
     h.codegen(copy, "device", x, find={90: tma})
-
     n = h.pick(interpreted=136, quick=4096, full=8192) if h.timing else 136
     x = h.randn(h.fit(n, bytes_each=40 * n), n, dtype=h.half)
-    variants = {"torch": torch.clone} | {form: functools.partial(copy, form) for form in COPIES}
-    work = Work(bytes=2 * x.nbytes)
-    table = h.compare(variants, reference, x, baseline="torch", work=work, terms=0, title="copy", peers=["pointers"])
+    table = h.compare(
+        {"torch": torch.clone} | {form: functools.partial(copy, form) for form in COPIES}, reference, x, title="copy",
+        baseline="torch", work=Work(bytes=2 * x.nbytes), terms=0, peers=["pointers"],
+    )  # fmt: skip
     h.answer(lambda: answer(table, by_triton))
 
 
