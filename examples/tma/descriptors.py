@@ -133,8 +133,6 @@ def demo(h: Harness) -> None:
         x = h.randn(M, triton.cdiv(N, 8) * 8, dtype=h.half)[:, :N]
         for form in COPIES:
             h.check(functools.partial(copy, form), reference, x, what=f"copy, {form} {M}x{N}", terms=0)
-    by_triton = noticed(h.device)
-
     x, tma = h.meta(4096, 4096, dtype=torch.float16), ("cp.async.bulk.tensor", "mbarrier")
     h.codegen(copy, "host", x, find={80: (), 89: (), 90: tma, 100: tma, 120: tma})
     h.codegen(copy, "device", x, find={90: tma})
@@ -144,6 +142,7 @@ def demo(h: Harness) -> None:
         {"torch": torch.clone} | {form: functools.partial(copy, form) for form in COPIES}, reference, x, title="copy",
         baseline="torch", work=Work(bytes=2 * x.nbytes), terms=0, peers=["pointers"],
     )  # fmt: skip
+    by_triton = noticed(h.device)
     h.answer(lambda: answer(table, by_triton))
 
 
