@@ -188,7 +188,8 @@ def compare(h: Harness, x: torch.Tensor, per: str, approximate: str = "tanh") ->
     return h.compare(
         fused_variants(h.compiled, act, ours, per, to_fp8), codes, x, torch.full((1,), 8.0 / 448, device=h.device),
         baseline="torch" if h.interpreted else "torch.compile, two kernels", dtype=E4M3,
-        case=f"{x.shape[0]}x{x.shape[1]} {per}, {approximate}", terms=1,
+        # More numbers lie in the lower half of a binade: e4m3's roundings leave up to 0.2 % of the gain.
+        case=f"{x.shape[0]}x{x.shape[1]} {per}, {approximate}", terms=1, gain=3e-3,
         wrong={"with another row's scale": functools.partial(codes, shift=1)} if per != "static" else None,
         library={"operand_eps": 2.0**-15},  # as two kernels: y in 16 bits, of which float16 has few for the smallest
         work=Work(bytes=x.nbytes + x.numel() + (0 if per == "static" else fused_gelu_quantize(x, per)[1].nbytes)),
