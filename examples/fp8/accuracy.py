@@ -11,7 +11,7 @@ has grown since. A scale must leave the sum over K: per tensor and per row nothi
 Question   How accurate is an FP8 layer under each scaling recipe, which data break it, and what does it cost?
 Needs      torch
 Wins when  per tensor: ranges stay within the window; per row: tokens differ; blocks: groups of channels differ; e5m2:
-           range matters more than a bit; stale (the scale of the batch before): a pass less is worth its error.
+           range matters more than a bit; delayed (the scale of the batch before): a pass less is worth its error.
 Variants   accuracy_layer.py (the layer), accuracy_data.py (its inputs)
 Study      studies/fp8/accuracy.py
 Source     goes beyond the chapter; recipes as in torch's scaled products and OCP's MX formats
@@ -30,10 +30,10 @@ from examples.common.fp8 import E4M3, E5M2
 from examples.fp8.accuracy_data import LEGEND, datasets
 from examples.fp8.accuracy_layer import ALL, FP8Linear, Recipe, engine, multiply, product64, quantize, quantize_input
 
-# The blocks of x and of w that share a scale (none: one for all); 2**n: powers of two; stale: the batch before's.
+# The blocks of x and of w that share a scale (none: one for all); 2**n: powers of two; delayed: the batch before's.
 RECIPES = {
     "per tensor": Recipe(),
-    "per tensor, stale": Recipe(stale=True),
+    "per tensor, delayed": Recipe(delayed=True),
     "per tensor, e5m2": Recipe(x_format=E5M2),
     "per row": Recipe((1, ALL), (1, ALL)),
     "1x128 by 128x128": Recipe((1, 128), (128, 128)),
@@ -41,7 +41,7 @@ RECIPES = {
     "1x32 by 1x32, 2**n": Recipe((1, 32), (1, 32), power=True),
 }
 ALL_RECIPES: dict[str, Recipe | None] = {"bfloat16": None} | RECIPES
-TIMED = ("per tensor", "per tensor, stale", "per tensor, e5m2", "per row", "1x128 by 128x128")
+TIMED = ("per tensor", "per tensor, delayed", "per tensor, e5m2", "per row", "1x128 by 128x128")
 BROKEN_DB = 3.0  # below what the recipe reaches on plain data
 
 
@@ -56,7 +56,7 @@ def measure(
     if recipe is None:
         got = F.linear(x, w)
     else:
-        q, scale, _ = quantize_input(x, recipe, None if before is None or not recipe.stale else before.abs().amax())
+        q, scale, _ = quantize_input(x, recipe, None if before is None or not recipe.delayed else before.abs().amax())
         got = multiply(q, scale, *quantize(w, recipe.w_block, power=recipe.power), recipe)
     error, signal = (got.double() - want).square(), want.square()
     return {"dB": decibel(signal.sum() / error.sum()), "worst token": decibel((signal.sum(1) / error.sum(1)).min())}
@@ -70,8 +70,8 @@ def breaks(each: dict[str, dict[str, float]]) -> dict[str, float]:
 
 
 def accumulator(how: str, device: torch.device) -> torch.dtype | float:
-    """Hopper's FP8 instruction keeps about 14 bits of a sum; on a CPU, and where products are emulated, float32."""
-    return 2.0**-13 if device.type == "cuda" and how != "torch emulated" else torch.float32
+    """Hopper's FP8 instruction keeps about 14 bits of a sum; a CPU and a float32 matmul keep float32."""
+    return 2.0**-13 if device.type == "cuda" and how != "float32 matmul" else torch.float32
 
 
 def check_products(h: Harness) -> None:
@@ -89,12 +89,12 @@ def check_products(h: Harness) -> None:
 
 
 def layers(w: torch.Tensor, m: int) -> dict[str, FP8Linear]:
-    """The recipes of TIMED, by what multiplies for m rows here; quantizers are compiled, but for emulated products."""
+    """The recipes of TIMED, by what multiplies for m rows here; beside FP8 products, quantizers are compiled."""
     found = {}
     for name in TIMED:
         how = engine(RECIPES[name], m, *w.shape, w.device)
-        emulated = how == "torch emulated"
-        quantizer = quantize_input if emulated else torch.compile(quantize_input, dynamic=False)
+        in_float32 = how == "float32 matmul"
+        quantizer = quantize_input if in_float32 else torch.compile(quantize_input, dynamic=False)
         found[f"{how} {name}"] = FP8Linear(w, RECIPES[name], quantizer)
     return found
 
@@ -125,8 +125,8 @@ def answer(found: dict[str, dict], table: Table) -> str:
     return (
         f"{min(plain):.0f} to {max(plain):.0f} dB on plain data. Of 5 hard kinds of data, {BROKEN_DB:g} dB are lost "
         f"(worst token included) in {tensor} per tensor (e5m2: {e5m2}), {row} per row, {of_128} in blocks of 128, "
-        f"{of_32} of 32. Beside bfloat16{' (emulated)' * ('emulated' in timed['per row'])}: {speed['per tensor']} per "
-        f"tensor, {speed['per row']} per row, {speed['1x128 by 128x128']} in blocks."
+        f"{of_32} of 32. Beside bfloat16{' (float32 matmul)' * ('float32' in timed['per row'])}: "
+        f"{speed['per tensor']} per tensor, {speed['per row']} per row, {speed['1x128 by 128x128']} in blocks."
     )
 
 

@@ -11,13 +11,13 @@ EXTREME = 2.0**16  # how far outliers stick out where they are to break somethin
 
 LEGEND = (
     "outlier channels: one in 512 is 2**16 times the rest; outlier tokens: one in 64; small groups: every second group "
-    "of 128 channels is 2**-18 of the rest; grown 4x: the batch before was a quarter as large; stale: the scale of the "
-    "batch before; 2**n: scales are powers of two; 1x128 by 128x128: the blocks of x and of w that share a scale."
+    "of 128 channels is 2**-18 of the rest; 4x growth: the batch before was a quarter as large; delayed: the scale of "
+    "the batch before; 2**n: scales are powers of two; 1x128 by 128x128: the blocks of x and of w that share a scale."
 )
 
 
 def datasets(randn: Callable, m: int, k: int, n: int) -> Iterator[tuple[str, torch.Tensor, torch.Tensor, torch.Tensor]]:
-    """Names, activations, weights, and the activations of the batch before, of which a stale scale is made."""
+    """Names, activations, weights, and the activations of the batch before, of which a delayed scale is made."""
 
     def plain() -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         half = torch.bfloat16
@@ -35,7 +35,7 @@ def datasets(randn: Callable, m: int, k: int, n: int) -> Iterator[tuple[str, tor
     yield "heavy tails", x, w, before
     yield "small groups", *with_channels(*plain(), torch.arange(k) // 128 % 2 == 1, 2.0**-18)
     x, w, before = plain()
-    yield "grown 4x", x, w, before / 4
+    yield "4x growth", x, w, before / 4
 
 
 def spaced(size: int, every: int) -> slice:

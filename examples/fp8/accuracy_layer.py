@@ -29,7 +29,7 @@ class Recipe:
     x_block: tuple[int | None, int | None] = (ALL, ALL)
     w_block: tuple[int | None, int | None] = (ALL, ALL)
     x_format: torch.dtype = E4M3
-    stale: bool = False  # the activations' scale is that of the call before
+    delayed: bool = False  # the activations' scale is that of the call before
     power: bool = False  # scales are powers of two
 
 
@@ -75,25 +75,25 @@ def quantize(
 
 
 def quantize_input(x: torch.Tensor, recipe: Recipe, amax: torch.Tensor | None = None):
-    """q and scales of a layer's input, and what a stale scale is made of next time."""
+    """q and scales of a layer's input, and what a delayed scale is made of next time."""
     q, scale = quantize(x, recipe.x_block, recipe.x_format, recipe.power, amax)
     if recipe.x_block == (1, 128):  # cuBLASLt reads the scales of one group of all rows together
         scale = scale.t().contiguous().t()
-    return q, scale, x.abs().amax() if recipe.stale else None
+    return q, scale, x.abs().amax() if recipe.delayed else None
 
 
 def engine(recipe: Recipe, m: int, n: int, k: int, device: torch.device) -> str:
-    """What multiplies here: "_scaled_mm", "torch scaled_mm" (torch.nn.functional's, for blocks) or "torch emulated"."""
+    """What multiplies here: "_scaled_mm", "torch scaled_mm" (torch.nn.functional's, for blocks) or "float32 matmul"."""
     whole, rows = recipe.x_block == (ALL, ALL), recipe.x_block == (1, ALL)
     # Not a CPU's _scaled_mm: where oneDNN has only its reference, it takes minutes for what takes milliseconds here.
     if device.type != "cuda" or torch.version.cuda is None or m % 16 or n % 16 or k % 16:
-        return "torch emulated"
+        return "float32 matmul"
     sm = torch.cuda.get_device_capability(device)
     if (whole and sm >= (8, 9)) or (rows and sm >= (9, 0)):
         return "_scaled_mm"
     cuda = tuple(int(part) for part in torch.version.cuda.split(".")[:2])
     hopper = sm[0] == 9 and cuda >= (12, 9) and k % 512 == n % 128 == 0
-    return "torch scaled_mm" if hopper and recipe.x_block == (1, 128) else "torch emulated"
+    return "torch scaled_mm" if hopper and recipe.x_block == (1, 128) else "float32 matmul"
 
 
 def by_rows(q: torch.Tensor) -> bool:
@@ -113,7 +113,7 @@ def multiply(
     if q.ndim != 2 or weight.ndim != 2 or q.shape[1] != weight.shape[1] or not q.numel() or not weight.numel():
         raise ValueError(f"multiply: q {list(q.shape)}, weight {list(weight.shape)}; need [M, K] and [N, K], not empty")
     how = engine(recipe, q.shape[0], *weight.shape, q.device)
-    if how == "torch emulated":
+    if how == "float32 matmul":
         x = q.float() * spread(scale, sized(recipe.x_block, q), q.shape)
         w = weight.float() * spread(weight_scale, sized(recipe.w_block, weight), weight.shape)
         return (x @ w.t()).bfloat16()

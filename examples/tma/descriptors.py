@@ -40,7 +40,7 @@ from examples.tma.descriptors_rules import RULES, noticed, require_descriptor
 
 TILE, WARPS = (64, 64), 4  # 8 KiB, so small that what a program does once shows
 PROGRAMS_PER_SM = 16  # that keep their descriptors: as many of 4 warps as an SM holds
-COPIES = ("pointers", "host", "device", "device, kept")
+COPIES = ("pointers", "host", "device", "device, once per program")
 
 
 @triton.jit
@@ -94,7 +94,7 @@ def launch_copy(form: str, x: torch.Tensor, y: torch.Tensor) -> None:
     elif form == "pointers":
         copy_pointers_kernel[(tiles,)](x, y, *sizes, num_warps=WARPS)
     else:
-        kept = form == "device, kept"
+        kept = form == "device, once per program"
         programs = min(tiles, PROGRAMS_PER_SM * device_limits(x.device).sms) if kept else tiles
         copy_device_kernel[(programs,)](x, y, *sizes, KEPT=kept, num_warps=WARPS)
 
@@ -120,7 +120,7 @@ def reference(x: torch.Tensor) -> torch.Tensor:
 
 def answer(table, by_triton: list[str]) -> str:
     more_us = table["host"].enqueue_us - table["pointers"].enqueue_us
-    host, each, kept = (table.over("pointers", form) for form in ("host", "device", "device, kept"))
+    host, each, kept = (table.over("pointers", form) for form in ("host", "device", "device, once per program"))
     return (
         f"TensorDescriptor notices {len(by_triton)} of {len(RULES)} broken rules, require_descriptor all. Made on the "
         f"host: {more_us:+.0f} us of the host a launch, {host:.2f}x pointers' speed on the GPU; by each program "

@@ -112,7 +112,7 @@ def demo(h: Harness) -> None:
     tables = [measure(h, model, h.randint(config.vocab, *shape)) for shape in shapes]
     for table in filter(None, tables):
         rows = {name: {f"{n:,}": round(totals(table, n)[name], 1) for n in CALLS} for name in totals(table, 1)}
-        h.table(f"seconds in all for so many calls, {table.case}", rows)
+        h.table(f"total seconds by the number of calls, {table.case}", rows)
 
     def answer() -> str:
         cases: dict[str, list[str]] = {}  # those of one answer stand together
@@ -123,7 +123,7 @@ def demo(h: Harness) -> None:
             text = ", ".join(f"{name} at {' and '.join(ns)}" for name, ns in calls.items())
             cases.setdefault(text, []).append(table.case.removesuffix(" tokens"))
         parts = (f"{', '.join(tokens)} tokens: {text}" for text, tokens in cases.items())
-        return f"Least time in all, by the number of calls. {'; '.join(parts)}."
+        return f"Least total time, by the number of calls. {'; '.join(parts)}."
 
     h.answer(answer)
 

@@ -39,7 +39,7 @@ DEVICES = 4
 
 
 class Product(NamedTuple):
-    """A product's cuts, and the collectives that it needs by theory: (op, devices, elements of its result)."""
+    """How a product is sharded, and the collectives that it needs by theory: (op, devices, elements of its result)."""
 
     a: Spec
     b: Spec
@@ -120,7 +120,7 @@ def demo(h: Harness) -> None:
         )  # fmt: skip
         held[name] = {what: "x".join(map(str, reported[name][what][0])) for what in "abc"}
         rows[name] = communication(reported[name]["collectives"], case.theory(m, k, n))
-    h.table(f"what each of {reported['devices']} devices holds of {m}x{k} @ {k}x{n}, by what is cut", held)
+    h.table(f"what each of {reported['devices']} devices holds of {m}x{k} @ {k}x{n}, by what is sharded", held)
     h.table("communication of a product, bytes", rows)
 
     def answer() -> str:
@@ -128,7 +128,7 @@ def demo(h: Harness) -> None:
         shown = "; ".join(
             f"{name}: {row['sent / by theory'][0] / 1000:.0f} kB, {row['collectives']}" for name, row in sent.items()
         )
-        return f"{len(rows) - len(sent)} of {len(rows)} cuts of a product send nothing. A device sends for {shown}."
+        return f"{len(rows) - len(sent)} of {len(rows)} shardings send nothing. A device sends for {shown}."
 
     h.answer(answer, timed=False)
 

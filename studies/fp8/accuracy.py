@@ -21,7 +21,7 @@ def show_outliers(h: Harness, recipes: dict[str, Recipe | None] = ALL_RECIPES) -
     want = x.double() @ w.double().t()  # factors are powers of two, so this is the product at every factor
     found: dict[str, dict[str, float]] = {}
     for name, recipe in recipes.items():
-        if recipe is not None and recipe.stale:
+        if recipe is not None and recipe.delayed:
             continue  # of the same batch: as per tensor
         for factor in OUTLIERS:
             xs, ws, _ = with_channels(x.clone(), w.clone(), x[:0], spaced(k, 512), factor)

@@ -44,7 +44,7 @@ def compare_schedules(h: Harness, size: tuple[int, int, int], names: tuple[str, 
         p = plan(*size, h.device)
         tiles, places = triton.cdiv(size[0], p.block_m) * triton.cdiv(size[1], p.block_n), PER_SM[p.schedule]
         h.say(
-            f"{table.case}: the rule took {p.schedule}, {p.stages} stages; {tiles} tiles of {p.block_m}x{p.block_n} "
+            f"{table.case}: default is {p.schedule}, {p.stages} stages; {tiles} tiles of {p.block_m}x{p.block_n} "
             f"are {tiles / (places * h.machine.sms):.2f} waves"
         )
     return table

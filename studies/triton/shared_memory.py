@@ -25,9 +25,7 @@ def study(h: Harness) -> None:
         if not table:
             continue
         rates = {name: round(count / table[name].ms / 1e9, 1) for name, count in loaded.items()}
-        h.say(
-            f"TB/s: {rates}; memory itself copies {ceilings().copy_tbps():.1f}: what comes faster comes from L2 and L1"
-        )
+        h.say(f"TB/s: {rates}; memory itself copies {ceilings().copy_tbps():.1f}: any faster rate comes from L2 and L1")
         for first, second in pairwise(list(loaded)[1:]):  # tile to tile: one kernel, one change
             fewer = loaded[first] / loaded[second]
             h.say(f"{first} to {second}: {fewer:.2f}x fewer bytes, {table.over(first, second):.2f}x the speed")

@@ -58,8 +58,10 @@ def predicted(a: torch.Tensor, b: torch.Tensor, name: str, cut: bool = False) ->
 
 def explanation(name: str, K: int, error: float, rounded: float, cut: float | None = None) -> str:
     if cut:
-        nearer = "cut" if abs(math.log(error / cut)) < abs(math.log(error / rounded)) else "rounded"
-        reason = f"operands rounded to 10 bits explain {rounded:.1e}, cut to 10 bits {cut:.1e}: here they are {nearer}"
+        nearer = "truncated" if abs(math.log(error / cut)) < abs(math.log(error / rounded)) else "rounded"
+        reason = (
+            f"operands rounded to 10 bits explain {rounded:.1e}, truncated to 10 bits {cut:.1e}: here they are {nearer}"
+        )
     elif error < 1.1 * rounded:
         reason = f"rounding explains {rounded:.1e}, so {K} additions add next to nothing"
     else:

@@ -71,7 +71,7 @@ def refusals(h: Harness, width: int) -> None:
             "scan_layers": outcome(scan_layers, layers, x),
             "Stacked": outcome(lambda layers, x: Stacked(layers)(x), layers, x),
         }
-    h.table("layers handed to", told)
+    h.table("outcome by the kind of layers", told)
     silent = [name for name, row in told.items() if row["scan_layers"].startswith("WRONG")]
     h.say(f"wrong without an error by scan_layers: {', '.join(silent) or 'none'}")
 

@@ -45,10 +45,10 @@ def cut_on_the_device(h: Harness, width: int) -> None:
     for name, way in ways.items():
         with xla.watch() as ran:
             got = [way(x) for x in batches]
-        h.check(lambda *_, got=got: tuple(got), reference_of(model), *batches, what=f"1 to 8 rows, cut on the {name}",
-                terms=width, poison=False)  # fmt: skip
+        what = f"1 to 8 rows, padding cut off on the {name}"
+        h.check(lambda *_, got=got: tuple(got), reference_of(model), *batches, what=what, terms=width, poison=False)
         counted[name] = ran.compiles
-    h.fact("programs of eight batches of 1 to 8 rows, padded to 8 and cut on the", counted)
+    h.fact("programs of eight batches of 1 to 8 rows, padded to 8, by where the padding is cut off", counted)
 
 
 def leaks(h: Harness, width: int) -> None:

@@ -106,5 +106,5 @@ def test_blockwise_matmul_is_judged_by_the_call_without_options():
 
 def test_accuracy_names_the_price_of_each_recipe_and_none_as_the_best():
     h = lesson("fp8/accuracy")
-    prices = h.answer_of(**{"torch emulated per tensor": 0.5, "torch emulated per row": 0.25})
+    prices = h.answer_of(**{"float32 matmul per tensor": 0.5, "float32 matmul per row": 0.25})
     assert "2.00x per tensor, 4.00x per row, 1.00x in blocks" in prices

@@ -80,12 +80,12 @@ def test_who_multiplies(monkeypatch):
     monkeypatch.setattr(torch.version, "cuda", "12.9")
     for want, sm, name in [
         ("_scaled_mm", (8, 9), "per tensor"), ("_scaled_mm", (9, 0), "per row"),
-        ("torch scaled_mm", (9, 0), "1x128 by 128x128"), ("torch emulated", (10, 0), "1x128 by 128x128"),
-        ("torch emulated", (8, 0), "per tensor"), ("torch emulated", (8, 9), "per row"),
+        ("torch scaled_mm", (9, 0), "1x128 by 128x128"), ("float32 matmul", (10, 0), "1x128 by 128x128"),
+        ("float32 matmul", (8, 0), "per tensor"), ("float32 matmul", (8, 9), "per row"),
     ]:  # fmt: skip
         monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _, sm=sm: sm)
         assert engine(RECIPES[name], 64, 128, 512, torch.device("cuda", 0)) == want, (name, sm)
-        assert engine(RECIPES[name], 64, 128, 512, torch.device("cpu")) == "torch emulated"
+        assert engine(RECIPES[name], 64, 128, 512, torch.device("cpu")) == "float32 matmul"
 
 
 @pytest.mark.parametrize("name", RECIPES)
@@ -97,12 +97,12 @@ def test_layer_is_its_exact_product_for_any_leading_sizes(name):
             assert layer(x).shape == (*lead, 32)
             assert layer.amax is None
             continue
-        want = layer.exact(x.reshape(-1, 160)).view(*lead, 32)  # by the stale scale, where there is one
+        want = layer.exact(x.reshape(-1, 160)).view(*lead, 32)  # by the delayed scale, where there is one
         assert (layer(x).double() - want).norm() <= 0.01 * want.norm()
 
 
-def test_stale_scale_is_that_of_the_call_before():
-    layer, dynamic = (FP8Linear(randn(16, 32), RECIPES[name]) for name in ("per tensor, stale", "per tensor"))
+def test_delayed_scale_is_that_of_the_call_before():
+    layer, dynamic = (FP8Linear(randn(16, 32), RECIPES[name]) for name in ("per tensor, delayed", "per tensor"))
     x = randn(16, 32, seed=3)
     assert torch.equal(layer(x), dynamic(x))  # there is no call before the first
     once = layer(100 * x)  # saturates nearly all of it

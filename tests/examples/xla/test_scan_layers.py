@@ -54,7 +54,9 @@ REFUSED = {
 
 def test_stacked_refuses_all_of_them(facts):
     """And what torch_xla's scan_layers does with them; and with a trace that is kept."""
-    told, scanned = ({k: v[by] for k, v in facts["layers handed to"].items()} for by in ("Stacked", "scan_layers"))
+    told, scanned = (
+        {k: v[by] for k, v in facts["outcome by the kind of layers"].items()} for by in ("Stacked", "scan_layers")
+    )
     assert told.pop("equal layers") == scanned["equal layers"] == scanned["another dtype"] == "right"
     assert {name for name, outcome in scanned.items() if outcome.startswith("WRONG, no error")} == {
         "another setting", "another activation", "a hook on the second", "input changed in place",

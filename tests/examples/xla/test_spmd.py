@@ -38,7 +38,7 @@ def test_products(facts):
         "the summed dimension": row("1 all-reduce", "the same", m * n, 6 * m * n, 6 * m * n),
         "the summed dimension, rows of the result": cut,
     }
-    held = facts["what each of 4 devices holds of 72x88 @ 88x104, by what is cut"]
+    held = facts["what each of 4 devices holds of 72x88 @ 88x104, by what is sharded"]
     assert held["rows of a"] == {"a": "18x88", "b": "88x104", "c": "18x104"}
     assert held["the summed dimension"] == {"a": "72x22", "b": "22x104", "c": "72x104"}
     assert held["the summed dimension, rows of the result"]["c"] == "18x104"
