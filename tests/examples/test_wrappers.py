@@ -68,7 +68,7 @@ def outcome(wrapper: Wrapper, arguments: tuple, i: int, other):
     try:
         return False, wrapper(*arguments[:i], other, *arguments[i + 1 :])
     except REFUSALS as error:
-        named = re.match(rf"{wrapper.says}\w*: ", str(error))
+        named = re.match(rf"(\w+::)?{wrapper.says}\w*: ", str(error))
         return True, None if named else f"{type(error).__name__}: {str(error).splitlines()[0][:200]}"
 
 
@@ -175,7 +175,7 @@ def on_another_device(wrapper, one, two, want_one, want_two):
         got = wrapper(*there)
     except RuntimeError as error:
         refusal = str(error)
-        assert re.match(rf"{wrapper.says}\w*: .*cuda:1", refusal), refusal
+        assert re.match(rf"(\w+::)?{wrapper.says}\w*: .*cuda:1", refusal), refusal
     else:
         yield here(got), want_one
     with torch.cuda.device(1):
