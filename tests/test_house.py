@@ -84,17 +84,22 @@ def test_what_kernels_share_leaves_without_the_harness():
         assert not {name.split(".")[0] for name in imported(path)} & {"compile_inspect", "triton_compiler", "companion"}
 
 
-def made_up(names: list[str], baseline: str, peers: list[str], ms: list[float]) -> list[Row]:
+def made_up(names: list[str], baseline: str, peers: list[str], ms: list[float], waits: bool = False) -> list[Row]:
+    """Rows of these times; with `waits`, each call waits for the host in its own part of its time."""
     times = dict(zip(names, ms, strict=True))
     return [
-        Row(name, not name.startswith(("torch", "cuBLAS", "cuDNN", "_scaled", "Flex")), 1.0, 0.25, t, t, t, 1.0,
-            100.0, 0.5 / t, times[baseline] / t, 20.0, peer=name in peers)
-        for name, t in times.items()
+        Row(name, not name.startswith(("torch", "cuBLAS", "cuDNN", "_scaled", "Flex")), 45.6, 0.25, t, t, t, 1.0,
+            100.0, 0.5 / t, times[baseline] / t, 20.0, peer=name in peers,
+            gpu_ms=t * (0.5 + 0.07 * i) if waits else None)
+        for i, (name, t) in enumerate(times.items())
     ]  # fmt: skip
 
 
 class MadeUp(Harness):
-    """A harness that runs no kernel: the times of a table are made up, the first variant's the shortest."""
+    """A harness that runs no kernel: the times of a table are made up, the first variant's the shortest.
+
+    They are small, and compiling takes long, so that an answer has long numbers, as on a slow host.
+    """
 
     def __init__(self, technique):
         super().__init__(technique.name, technique.needs, console=Console(quiet=True))
@@ -109,8 +114,9 @@ class MadeUp(Harness):
         return fn
 
     def compare(self, variants, reference, *inputs, baseline, work, title=None, case=None, peers=(), **kwargs):
-        ms = [1.0 + 0.5 * i for i in range(len(variants))]
-        rows = made_up(list(variants), baseline, list(peers), ms)
+        ms = [0.02 + 0.01 * i for i in range(len(variants))]
+        waits = "timing" in kwargs and kwargs["timing"].end_to_end
+        rows = made_up(list(variants), baseline, list(peers), ms, waits)
         self.tables.append(Table(title or self.name, case or str(len(self.tables)), baseline, rows))
         return self.tables[-1]
 
@@ -118,7 +124,8 @@ class MadeUp(Harness):
         """The other order in each table: the first variant's time the longest."""
         for table in self.tables:
             names, peers = [row.variant for row in table.rows], [row.variant for row in table.rows if row.peer]
-            table.rows[:] = made_up(names, table.baseline, peers, [row.ms for row in reversed(table.rows)])
+            ms, waits = [row.ms for row in reversed(table.rows)], any(row.gpu_ms for row in table.rows)
+            table.rows[:] = made_up(names, table.baseline, peers, ms, waits)
 
 
 def answers_of(lesson) -> tuple[str, str, bool]:

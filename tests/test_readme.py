@@ -16,6 +16,7 @@ from harness.check import CheckError
 from harness.cli import _parser
 from harness.codegen import compile_for
 from harness.record import load
+from harness.session import LONGEST_ANSWER
 
 import pytest
 import torch
@@ -123,6 +124,7 @@ def test_recorded_runs_are_clean_and_in_order():
             assert example["commit"], f"{path} does not say which code {example['name']} measured"
             assert not example["dirty"]
             assert example["status"] in ("passed", "skipped")
+            assert len(example["answer"] or "") <= LONGEST_ANSWER, example["name"]
         topic = TOPICS[f"{record['topic']}.py"]
         recorded = [e["name"] for e in record["examples"]]
         assert recorded == [t.name for t in topic.techniques if t.name in recorded]

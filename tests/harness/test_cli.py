@@ -118,7 +118,7 @@ BAD = {
     "idle": "pass",
     "unfinished": "yield h.check(None, None)",
     "nan": "h.fact('ratio', float('nan'))",
-    "tall": f"{GOOD}\nh.answer(lambda: 'x' * 241, timed=False)",
+    "mute": f"{GOOD}\nh.answer(lambda: '', timed=False)",
     "moves": f"{GOOD}\nos.chdir('/')",
     "loses": f"{GOOD}\nwith tempfile.TemporaryDirectory() as folder:\n    os.chdir(folder)",
     "broken": "(",
@@ -127,7 +127,7 @@ REASONS = {
     "wrong": "tripling: 15 of 15 elements are wrong", "leaves": "SystemExit: 0", "memory": "try --quick",
     "odd": "FileNotFoundError: [Errno 2]", "idle": "checked, compared and recorded nothing",
     "unfinished": "checked, compared and recorded nothing", "nan": "cannot be recorded", "loses": "FileNotFoundError",
-    "tall": "at most 240 characters", "moves": "working folder was {!r}, is '/'", "broken": "was never closed",
+    "mute": "at most 240 characters", "moves": "working folder was {!r}, is '/'", "broken": "was never closed",
 }  # fmt: skip
 
 
