@@ -8,7 +8,7 @@
 watch() counts what is compiled within it. find_breaks(fn, *inputs) names the lines that break the graph.
 count_entries(fn, calls) compiles fn from nothing, makes the calls and counts its cache entries. guards(fn) lists the
 guards of each entry, aten_graphs(fn, *inputs) the operations of each graph, generated_code(fn, *inputs) what Inductor
-writes, kernels_run(fn, *inputs) are the kernels that one call runs. splits(fn, *inputs) compares partitioners.
+writes, kernels_run(fn, *inputs) the kernels that one call runs. splits(fn, *inputs) compares partitioners.
 logs(recompiles=True) collects torch's own log. own_code(fn) is a copy of fn that Dynamo has never met.
 
 It imports torch alone. What is private in torch (a leading underscore) is used in this package only, in the form that

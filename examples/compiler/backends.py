@@ -11,7 +11,7 @@ fails by its name has a line to install, or a replacement of a few lines, which 
 
 Question   Which torch.compile backends work, and what does the result lose in each?
 Needs      torch
-Wins when  the machine that serves has no compiler or another runtime. For a GPU, and for training, it is inductor.
+Wins when  the machine that serves has no compiler or another runtime. For a GPU, and for training, take inductor.
 Variants   backends_runtimes.py (ONNX Runtime, TVM, OpenVINO), backends_attempt.py (how one is tried)
 Source     chapter sections "TorchInductor" and "Code Flow Graph"; onnxrt left torch with pull request 158262 (2.9),
            Relay left TVM in 0.20, IPEX ended with 2.8 (its repository's issue 867).

@@ -2,7 +2,7 @@
 
 Compiled code is kept on disk in two layers, both in TORCHINDUCTOR_CACHE_DIR: AOTAutogradCache holds a whole compiled
 function, FxGraphCache the code of one graph. (Triton keeps its own in TRITON_CACHE_DIR.) The key is the graph with its
-shapes, dtypes and constants, the compiler's settings and versions, not the source text.
+shapes, dtypes and constants, the compiler's settings and versions, not the source; AOTAutogradCache's has names too.
 torch.compiler.save_cache_artifacts() packs what a process compiled into bytes, for a machine without such a folder.
 
 Each row is a process of its own: cold, on the warm folder, with the bytes and an empty folder. They start beside each
@@ -11,7 +11,7 @@ TORCHINDUCTOR_VEC_ISA_OK=1, which spares each empty folder g++'s search for vect
 
 Question   How long does a process wait that another one has compiled for, and what keeps it from finding that?
 Needs      torch
-Wins when  processes start often: deployment, CI, many ranks. Imports and tracing no cache shortens: never "+0s".
+Wins when  processes start often: deployment, CI, many ranks. No cache shortens imports and tracing: never "+0s".
 Variants   caching_key.py (what the caches answer when one thing is changed)
 Study      studies/compiler/caching.py (the chapter's TORCH_COMPILE_CACHE_DIR, which is no variable of torch's)
 Source     chapter sections "Compilation Overhead" and "Pitfall 4: Not Caching Compiled Code".

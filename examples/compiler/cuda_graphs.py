@@ -5,8 +5,8 @@ replays them all with one. The model here is STEPS launches of one tiny kernel: 
 worth counting, so that nearly all of a call is launching.
 
 Two different things help. Replaying removes the gaps between kernels; fusing removes the kernels. torch.compile fuses
-by default, mode="reduce-overhead" replays too, and with fusion switched off the compiled code shows what its own
-launches cost. A recording holds addresses, not tensors: hence the rules about inputs, outputs and weights.
+by default; mode="reduce-overhead" replays too, which costs more than the one launch left here. Unfused, compiled code
+shows what its own launches cost. A recording holds addresses, not tensors: hence rules for inputs, outputs and weights.
 
 Question   What do launch gaps cost, what closes them, and what breaks when a graph is replayed?
 Needs      torch

@@ -2,20 +2,20 @@
 
 torch.compile guards the sizes of its inputs. A size compiled as a constant needs a graph of its own; compiled as a
 symbol, one graph serves many sizes. torch.compile(f) begins with a constant and takes a symbol once the size changes
-(automatic): two graphs, so neither of the chapter's statements holds, that every new shape is compiled and that one
-compilation serves all batch sizes. dynamic=True, mark_dynamic(x, 0), mark_unbacked(x, 0) ask for a symbol at once.
-1 gets a graph of its own, as it broadcasts, except under mark_unbacked. Past recompile_limit (8) a size without a graph
-runs in eager, after one warning; here the limit is lifted.
+(automatic): two graphs; not one for every shape, as the chapter's "Pitfall 2: Dynamic Shapes" says, nor one for all, as
+"How torch.compile Works Internally" does. dynamic=True, mark_dynamic(x, 0), mark_unbacked(x, 0) start with a symbol.
+1 gets a graph of its own, as it broadcasts, except under mark_unbacked, whose kernels are slower. Past recompile_limit
+(8) a size without a graph runs in eager, after one warning; here the limit is lifted.
 
 The model is the gated MLP of a transformer block, once with many tokens a row (long kernels: the GPU is the limit) and
 once with one (short kernels: the host is).
 
 Question   How often does a model compile when every batch has another size, and what does each policy cost per call?
 Needs      torch
-Wins when  kernels are long enough to hide guards. One size: leave the default, it compiles a constant. Up to 8 sizes:
-           dynamic=False, a graph for each, if compiling them all is worth what the table says. More: leave the default;
-           as constants every call searches the guards of all graphs. Padding computes rows that nobody asked for; it is
-           for CUDA graphs, which need few sizes. Short kernels: eager, or CUDA graphs.
+Wins when  kernels are long enough to hide guards. One size: leave the default, it compiles a constant. More: leave it
+           too; a graph for each size (dynamic=False) takes longer to compile and gains nothing at 4 sizes, and at 10
+           each call searches the guards of all graphs. Padding computes rows that nobody asked for; it keeps CUDA
+           graphs few. Short kernels: eager; on the recorded host CUDA graphs do not beat it either (study).
 Study      studies/compiler/dynamic_shapes.py (one CUDA graph for each size)
 Source     chapter sections "Dynamic Shapes", "2. Handle Dynamic Shapes", "Pitfall 2: Dynamic Shapes" and "How
            torch.compile Works Internally".

@@ -2,7 +2,7 @@
 
 A compiled function rounds elsewhere than eager. Fused operations keep float32 between them where eager rounds each
 result to bfloat16, whose 8 bits of mantissa make an error of up to 0.4 % a rounding; sums run in another order; a
-product and a sum may become one instruction. The result is often nearer to float64 and seldom equal to eager's bits.
+product and a sum may become one instruction. The result is often nearer to float64 and seldom wholly equal to eager's.
 
 Three settings make results repeat. emulate_precision_casts rounds where eager rounds, deterministic algorithms replace
 atomic additions, whose order changes from run to run, and fallback_random draws eager's random numbers.

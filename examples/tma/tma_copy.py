@@ -15,7 +15,7 @@ Wins when  the copy is part of something else. A copy alone is torch's: x.clone(
 Variants   tma_copy_triton.py (by pointers; by TMA with one tile a program, persistent, and pipelined; plans and checks)
 Study      studies/tma/tma_copy.py
 Source     chapter section "4. `triton_tma_blackwell.py` - TMA in Triton (NVIDIA GPU)", which claims loads 20-30 %
-           faster: this copy is 2 % slower with one tile a program (H200); where a store ends: triton issue 11583
+           faster: this copy is 2 to 3 % slower with one tile a program (H200); where a store ends: triton issue 11583
 """
 
 from __future__ import annotations

@@ -3,7 +3,7 @@
 tile, pair    one program per tile, whose store takes the shared memory that its operands had. pair has tiles of half
               the size, so that two programs share an SM: one can multiply while the other starts or stores.
 whole, split  one program per SM, flattened loops: loads run on while a tile is stored, but the tensor cores wait. The
-              store needs shared memory of its own. split stores half a tile at a time, which pays for a fourth stage.
+              store needs its own shared memory. split stores half a tile at a time, to leave room for a fourth stage.
 """
 
 from __future__ import annotations

@@ -46,7 +46,7 @@ DTYPES = (torch.float16, torch.bfloat16)
 # Head dim -> BLOCK_M, BLOCK_N, warps, stages, and whether V is loaded before K: chosen by timing on an H200.
 TILES = {64: (128, 64, 4, 3, True), 128: (128, 64, 4, 2, False)}
 # Causal: heads whose tiles run side by side. K and V of 8 heads are 4 KiB a key at D = 128: 16 MiB at S = 4096, which
-# fits L2 (50 MB), 64 MiB at S = 16384, which does not.
+# fits L2 (60 MiB), 64 MiB at S = 16384, which does not.
 GROUP_H = 8
 
 

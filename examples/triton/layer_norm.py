@@ -88,7 +88,8 @@ def layer_norm_rows(x, weight, bias, eps: float = 1e-5) -> tuple[torch.Tensor, t
 def layer_norm_forward(x, weight, bias, eps: float = 1e-5) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """(y, mean, rstd) of x [n_rows, n_cols], by the kernel that is fastest for the row length; mean, rstd float32.
 
-    Takes and raises what layer_norm does, save that x is a matrix with any row stride, and nothing requires grad.
+    Takes and raises what layer_norm does, save that x is a matrix with any row stride, and nothing requires grad. Of
+    float32 x, y is computed from the mean as two float32 numbers; the one that is returned is their sum, rounded once.
     """
     _, n_cols = check_layer_norm("layer_norm_forward", x, weight, bias, eps)
     return (layer_norm_rows if n_cols <= ROWS_MAX else layer_norm_resident)(x, weight, bias, eps)
@@ -102,7 +103,8 @@ def layer_norm(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor, eps: f
     that is no number; ValueError for no columns, sizes that do not fit, an inner stride other than 1, or an eps that is
     negative or not finite; RuntimeError for a device without Triton, or a second derivative. In backward the programs
     of rows over 8192 columns wait for each other. That ends beside kernels that keep their SMs, as NCCL's do, and on a
-    part of the SMs, as long as an eighth of them is left; with less call layer_norm_backward_loop.
+    part of the SMs, as long as an eighth of them is left; with less call layer_norm_backward_loop. Backward knows the
+    mean rounded to float32: there x_hat is off by up to 6e-8 * |mean| / std, 5e-4 at a mean of 10000 and a std of 1.
     """
     with torch.no_grad():  # this one has a backward
         require_triton_device("layer_norm", x)

@@ -39,7 +39,7 @@ def layer_norm_resident_kernel(
     x_row, y_row = x_ptr + row * stride_xm, y_ptr + row * stride_ym
     lane = tl.arange(0, BLOCK_N)
     # Measured from the row's first element: a mean of 10000 with a spread of 1 would cost float32 four digits. In 16
-    # bits no x has a mean so far from its spread, and nothing is subtracted.
+    # bits only a nearly constant row has a mean so far from its spread, and nothing is subtracted.
     origin = 0.0
     if x_ptr.dtype.element_ty == tl.float32:
         origin = tl.load(x_row)
@@ -75,7 +75,8 @@ def layer_norm_resident_kernel(
 def layer_norm_resident(x, weight, bias, eps: float = 1e-5) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """(y, mean, rstd) for rows of any length, read from memory once as long as a row fits the L1 cache of an SM.
 
-    Takes and raises what layer_norm_forward does.
+    Takes and raises what layer_norm_forward does. Of float32 x, y is computed from two numbers, the row's first element
+    and the mean of the differences from it; the mean that is returned is their sum, rounded to float32 once.
     """
     n_rows, n_cols = check_layer_norm("layer_norm_resident", x, weight, bias, eps)
     y = torch.empty(x.shape, dtype=x.dtype, device=x.device)

@@ -7,7 +7,7 @@ overlaps nothing; the steps below do (TMA is a later topic). What remains is wav
   tile        one program per tile, to start from;
   persistent  a loop over tiles around the loop over K; the pipeline still drains at the end of each tile;
   flattened   tl.range(..., flatten=True) makes one loop of the two: the next tile is loaded while this one is stored;
-  split       the tile is stored in two halves, from half as much shared memory: that pays for a fourth stage.
+  split       the tile is stored in two halves, from half as much shared memory: that leaves room for a fourth stage.
 
 Question   What does a persistent kernel win over one program per tile, and over cuBLAS, by size?
 Needs      triton, sm_90

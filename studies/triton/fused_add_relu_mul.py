@@ -1,6 +1,6 @@
 """fused_add_relu_mul, measured: what fusion is worth from tensors that fit in L2 to those that do not, and why.
 
-Out of cache both sides run at the same bandwidth, and eager moves 7 passes where the fused kernel moves 3. In L2 the
+Beyond L2 both sides run at about the same bandwidth, and eager moves 7 passes where the fused kernel moves 3. In L2 the
 difference is what eager's two further kernels cost by themselves.
 """
 
