@@ -13,7 +13,7 @@ from pathlib import Path
 
 from harness.bench import Row, Table
 from harness.catalog import ROOT, Technique, Topic, topics
-from harness.console import host_us, noise, of_calls
+from harness.console import noise, of_calls
 from harness.record import as_run, load
 from harness.sources import sources_hash
 
@@ -205,7 +205,7 @@ def _call_lines(tables: list[tuple[str, Table]]) -> list[str]:
     for name, table in tables:
         base = table[table.baseline]
         for row in [base, *(each for each in table.rows if each is not base)]:
-            times = f"{row.ms:.4g} | {row.gpu_ms:.4g} | {host_us(row):.0f}"
+            times = f"{row.ms:.4g} | {row.gpu_ms:.4g} | {row.enqueue_us:.0f}"
             ratios = " | " if row is base else f"{_ratio(table, row, base)} | {_ratio(table, row, base, host=2)}"
             lines.append(f"| {label(name, table.title)} | {table.case} | {row.variant} | {times} | {ratios} |")
     return lines

@@ -57,7 +57,7 @@ INSTRUCTIONS = {
     "cta_group::2": r"\bcta_group::2\b",
     "kind::f16": r"kind::f16",
     "mma tf32": _MMA + r"(?:\.tf32|kind::tf32)",
-    "cvt f8": r"\bcvt\.rn\.satfinite\S*\.e[45]m[23]x2\.f32\b",
+    "cvt f8": r"\bcvt\.rn\.satfinite\S*\.e[45]m[23]x2\.f(?:32|16x2)\b",
     "cvt f8 by f16": r"\bcvt\.rn\.satfinite\S*\.e[45]m[23]x2\.f16x2\b",
     "cvt tf32": r"\bcvt\.rna\S*\.tf32\.f32\b",
     "mma s8": _MMA + r"(?:\.s8\b|kind::i8)",

@@ -118,22 +118,18 @@ def of_calls(table: Table) -> bool:
     return any(row.gpu_ms for row in table.rows)
 
 
-def host_us(row: Row) -> float:
-    """What the host takes for a call, in a loop of them: to launch it alone, but no longer than the whole call takes.
-
-    After a pause a launch takes up to twice as long as in a loop.
-    """
-    return min(row.enqueue_us, 1000 * row.ms)
-
-
 def noise(table: Table, row: Row) -> tuple[float, float] | None:
     """The least and the most that a ratio may be, from p20 to p80, where that says too little: it reaches from below 1
-    to above, or a call takes half as long again as another. None of times of the GPU alone, which are steady."""
+    to above, a call takes half as long again as another, or the ratio of both times is another than that of the rounds.
+    Times of the GPU alone are steady: of them only the last."""
     base = table[table.baseline]
-    if row is base or not (row.enqueue_us is None or row.gpu_ms):
+    if row is base:
         return None
     low, high = base.p20 / row.p80, base.p80 / row.p20
-    return (low, high) if low <= 1 <= high or max(base.p80 / base.p20, row.p80 / row.p20) > 1.5 else None
+    uneven = abs(row.speedup / base.speedup * row.ms / base.ms - 1) > 0.03
+    if row.enqueue_us is None or row.gpu_ms:
+        uneven |= low <= 1 <= high or max(base.p80 / base.p20, row.p80 / row.p20) > 1.5
+    return (low, high) if uneven else None
 
 
 def _over(table: Table, row: Row) -> str:
@@ -155,7 +151,7 @@ def _show_each(console: Console, tables: list[Table], whole: bool = False) -> No
         "spread": lambda _, row: "" if whole else f"{(row.p80 - row.p20) / row.ms:.0%}",
         "p20 - p80": lambda _, row: f"{row.p20:.4f} - {row.p80:.4f}" * whole,
         "GPU ms": lambda _, row: f"{row.gpu_ms:.4g}" if calls else "",
-        "host us": lambda _, row: f"{host_us(row):.0f}" if calls else "",
+        "host us": lambda _, row: f"{row.enqueue_us:.0f}" if calls else "",
         "TB/s": lambda _, row: _rate(row.tbps),
         "TFLOP/s": lambda _, row: _rate(row.tflops),
         "% of ceiling": lambda _, row: _part(row.of_ceiling),

@@ -291,22 +291,24 @@ def gpu_ms(fn: Callable) -> float:
     return statistics.median(each[""] for each in rounds[10:])
 
 
-def whole_call_ms(fn: Callable, budget: float) -> list[float]:
-    """Times of fn() in ms as a caller in a loop sees them, the host's launching included; `budget` is in ms.
+def whole_call_ms(fn: Callable, budget: float) -> list[tuple[float, float]]:
+    """Times of fn() in ms as a caller in a loop sees them, and of these what the host takes to launch it; `budget` is
+    in ms.
 
     Three batches of calls back to back, each batch between two synchronizations. Whatever the calls leave in L2 is
     there for the next: meant for models whose weights are larger.
     """
 
-    def batch(calls: int) -> float:
+    def batch(calls: int) -> tuple[float, float]:
         torch.cuda.synchronize()
         started = time.perf_counter()
         for _ in range(calls):
             fn()
+        launched = time.perf_counter()
         torch.cuda.synchronize()
-        return (time.perf_counter() - started) * 1000 / calls
+        return (time.perf_counter() - started) * 1000 / calls, (launched - started) * 1000 / calls
 
-    calls = max(1, math.ceil(budget / 3 / max(batch(1), 1e-3)))
+    calls = max(1, math.ceil(budget / 3 / max(batch(1)[0], 1e-3)))
     return [batch(calls) for _ in range(3)]
 
 

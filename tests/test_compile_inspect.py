@@ -1,5 +1,6 @@
 """torch.compile watched: what was compiled, and what was logged."""
 
+import copy
 import io
 import logging
 import os
@@ -41,6 +42,10 @@ def generates(x):
 def breaks_once(x):
     torch._dynamo.graph_break()
     return x + 1
+
+
+def copies(x):
+    return copy.deepcopy(x) + 1
 
 
 def compile_with_a_break():
@@ -141,6 +146,11 @@ def test_every_break_of_a_module_at_the_users_line():
     assert again == found
     found = find_breaks(nn.Linear(3, 3), torch.zeros(2, 3))
     assert (found.graphs, found.operations, found.breaks) == (1, 1, [])
+
+
+def test_a_break_within_a_library_that_is_logged_twice_keeps_the_users_line():
+    (found,) = find_breaks(lambda x: (copies(x), copies(x[:2])), torch.ones(3)).breaks
+    assert found.source == "return copy.deepcopy(x) + 1"
 
 
 def test_bad_input():

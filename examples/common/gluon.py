@@ -13,14 +13,17 @@ from __future__ import annotations
 import torch
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia import blackwell
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier, tma
 
 from examples.common.device import architecture, compiling_for
 from examples.common.tiles import split_columns
 
-# Triton 3.9 has new names for these.
+# Triton 3.9 has new names for the first two; there tensor memory knows the layout of what is read from it.
 async_load = getattr(tma, "async_load", None) or tma.async_copy_global_to_shared
 async_store = getattr(tma, "async_store", None) or tma.async_copy_shared_to_global
+get_tmem_reg_layout = getattr(blackwell, "get_tmem_reg_layout", None)
+OWN_LAYOUT = gl.constexpr(get_tmem_reg_layout is None)
 REINTERPRET = gl.constexpr(hasattr(gl.shared_memory_descriptor, "reinterpret"))
 
 
@@ -44,6 +47,17 @@ def view_as(buf, SHAPE: gl.constexpr):
         return buf.reinterpret(buf.dtype, SHAPE, buf.layout)
     else:
         return buf._reinterpret(buf.dtype, SHAPE, buf.layout)
+
+
+@gluon.jit
+def load_columns(acc, START: gl.constexpr, WIDTH: gl.constexpr):
+    """WIDTH columns of an accumulator in tensor memory (sm_100), in registers."""
+    part = acc.slice(START, WIDTH)
+    if OWN_LAYOUT:
+        return part.load()
+    else:
+        layout: gl.constexpr = blackwell.TensorMemoryLayout((acc.shape[0], WIDTH), col_stride=1)
+        return part.load(get_tmem_reg_layout(gl.float32, (acc.shape[0], WIDTH), layout, gl.num_warps()))
 
 
 @gluon.jit

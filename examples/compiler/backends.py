@@ -124,8 +124,9 @@ def demo(h: Harness) -> None:
     h.fact("each backend of the chapter's table", texts)
 
     def answer() -> str:
-        whole = [name for name in working if not best[name].losses]
-        partly = [f"{name} ({', '.join(best[name].losses)})" for name in working if best[name].losses]
+        called = {name: " as ".join(filter(None, (name, rows[name]["instead"]))) for name in working}
+        whole = [called[name] for name in working if not best[name].losses]
+        partly = [f"{called[name]} ({', '.join(best[name].losses)})" for name in working if best[name].losses]
         gone = [name for name in BACKENDS if name not in working]
         return "; ".join([f"Nothing is lost in {', '.join(whole)}", *partly, f"not here: {', '.join(gone)}."])
 

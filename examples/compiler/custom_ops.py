@@ -136,11 +136,11 @@ def demo(h: Harness) -> None:
 
     def answer() -> str:
         runs = decisions(answers)["it runs at every call, in one graph"]
-        stale = ", ".join(name for name, a in answers.items() if a["sees a setting changed later"] == "no")
+        stale = " and ".join(name for name, a in answers.items() if a["sees a setting changed later"] == "no")
         return (
-            f"Only {runs} keeps the graph whole and runs its Python each call: {table.by_host(EAGER, OPAQUE)} eager, "
-            f"{1000 * (table[OPAQUE].ms - table[TRACED].ms):+.0f} us to {TRACED[6:]}. {stale}: for pure functions, a "
-            "setting changed later is not seen."
+            f"Only {runs} keeps the graph whole and runs its Python each call: over eager "
+            f"{table.by_host(EAGER, OPAQUE)}, {1000 * (table[OPAQUE].ms - table[TRACED].ms):.0f} us more than "
+            f"{TRACED[6:]}. {stale} run it only while compiling: later settings are not seen."
         )
 
     h.answer(answer)

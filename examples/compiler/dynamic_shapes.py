@@ -167,7 +167,8 @@ def answer(graphs: int, tables: dict[str, dict]) -> str:
     take = ", ".join(f"{name} for {mix if mix == MANY else mix.split()[0]}" for mix, name in best.items())
     short = [row.speedup for table in tables.get(SHORT, {}).values() for row in table.rows if row.variant != EAGER]
     lost = sum(speedup < 1 for speedup in short)
-    behind = f"; short ones lose under {'all' if lost == len(short) else f'{lost} of {len(short)}'}" if lost else ""
+    under = "gain under none" if lost == len(short) else f"lose under {lost} of {len(short)}"
+    behind = f"; short kernels {under}" if lost else ""
     return f"Over eager, {MANY}, automatic ({graphs} graphs): {', '.join(default)}. Take {take}{behind}."
 
 

@@ -117,10 +117,10 @@ def answer(tables: dict[str, list]) -> str:
         row = first.rows[-1].variant  # a CUDA graph of compiled blocks where there is a GPU
         gains = [f"{each.over(EAGER, row):.2f}x ({each.over(EAGER, row, host=2):.2f}x)" for each in sizes]
         whole, block = (first[variant].first_call_s for variant in (WHOLE, BLOCKS))
-        told.append(f"{name} {' and '.join(gains)}, compiled in {whole:.0f} s, one block {block:.1f} s")
+        told.append(f"{name} {' and '.join(gains)}; whole compiles in {whole:.0f} s, a block in {block:.1f} s")
     kind = "CUDA graph of blocks" if CAPTURED in first else "Blocks"
     tokens = "1 and 512 tokens" if len(sizes) == 2 else "1 token"
-    return f"{kind} over eager (host twice as fast), {tokens}: {'; '.join(told)}."
+    return f"{kind} over eager (host twice as fast), {tokens}: {'. '.join(told)}."
 
 
 def demo(h: Harness) -> None:

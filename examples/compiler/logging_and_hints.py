@@ -82,7 +82,7 @@ def shown_by(records: list[tuple[str, str]], skips: int, gpu: bool) -> dict[str,
     fused = [m[0] for t in texts["fusion"] if (m := re.search(r"fusing op\S+ with op\S+", t))]
     refused = [m[0] for t in texts["fusion"] if (m := re.search(r"cannot fuse .*", t))]
     require(bool(fused), f"fusion: nothing of {len(texts['fusion'])} records fuses")
-    shown["fusion"] = f"{len(fused)} times, such as {fused[0]}" + (f"; refused: {refused[0]}" if refused else "")
+    shown["fusion"] = f"fused {len(fused)} times, such as {fused[0]}" + (f"; refused: {refused[0]}" if refused else "")
 
     if gpu:
         text = next((t for t in texts["cudagraphs"] if "mutated inputs" in t), None)
@@ -140,7 +140,7 @@ def demo(h: Harness) -> None:
         lambda: (
             f"TORCH_LOGS=graph_breaks: {shown['graph_breaks'].partition(':')[0]}; recompiles: "
             f"{shown['recompiles'].partition(';')[0]}; fusion: {shown['fusion'].partition(',')[0]}; cudagraphs: "
-            f"{shown['cudagraphs']}. os.environ set by the program itself: {min(asked.values())} records."
+            f"{shown['cudagraphs']}. TORCH_LOGS set by a running program comes too late: {min(asked.values())} records."
         ),
         timed=False,
     )

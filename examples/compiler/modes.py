@@ -35,6 +35,7 @@ from examples.compiler.modes_first_calls import CALLS, start
 
 MODES = ("default", "reduce-overhead", "max-autotune", "max-autotune-no-cudagraphs")
 EAGER, DEFAULT, REDUCED, TUNED = "torch eager", *(f"torch {mode}" for mode in MODES[:3])
+NEAR = 1.03  # times the fastest mode's time: of those the answer takes the one whose first call is shortest
 
 
 def first_calls_s(facts: dict[str, dict]) -> dict[str, float]:
@@ -104,12 +105,13 @@ def report(h: Harness, found: dict[str, tuple]) -> None:
 def answer(parameters: int, found: dict[str, tuple]) -> str:
     parts = []
     for case, (table, facts) in found.items():
-        best = table.best.variant
-        when = paid(table, best, facts.get(best, facts.get(TUNED))["first call s"])
-        parts.append(f"{case}: {best[6:]} {table.by_host(EAGER)}, paid {when}")
+        # One that is not timed by itself (max-autotune-no-cudagraphs) compiles what max-autotune does.
+        first_s = {row.variant: facts.get(row.variant, facts.get(TUNED))["first call s"] for row in table.rows[1:]}
+        best = min((name for name in first_s if table[name].ms <= NEAR * table.best.ms), key=first_s.get)
+        parts.append(f"{case}: {best[6:]} {table.by_host(EAGER, best)}, paid {paid(table, best, first_s[best])}")
     settled = [fact["calls until stable"] for _, each in found.values() for fact in each.values()]
     last = max(settled)
-    within = f"Settled in {min(settled)} to {last} calls" if last < CALLS else f"Not all settle in {CALLS} calls"
+    within = f"Settled after {min(settled)} to {last} calls" if last < CALLS else f"Not all settle in {CALLS} calls"
     size = f"{parameters / 1e9:.1f} B" if parameters > 1e9 else f"{parameters / 1e6:.0f} M"
     return f"{size} parameters, over eager at {'; '.join(parts)}. {within}."
 

@@ -212,7 +212,8 @@ def answer(rows: dict[str, dict], table) -> str:
     limit = torch._dynamo.config.recompile_limit
     return (
         f"{len(lost)} of {len(rows)} causes fill the cache ({limit} entries), then run in eager; mended, {one} keep "
-        f"one. Over eager: a tensor {table.by_host(EAGER, TENSOR)}, past the limit {table.by_host(EAGER, PAST)}."
+        f"one entry. Over eager: a float mended to a tensor {table.by_host(EAGER, TENSOR)}, past the limit "
+        f"{table.by_host(EAGER, PAST)}."
     )
 
 

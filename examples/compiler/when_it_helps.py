@@ -109,10 +109,10 @@ def answer(rows: dict[str, dict]) -> str:
         best[size] = max(best.get(size, row), row, key=lambda row: row["x eager"])
     ends = list(best.items())[:: max(1, len(best) - 1)]
     gains = [f"{row['by host']} at {size} ({row['bound']})" for size, row in ends]
-    off = max(abs(row["ms"] / row["predicted ms"] - 1) for row in rows.values())
-    losses = [name for name, row in rows.items() if row["x eager"] < 1 - LOST_IN_NOISE]
+    off = max(abs(row["x eager"] / row["predicted x"] - 1) for row in rows.values())
+    losses = [name.replace(" tokens,", "") for name, row in rows.items() if row["x eager"] < 1 - LOST_IN_NOISE]
     lost = f"Slower than eager: {', '.join(losses)}" if losses else "None of these sizes is slower than eager"
-    return f"{' to '.join(gains)}. The prediction is off by at most {off:.0%}. {lost}."
+    return f"Over eager: {' to '.join(gains)}. Predicted ratios are off by at most {off:.0%}. {lost}."
 
 
 def demo(h: Harness) -> None:

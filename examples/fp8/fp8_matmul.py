@@ -155,9 +155,10 @@ def without_last_step(a, b, scale_a, scale_b) -> torch.Tensor:
 
 
 def budget(h: Harness, K: int) -> dict:
-    """On Hopper an FP8 instruction cuts 32 products and the sum so far to about 14 bits: the largest error seen on an
-    H200 takes 97 % of this budget, in the study's largest layer. The interpreter sums in float32."""
-    return {"terms": K} if h.interpreted else {"terms": K, "acc": 2.0**-13}
+    """On Hopper an FP8 instruction cuts 32 products and the sum so far to about 14 bits. The largest error seen on an
+    H200 takes 70 % of this budget, which stops growing at K = 4096: with K of 16384 it would otherwise hide the loss
+    of 32 products. The interpreter sums in float32."""
+    return {"terms": K} if h.interpreted else {"terms": min(K, 4096), "acc": 2.0**-12}
 
 
 def compare(h: Harness, inputs: tuple, libraries: dict, title: str | None = None):

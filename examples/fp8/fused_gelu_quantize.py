@@ -198,11 +198,11 @@ def compare(h: Harness, x: torch.Tensor, per: str, approximate: str = "tanh") ->
 
 def answer(tables: dict[str, Table]) -> str:
     gains = {per: over_library([table]) for per, table in tables.items()}
-    said = ", ".join(f"{gain:.2f}x {per}" for per, gain in gains.items())
+    said = ", ".join(f"{gain:.2f}x ({per})" for per, gain in gains.items())
     return (
-        f"In the same pass per group, per row of up to {ROW_MAX} columns, and with a given scale. Over the fastest of "
-        f"torch.compile: {said}; {'each is' if min(gains.values()) > 7 / 3 else 'not each is'} above the 2.33x that "
-        "bytes alone would give."
+        f"One pass is possible per group, per row of up to {ROW_MAX} columns, and with a given scale. It is {said} as "
+        f"fast as torch.compile's fastest; bytes alone would give 2.33x, which "
+        f"{'all' if min(gains.values()) > 7 / 3 else 'not all'} exceed."
     )
 
 

@@ -191,8 +191,8 @@ def answer(tables: dict[str, list]) -> str:
     gains = {per: over_library(each) for per, each in tables.items()}
     pays = "more" if min(gains.values()) > 7 / 3 else "less"
     return (
-        f"4 of 7 bytes, which would be 2.33x, and in time {pays}: {gains['row']:.2f}x per row, {gains['group']:.2f}x "
-        "per group over the fastest that torch.compile makes, of two kernels or of one function."
+        f"Not writing y in 16 bits saves 4 of 7 bytes, 2.33x; in time it is {pays}: {gains['row']:.2f}x per row, "
+        f"{gains['group']:.2f}x per group over torch.compile's fastest, be it two kernels or one function."
     )
 
 

@@ -154,10 +154,10 @@ def answer(lost: dict, tables: dict[str, list]) -> str:
     rows = [lost[name] for name in ("mxfp8, scales floor", "mxfp4, scales floor", "nvfp4")]  # the specification's rule
     plain, beside = (", ".join(f"{row[name]:.0%}" for row in rows) for name in ("normal", "outliers x100"))
     speeds = [geomean(cases, cases[0].baseline, ours()) for cases in tables.values()]
-    pays = "it pays" if min(speeds) > 1 else "it saves memory alone" if max(speeds) < 1 else "it pays in part"
+    pays = "it pays" if min(speeds) > 1 else "it saves memory only" if max(speeds) < 1 else "it pays in part"
     return (
-        f"{', '.join(FORMATS)} are off by {plain}; beside outliers of 100x by {beside}. At "
-        f"{', '.join(f'{form.bits / 16:.2f}' for form in FORMATS.values())} of 16-bit operands' bytes a product"
+        f"Relative rms error of {', '.join(FORMATS)}: {plain}, and {beside} beside outliers of 100x. At "
+        f"{', '.join(f'{form.bits / 16:.2f}' for form in FORMATS.values())} of 16-bit operands' bytes a GEMM"
         f"{'' if native() else ', emulated,'} runs at {', '.join(f'{speed:.2f}x' for speed in speeds)} their speed: "
         f"{pays}."
     )

@@ -4,15 +4,9 @@ from __future__ import annotations
 
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
-from triton.experimental.gluon.language.nvidia.blackwell import (
-    TensorMemoryLayout,
-    fence_async_shared,
-    get_tmem_reg_layout,
-    mbarrier,
-    tma,
-)
+from triton.experimental.gluon.language.nvidia.blackwell import fence_async_shared, mbarrier, tma
 
-from examples.common.gluon import async_store, next_slot
+from examples.common.gluon import async_store, load_columns, next_slot
 from examples.common.tiles import tile_coords
 
 
@@ -28,8 +22,6 @@ def epilogue_partition(
     BLOCK_M: gl.constexpr = c_desc.block_shape[0]
     WIDTH: gl.constexpr = c_desc.block_shape[1]
     PARTS: gl.constexpr = BLOCK_N // WIDTH
-    PART: gl.constexpr = TensorMemoryLayout((BLOCK_M, WIDTH), col_stride=1)
-    REGISTERS: gl.constexpr = get_tmem_reg_layout(gl.float32, (BLOCK_M, WIDTH), PART, gl.num_warps())
     whole = 1.0
     if a_whole_ptr is not None:
         whole = gl.load(a_whole_ptr) * gl.load(b_whole_ptr)
@@ -42,7 +34,7 @@ def epilogue_partition(
         acc = acc_bufs.index(slot)
         parts = ()
         for part in gl.static_range(PARTS):
-            c = acc.slice(part * WIDTH, WIDTH).load(REGISTERS)
+            c = load_columns(acc, part * WIDTH, WIDTH)
             if a_whole_ptr is not None:
                 c = c * whole
             parts = parts + (c.to(c_desc.dtype),)  # noqa: RUF005  (Gluon has no stars)

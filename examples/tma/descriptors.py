@@ -123,8 +123,8 @@ def answer(table, by_triton: list[str]) -> str:
     host, each, kept = (table.over("pointers", form) for form in ("host", "device", "device, once per program"))
     return (
         f"TensorDescriptor notices {len(by_triton)} of {len(RULES)} broken rules, require_descriptor all. Made on the "
-        f"host: {more_us:+.0f} us of the host a launch, {host:.2f}x pointers' speed on the GPU; by each program "
-        f"{each:.2f}x, once for many tiles {kept:.2f}x."
+        f"host, descriptors add {more_us:.0f} us a launch and copy at {host:.2f}x pointers' speed on the GPU; made by "
+        f"each program for its one tile {each:.2f}x, for many tiles {kept:.2f}x."
     )
 
 

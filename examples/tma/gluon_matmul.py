@@ -209,8 +209,8 @@ def answer(tables: list) -> str:
     gains = ", ".join(f"{step} {geomean(tables, 'one buffer', step):.2f}x" for step in ("ring", *STEPS))
     verdict = "it pays" if by_hand > 1.02 else "it does not pay" if by_hand < 0.98 else "it buys little"
     return (
-        f"Step by step, over one buffer: {gains}. The compiler makes a ring, too; its best kernel is {compiled}, and "
-        f"all steps by hand are {by_hand:.2f}x that: {verdict}."
+        f"Over one buffer: {gains}. Triton's compiler makes a ring, too: {compiled}; by hand, with all steps, "
+        f"{by_hand:.2f}x Triton's: {verdict}."
     )
 
 

@@ -144,9 +144,9 @@ def answer(tables: list, fastest: str, limit: int) -> str:
     tile, sizes = geomean(tables, "pointers", "tile"), " and ".join(table.case.split()[0] for table in tables)
     slower = "slower than" if tile < 0.98 else "faster than" if tile > 1.02 else "as fast as"
     return (
-        f"One tile a program, TMA is {slower} ordinary loads: {over['tile']} at {sizes}. In a loop the bytes in flight "
-        f"decide: {kib['persistent']} KiB an SM give {over['persistent']}, {kib[fastest]} KiB ({fastest}) "
-        f"{over[fastest]}; torch's {over['torch copy']}."
+        f"One tile a program, TMA is {slower} ordinary loads: {over['tile']} at {sizes}. Looping with "
+        f"{kib['persistent']} KiB an SM in flight: {over['persistent']}; with {kib[fastest]} KiB ({fastest}): "
+        f"{over[fastest]}; torch's copy: {over['torch copy']}."
     )
 
 

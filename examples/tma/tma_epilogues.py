@@ -141,11 +141,11 @@ def answer(table, across: int) -> str:
     total = over("linear")
     own, ours = table.over(two, table.rows[1].variant) - 1, table.over("linear", "linear, no epilogue") - 1
     verdict = "faster" if total > 1.02 else "slower" if total < 0.98 else "no faster"
-    exposed = f" ({over('persistent'):.2f}x where nothing hides it)" if "persistent" in table else ""
+    exposed = f" (epilogue exposed: {over('persistent'):.2f}x)" if "persistent" in table else ""
     return (
-        f"Bias and SiLU cost {own:.0%} of the GEMM's time as a kernel of their own, {ours:.0%} in its store: in all "
-        f"{total:.2f}x that or max-autotune's fusion, {verdict}{exposed}. A scale for a row does not fit: the row lies "
-        f"in {across} tiles."
+        f"Bias and SiLU add {own:.0%} to the GEMM's time as a kernel of their own, {ours:.0%} in its store: in all "
+        f"{total:.2f}x the faster of that and max-autotune, {verdict}{exposed}. A scale per row does not fit: it "
+        f"needs all {across} tiles of a row."
     )
 
 

@@ -151,8 +151,8 @@ def answer(tables: list) -> str:
     more = "adds nothing" if near(stored, 1) else f"is another {stored:.2f}x"
     within = sum(1.2 <= gain <= 1.3 for gain in loads.values())
     return (
-        f"TMA loads against pointer loads: {each}{masks}; storing by TMA {more}. The chapter claims 20 to 30 %, which "
-        f"{within} of {len(loads)} sizes show."
+        f"TMA loads against pointer loads: {each}{masks}; storing by TMA {more}. The chapter's 20 to 30 % holds "
+        f"at {within} of {len(loads)} sizes."
     )
 
 

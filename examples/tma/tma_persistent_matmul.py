@@ -159,13 +159,14 @@ def answer(tables: list) -> str:
         return f"{min(ratios):.2f} to {max(ratios):.2f}x" if len(tables) > 1 else f"{ratios[0]:.2f}x"
 
     library = tables[0].baseline
-    dispatcher = f"the dispatcher is {over(library)} {library} and {over('tile')} one program per tile"
+    dispatcher = f"the dispatcher is {over(library)} {library}, {over('tile')} one program per tile"
     if "late" not in tables[0]:
         return f"Over {len(tables)} sizes {dispatcher}; a later store needs accumulators in registers (sm_90)."
     pays = [table.case for table in tables if table.over("split", "late") > 1.02]
+    where = "all" if len(pays) == len(tables) else ", ".join(pays) or "none"
     return (
-        f"A tile stored under the next one's MMAs, not before them: {over('split', 'late')}; it pays at "
-        f"{', '.join(pays) or 'none'} of {len(tables)} sizes. There {dispatcher}."
+        f"Storing a tile under the next one's MMAs is {over('split', 'late')} as fast as before them; it pays at "
+        f"{where} of {len(tables)} sizes. Over all, {dispatcher}."
     )
 
 

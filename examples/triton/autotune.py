@@ -169,11 +169,14 @@ def answer(tables: dict) -> str:
     for M, table in tables.items():
         gain, fixed, tuned = table.over("triton fixed", "triton tuned"), table["triton fixed"], table["triton tuned"]
         calls = tuned.first_call_s * 1000 / (fixed.ms - tuned.ms) if gain > 1.02 else None
-        found.append(f"{gain:.2f}x at {M} rows ({f'paid after {calls:,.0f} calls' if calls else 'never paid'})")
+        found.append(f"{gain:.2f}x at {M}{' rows' * (not found)} ({f'{calls:,.0f}' if calls else 'never'})")
     loss = table.over("triton tuned at 16 rows", "triton tuned")
     key = f"takes {loss:.2f}x the time" if loss > 1.02 else "loses nothing"
     longest = max(each["triton tuned"].first_call_s for each in tables.values())
-    return f"A search (up to {longest:.1f} s on this host) gives {', '.join(found)}. A key without M {key} at {M} rows."
+    return (
+        f"Speed over a fixed tile (calls until a search, up to {longest:.1f} s on this host, has paid): "
+        f"{', '.join(found)}. Tuned at 16 rows, a key without M {key} at {M}."
+    )
 
 
 if __name__ == "__main__":

@@ -187,7 +187,7 @@ def demo(h: Harness) -> None:
     ran = {name: kernels_run(fn, *inputs)[0] for name, fn in variants.items()} if table and inputs[0].is_cuda else {}
     counts = {name: f" (kernels: {len(kernels)})" for name, kernels in ran.items() if kernels}
     h.answer(lambda: (
-        f"All compiled, beside torch's own operations{counts.get('torch.compile', '')}: "
+        f"Speed of the layer, all compiled, against torch's own operations{counts.get('torch.compile', '')}: "
         + ", ".join(f"{n} {table.over('torch.compile', n):.2f}x{counts.get(n, '')}" for n in operators if n in table)
         + f". Host time of an eager call: {', '.join(f'{row.variant} {row.enqueue_us:.0f} us' for row in calls.rows)}."
     ))  # fmt: skip

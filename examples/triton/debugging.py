@@ -123,11 +123,11 @@ def demo(h: Harness) -> None:
     if h.shows_code:  # a profiler would see the tools alone, and a sanitizer would report what is planted
         with process.Child(child_interpreted, env={"TRITON_INTERPRET": "1"}) as child, h.progress("four tools"):
             found["out-of-bounds write"] = "another tensor changes", "h.check", guarded_output(h)
-            found["narrow load"] = "slower than its bytes", "h.codegen", required_instruction(h)
-            found["bad value"] = "NaN", "assert, interpreted", assertion(child.result())
+            found["narrow load"] = "slower than its bytes allow", "h.codegen", required_instruction(h)
+            found["bad value"] = "NaN", "assert in the interpreter", assertion(child.result())
             found["race"] = "wrong only on a GPU", "programs_in_reverse", reversed_order(child.result())
         h.table("planted bugs", {bug: {"found by": tool, "says": says} for bug, (_, tool, says) in found.items()})
-    answer = "; ".join(f"{symptom}: {tool}" for symptom, tool, _ in found.values())
+    answer = "; ".join(f"{bug} ({symptom}): {tool}" for bug, (symptom, tool, _) in found.items())
     h.answer(lambda: answer or "no bug is planted under a profiler or a sanitizer", timed=False)
 
 

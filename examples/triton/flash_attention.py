@@ -183,7 +183,7 @@ def beside_fastest(table: Table) -> str:
 
 def answer(pairs: list[list[Table]]) -> str:
     cases = "; ".join(f"{each.case} {beside_fastest(each)}, causal {beside_fastest(causal)}" for each, causal in pairs)
-    return f"TFLOP/s, beside the fastest library: {cases}."
+    return f"TFLOP/s by BxHxSxD (speed against the fastest library): {cases}."
 
 
 def demo(h: Harness) -> None:

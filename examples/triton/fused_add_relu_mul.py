@@ -95,11 +95,10 @@ def worth(large, small) -> str:
     """What was measured, beside what counting bytes predicts."""
     gain, bound = large.over("torch"), EAGER_PASSES / FUSED_PASSES
     verdict = "so bytes explain it" if near(gain, bound, within=0.05) else "so bytes do not explain it"
-    library = large["torch.compile"]
-    compiled = "as well" if near(large["triton"], library) else f"to {library.speedup:.2f}x"
+    compiled = " and ".join(f"{table.over('torch', 'torch.compile'):.2f}x" for table in (large, small))
     return (
-        f"{gain:.2f}x eager for {large.case}: 7 passes over memory against 3 allow {bound:.2f}x, {verdict}; "
-        f"{small.over('torch'):.2f}x for {small.case}; torch.compile fuses {compiled}"
+        f"{gain:.2f}x eager for {large.case}, where 7 passes over memory against 3 predict {bound:.2f}x, {verdict}; "
+        f"{small.over('torch'):.2f}x for {small.case}; torch.compile's own fusion: {compiled}"
     )
 
 

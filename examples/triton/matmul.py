@@ -21,7 +21,7 @@ from __future__ import annotations
 
 from functools import partial
 
-from harness import Harness, Work, near, run
+from harness import Harness, Work, run
 
 import torch
 import triton
@@ -135,18 +135,15 @@ def demo(h: Harness) -> None:
         case = f"{n}x{n}x{n} {str(h.half).removeprefix('torch.')}"
         budget = {"terms": n, "wrong": short_of_k(reference)}
         tables[n] = h.compare(variants, reference, a, b, baseline=library, work=work, case=case, **budget)
-    l2 = torch.cuda.get_device_properties(h.device).L2_cache_size if h.device.type == "cuda" else 0
-    h.answer(lambda: answer(tables, library, beyond_l2={n for n in tables if 2 * n * n > l2}))
+    h.answer(lambda: answer(tables, library))
 
 
-def answer(tables: dict, library: str, beyond_l2: set[int]) -> str:
+def answer(tables: dict, library: str) -> str:
     speeds = ", ".join(f"{table.over(library, 'triton grouped'):.2f}x at {n}" for n, table in tables.items())
-    gains = {n: table.over("triton row by row", "triton grouped") for n, table in tables.items()}
-    moved = {n for n, gain in gains.items() if not near(gain, 1.0)}
-    how = f"matters {'within L2 too' if moved - beyond_l2 else 'only beyond L2'}" if moved else "did not matter here"
+    gains = ", ".join(f"{table.over('triton row by row', 'triton grouped'):.2f}x" for table in tables.values())
     return (
-        f"Against {library} {speeds}. The order of tiles {how}: groups of {GROUP_M} rows of tiles are "
-        f"{min(gains.values()):.2f} to {max(gains.values()):.2f}x as fast as row by row."
+        f"Speed against {library}: {speeds}. Groups of {GROUP_M} rows of tiles against row by row, at the same sizes: "
+        f"{gains}."
     )
 
 

@@ -145,8 +145,8 @@ def demo(h: Harness) -> None:
         library, last = tables[0].baseline, tables[-1]
         tile, cublas = (", ".join(f"{t.over(row, 'split'):.2f}x" for t in tables) for row in ("tile", library))
         steps = [f"{after} {last.over(before, after):.2f}x" for before, after in itertools.pairwise(VARIANTS)]
-        return (f"At {', '.join(map(str, sizes))}: {tile} one program per tile and {cublas} {library}. "
-                f"Step by step at {sizes[-1]}: {', '.join(steps)}.")  # fmt: skip
+        return (f"At {', '.join(map(str, sizes))}: {tile} the speed of one program per tile and {cublas} "
+                f"{library}'s. Each step over the one before, at {sizes[-1]}: {', '.join(steps)}.")  # fmt: skip
 
     h.answer(answer)
 

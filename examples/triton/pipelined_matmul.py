@@ -112,11 +112,12 @@ def recommended(table) -> str:
     counts = [row.variant for row in table.rows if row.ours]
     enough = next(i for i, name in enumerate(counts) if near(table[name], table.best))
     take = counts[enough]
-    gains = f"{table.over(counts[0], take):.2f}x one stage, {table.over(table.baseline, take):.2f}x {table.baseline}"
+    one, library = (table.over(name, take) for name in (counts[0], table.baseline))
+    gains = f"{one:.2f}x as fast as one, {library:.2f}x {table.baseline}"
     if more := counts[enough + 1 : enough + 2]:
-        gains += f"; one more {table.over(take, more[0]):.2f}x"
+        gains += f"; one more: {table.over(take, more[0]):.2f}x"
     most = "" if more else ", the most that fit"
-    return f"{take} at {table.case.split('x')[0]}{most} ({gains})"
+    return f" At {table.case.split('x')[0]}: {take}{most} ({gains})."
 
 
 def demo(h: Harness) -> None:
@@ -140,7 +141,7 @@ def demo(h: Harness) -> None:
         more = {"terms": n, "wrong": short_of_k(reference), "default": "3 stages"}
         tables.append(h.compare(variants, reference, a, b, baseline=baseline, work=work, case=case, **more))
     what = f"tile {BLOCK_M}x{BLOCK_N}x{BLOCK_K}, {(BLOCK_M + BLOCK_N) * BLOCK_K * 2 // 1024} KiB a stage"
-    h.answer(lambda: f"Fewest stages within 2% of the best ({what}): " + "; ".join(map(recommended, tables)))
+    h.answer(lambda: f"Fewest stages within 2% of the best ({what})." + "".join(map(recommended, tables)))
 
 
 if __name__ == "__main__":

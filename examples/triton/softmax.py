@@ -126,8 +126,8 @@ def demo(h: Harness) -> None:
         verdict = "not" if tables[32768].over("triton rows", "triton") > 1.02 else "or as well"
         return (
             f"In registers at 256 and 4096 columns ({share[256]} and {share[4096]} of a copy); at 32768 in L1 "
-            f"({share[32768]}), {verdict} in registers ({held.of_ceiling:.0%}); at 131072 in several programs, which "
-            f"wait for each other ({share[131072]}). Mean {over:.2f}x torch's fastest call."
+            f"({share[32768]}), {verdict} in registers ({held.of_ceiling:.0%}); at 131072 split over programs that "
+            f"exchange maxima and sums ({share[131072]}). Geometric mean {over:.2f}x torch's fastest call."
         )
 
     h.answer(answer)

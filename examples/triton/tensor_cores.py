@@ -141,9 +141,9 @@ def compare(h: Harness, name: str, a: torch.Tensor, b: torch.Tensor) -> Table:
 
 
 def answer(tables: dict[str, Table], rows: dict[str, dict], n: int) -> str:
-    costs = [f"{name} {table['triton'].ms:.3g} ({rows[name]['rms error']:.0e})" for name, table in tables.items()]
+    costs = ", ".join(f"{name} {t['triton'].ms:.3g} ({rows[name]['rms error']:.0e})" for name, t in tables.items())
     without = " and ".join(name for name, row in rows.items() if NONE in row.values())
-    return f"At {n}, in ms (rms error): {', '.join(costs)}. All{without and f' but {without}'} use the tensor cores."
+    return f"Products of {n}x{n}, in ms (rms error): {costs}. All{without and f' but {without}'} use the tensor cores."
 
 
 if __name__ == "__main__":

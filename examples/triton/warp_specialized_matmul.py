@@ -168,8 +168,10 @@ def demo(h: Harness) -> None:
         best = max(worth, key=worth.get)
         advice = f"use it with {best}" if worth[best] > 1.02 else "leave it out"
         ratios = ", ".join(f"{label} {ratio:.2f}x" for label, ratio in worth.items())
-        return (f"sm_90 honours it for {', '.join(taken) or 'nothing'} only. Its worth at {last.case.split('x')[0]}: "
-                f"{ratios} the speed without: {advice}.")  # fmt: skip
+        return (
+            f"sm_90 specializes warps only for: {', '.join(taken) or 'nothing'}. Speed with it over without, at "
+            f"{last.case.split('x')[0]}: {ratios}: {advice}."
+        ).replace(" rows", "-row tiles")
 
     h.answer(answer)
 

@@ -62,7 +62,7 @@ def code_for(dtype: torch.dtype, sms: tuple[int, ...] = (80, 89, 90, 100, 120)) 
     """How Triton casts float32 to dtype, by architecture; CodegenError where it neither saturates nor refuses."""
     found = {}
     for kernel in compile_for(cast, (torch.empty(1 << 20, device="meta"), dtype), sms=sms):
-        ways = [way for way in ("cvt f8", "cvt f8 by f16") if kernel.found.get(way)]
+        ways = [way for way in ("cvt f8 by f16", "cvt f8") if kernel.found.get(way)]
         if kernel.sm >= 89 and not ways:
             raise CodegenError(f"cast to {dtype} on sm_{kernel.sm}: no saturating conversion; {kernel.error}")
         error = kernel.error or ""

@@ -47,14 +47,15 @@ def show_accuracy(h: Harness) -> None:
     h.say(f"exact arithmetic on the FP8 inputs would leave of the error, with a scale a head: {', '.join(shares)}")
 
 
-def show_preparation(h: Harness, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, attention_ms: float) -> None:
+def show_preparation(h: Harness, case: str, attention_ms: float) -> None:
     from harness.hardware import ceilings, gpu_ms
 
-    ms = gpu_ms(lambda: prepare(q, k, v))
-    moved = sum(x.numel() * (2 * x.element_size() + 1) for x in (q, k, v))  # read for amax, read again, write
+    inputs = [h.randn(*(int(size) for size in case.split("x")), dtype=h.half) for _ in range(3)]
+    ms = gpu_ms(lambda: prepare(*inputs))
+    moved = sum(x.numel() * (2 * x.element_size() + 1) for x in inputs)  # read for amax, read again, write
     least = moved / ceilings().copy_tbps() / 1e9
     h.say(
-        f"quantizing Q, K and V for one call costs {ms:.2f} ms in eager torch, {ms / attention_ms:.1f} times the "
+        f"{case}: quantizing Q, K and V costs {ms:.2f} ms a call in eager torch, {ms / attention_ms:.1f} times the "
         f"attention; at the speed of a copy its bytes would take {least:.2f} ms, {least / attention_ms:.0%} of it"
     )
 
@@ -65,5 +66,4 @@ def study(h: Harness) -> None:
         show_accuracy(h)
     for table in h.lesson:
         if table and "causal" not in table.case:
-            shape = [int(size) for size in table.case.split("x")]
-            show_preparation(h, *(h.randn(*shape, dtype=h.half) for _ in range(3)), table["triton"].ms)
+            show_preparation(h, table.case, table["triton"].ms)

@@ -84,7 +84,7 @@ def compare_places(h: Harness, n: int, end_to_end: bool) -> None:
     ours = {"host, each call": functools.partial(matmul_tma_persistent, schedule="split")}
     ours |= {name: functools.partial(matmul_device_descriptors, where=where) for name, where in PLACES.items()}
     ours["host, prepared"] = prepared()
-    title = "descriptors, whole calls" if end_to_end else "descriptors"
+    title = "descriptors, in a loop" if end_to_end else "descriptors"
     table = compare(h, n, n, n, ours, title=title, timing=Timing(end_to_end=end_to_end))
     if table and end_to_end:
         rows = {r.variant: {"host": round(r.enqueue_us, 1), "call": round(1000 * r.ms, 1)} for r in table.rows}

@@ -50,10 +50,8 @@ def show_hint(h: Harness) -> None:
             times[name].append(again_us(*cases[name]))
     us = {name: round(statistics.median(each), 2) for name, each in times.items()}
     h.fact("us to read x again after the other data", us)
-    lost = us["no hint"] - us["at once"]
-    saved = (
-        f"{(us['no hint'] - us['evict_last']) / lost:.0%} of what there is to save" if lost > 0 else "nothing to save"
-    )
+    lost, gained = us["no hint"] - us["at once"], us["no hint"] - us["evict_last"]
+    saved = f"{gained / lost:.0%} of what there is to save" if min(lost, gained) > 0 else "nothing saved"
     h.say(
         f"data read again: {us['no hint']:.1f} us without a hint, {us['evict_last']:.1f} us after evict_last, "
         f"{us['at once']:.1f} us straight after itself: {saved}"

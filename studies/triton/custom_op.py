@@ -48,4 +48,4 @@ def study(h: Harness) -> None:
     if passes := {
         row.variant: round(3 / row.of_ceiling, 1) for table in h.lesson for row in table.rows if row.of_ceiling
     }:
-        h.say(f"in its time a copy makes this many passes over the result, where 3 must be: {passes}")
+        h.table("passes over the result that a copy makes in the same time; 3 must be", {"passes": passes})

@@ -12,6 +12,7 @@ from harness import Harness, Table, Work, geomean
 
 import torch
 
+from examples.common.compiled import compiled_modes
 from examples.triton.layer_norm import ROWS_MAX, inputs, layer_norm_forward, reference, torch_layer_norm
 from examples.triton.layer_norm_backward import (
     BACKWARD_ROWS_MAX,
@@ -34,6 +35,12 @@ def torch_backward(dy, x, weight, mean, rstd) -> tuple[torch.Tensor, ...]:
     )
 
 
+def short_of_rows(dy, x, weight, mean, rstd) -> tuple[torch.Tensor, ...]:
+    """dx as it is; dweight and dbias without the last 4 rows."""
+    short = reference_backward(dy[:-4], x[:-4], weight, mean[:-4], rstd[:-4])
+    return reference_backward(dy, x, weight, mean, rstd)[0], *short[1:]
+
+
 def code(h: Harness) -> None:
     x, weight = h.meta(4096, 16384), h.meta(16384)
     h.codegen(layer_norm_resident, x, weight, weight, find=dict.fromkeys((90, 100), ("ld.global.v4", "st.global.v4")))
@@ -49,14 +56,14 @@ def sweep(h: Harness, rows: int, cols: int) -> Table:
     """The tables of one row length, of which it returns backward's; also the fact on dweight where it is the first."""
     x, weight, bias, dy = inputs(h, rows, cols)
     case = f"{rows}x{cols}"
-    forward = {"torch": torch_layer_norm, "torch.compile": h.compiled(torch_layer_norm)}
+    forward = {"torch": torch_layer_norm} | compiled_modes(h, torch_layer_norm)
     # Without mean and rstd, which the table cannot hold to the dtype of y.
     forward["triton rows" if cols <= ROWS_MAX else "triton resident"] = lambda *args: layer_norm_forward(*args)[0]
     h.compare(
         forward, reference, x, weight, bias, title="forward", case=case, baseline="torch",
         work=Work(bytes=2 * x.nbytes), terms=cols,
     )  # fmt: skip
-    backward = {"torch": torch_backward, "torch.compile": h.compiled(torch_backward)}
+    backward = {"torch": torch_backward} | compiled_modes(h, torch_backward)
     if cols <= BACKWARD_ROWS_MAX:
         backward["triton rows"] = layer_norm_backward_rows
     else:
@@ -67,12 +74,12 @@ def sweep(h: Harness, rows: int, cols: int) -> Table:
     operands = dy, x, weight, mean, rstd
     table = h.compare(
         backward, reference_backward, *operands, title="backward", case=case, baseline="torch",
-        work=Work(bytes=3 * x.nbytes), terms=max(rows, cols),
-        operand_eps=torch.finfo(h.half).eps / 2,  # for torch's dweight and dbias
+        work=Work(bytes=3 * x.nbytes), terms=max(rows, cols), wrong={"without 4 rows of dweight": short_of_rows},
+        library={"operand_eps": torch.finfo(h.half).eps / 2},  # for its dweight and dbias
     )  # fmt: skip
     if cols == WIDTHS[0] and not h.profile:
         _, want, _ = reference_backward(*operands)
-        off = {name: fn(*operands)[1].double() - want for name, fn in backward.items()}
+        off = {row.variant: backward[row.variant](*operands)[1].double() - want for row in table.rows}
         errors = {name: float(f"{(error.norm() / want.norm()).item():.2g}") for name, error in off.items()}
         h.fact(f"rms error of dweight over its rms, {case}", errors)
     return table

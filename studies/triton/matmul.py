@@ -17,12 +17,13 @@ from examples.triton.matmul import GROUP_M, matmul, reference, tuned_kernel
 
 
 def study(h: Harness) -> None:
-    widths = {f"{width} rows": partial(matmul, group_m=width) for width in (GROUP_M, 1, 2, 4, 16, 64)}
+    widths = {f"{width} row{'s' * (width > 1)}": partial(matmul, group_m=width) for width in (GROUP_M, 1, 2, 4, 16, 64)}
     for n in h.pick(interpreted=(192,), quick=(4096,), full=(4096, 8192, 16384)):
         n = h.fit(n, bytes_each=60 * n)
         if table := compare(h, widths, n, n, n, "groups"):
-            worst = max((row for row in table.rows if row.ours), key=lambda row: row.ms).variant
-            h.say(f"{n}: groups of {table.best.variant} are fastest, {table.over(worst):.2f}x as fast as {worst}")
+            ours = sorted((row for row in table.rows if row.ours), key=lambda row: row.speedup)
+            worst, best = ours[0].variant, ours[-1].variant
+            h.say(f"{n}: groups of {best} are fastest, {table.over(worst, best):.2f}x as fast as of {worst}")
 
     shapes = h.pick(
         interpreted=[(16, 96, 80), (65, 95, 33)],
@@ -33,7 +34,10 @@ def study(h: Harness) -> None:
     for shape in shapes:
         table = compare(h, {"triton": matmul}, *shape, "few rows, odd sizes, short K")
         if table and table.over("cuBLAS") < 0.95:
-            lost.append(f"{table.case} ({table.over('cuBLAS'):.2f}x with {tuned_kernel.best_config})")
+            config = tuned_kernel.best_config
+            tile = "x".join(map(str, config.kwargs.values()))
+            how = f"a tile of {tile}, {config.num_warps} warps, {config.num_stages} stages"
+            lost.append(f"{table.case} ({table.over('cuBLAS'):.2f}x with {how})")
     if lost:
         h.say(f"cuBLAS is faster by more than 5% at MxNxK of {', '.join(lost)}")
 

@@ -46,7 +46,7 @@ def show_code(h: Harness, sm: int) -> dict[int, int]:
             if kernel.shared != (predicted := shared_bytes(s, sm)):
                 raise CodegenError(f"{s} stages on sm_{sm}: {kernel.shared} bytes of shared memory, not {predicted}")
             programs[s] = programs_per_sm(kernel.shared, kernel.registers, SHARED_LIMIT[sm])
-            rows[f"{s} stages"] = {
+            rows[f"{s} stage{'s' * (s > 1)}"] = {
                 "shared bytes": kernel.shared, "cp.async": kernel.found.get("cp.async", 0),
                 "registers": kernel.registers, "programs per SM": programs[s],
             }  # fmt: skip
@@ -63,5 +63,8 @@ def show_gains(h: Harness, n: int, ms: dict[int, float], programs: dict[int, int
     # the whole wait for a load, with s stages a load has s - 1 such steps to arrive.
     turns = {s: min(programs[s], tiles_per_sm) for s in ms}
     wait = max(turns[1] * step_ns[1] - least, 0.0)
-    enough = next((f"{s} stages" for s in ms if (s - 1) * turns[s] * least >= wait), f"none of {len(ms)} counts")
-    h.say(f"n = {n}: a load of {wait:.0f} ns is covered by {enough} in SM steps of {least:.0f} ns")
+    enough = next((str(s) for s in ms if (s - 1) * turns[s] * least >= wait), f"more than {max(ms)}")
+    h.say(
+        f"n = {n}: stages to cover a load of {wait:.0f} ns in SM steps of {least:.0f} ns, by this estimate: {enough}; "
+        "the lesson's answer has the count that is best by time"
+    )

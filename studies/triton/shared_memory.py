@@ -21,11 +21,13 @@ def study(h: Harness) -> None:
         loaded = {
             k: 2 * n * triton.cdiv(n, rows) * triton.cdiv(n, cols) * (rows + cols) for k, (rows, cols) in tiles.items()
         }
-        h.fact(f"GB loaded by {table.case}", {name: round(count / 1e9, 3) for name, count in loaded.items()})
+        rows = {"GB": {name: round(count / 1e9, 3) for name, count in loaded.items()}}
+        if table:
+            rows["TB/s"] = {name: round(count / table[name].ms / 1e9, 1) for name, count in loaded.items()}
+        h.table(f"what the programs load for {table.case}", rows)
         if not table:
             continue
-        rates = {name: round(count / table[name].ms / 1e9, 1) for name, count in loaded.items()}
-        h.say(f"TB/s: {rates}; memory itself copies {ceilings().copy_tbps():.1f}: any faster rate comes from L2 and L1")
+        h.say(f"memory itself copies {ceilings().copy_tbps():.1f} TB/s: any faster rate comes from L2 and L1")
         for first, second in pairwise(list(loaded)[1:]):  # tile to tile: one kernel, one change
             fewer = loaded[first] / loaded[second]
             h.say(f"{first} to {second}: {fewer:.2f}x fewer bytes, {table.over(first, second):.2f}x the speed")

@@ -25,7 +25,8 @@ def study(h: Harness) -> None:
         divisible, odd = sizes[-1], sizes[-1] + 1
         for n in (divisible, odd):
             x = h.meta(n, dtype=dtype)
-            found = {f"sm_{kernel.sm}": kernel.found for kernel in h.codegen(vector_add, x, x, find={90: (), 100: ()})}
+            kernels, names = h.codegen(vector_add, x, x, find={90: (), 100: ()}), ("ld.global.v4", "st.global.v4")
+            found = {f"sm_{kernel.sm}": {name: kernel.found.get(name, 0) for name in names} for kernel in kernels}
             h.fact(f"128-bit accesses of {n} elements, {dtype}", found)
         wide, narrow = (add(h, n, dtype, "one element more") for n in (divisible, odd))
         if wide and narrow:

@@ -21,8 +21,8 @@ a break that is told twice loses its line
 
 # compiler/recompilation
 the answer quotes an entry per float
-  - f"one. Over eager: a tensor {table.by_host(EAGER, TENSOR)}, past the limit {table.by_host(EAGER, PAST)}."
-  + f"one. Over eager: a tensor {table.by_host(EAGER, PER_FLOAT)}, past the limit {table.by_host(EAGER, PAST)}."
+  - f"one entry. Over eager: a float mended to a tensor {table.by_host(EAGER, TENSOR)}, past the limit "
+  + f"one entry. Over eager: a float mended to a tensor {table.by_host(EAGER, PER_FLOAT)}, past the limit "
 a number is drawn once for all calls
   - lambda f, k=k: seeded(f, k)
   + lambda f, k=k: seeded(f, 1)

@@ -128,8 +128,8 @@ the columns of the scales are not taken off tensor memory
   - left = COLUMNS - scale_columns(block_m, block_n, scale_groups, stages)
   + left = COLUMNS
 every part of a tile is its first  [gpu]
-  - c = acc.slice(part * WIDTH, WIDTH).load(REGISTERS)
-  + c = acc.slice(0, WIDTH).load(REGISTERS)
+  - c = load_columns(acc, part * WIDTH, WIDTH)
+  + c = load_columns(acc, 0, WIDTH)
 an accumulator that was read is never empty  [gpu]
   - mbarrier.arrive(acc_empty.index(slot))
   + mbarrier.arrive(acc_full.index(slot))

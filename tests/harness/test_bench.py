@@ -7,8 +7,8 @@ import time
 from pathlib import Path
 from types import SimpleNamespace
 
-from harness import Table, Timing, Work, geomean, interpreted, near
-from harness.bench import Row, is_ours, on_host, time_variants
+from harness import Table, Timing, Work, bench, geomean, hardware, interpreted, near
+from harness.bench import Row, is_ours, on_host, time_rounds, time_variants
 from harness.check import CheckError, VacuousCheck
 from harness.hardware import Ceilings
 from harness.session import Harness
@@ -61,6 +61,32 @@ def test_a_table_times_every_variant(timed):
     whole = timed.compare(PAIR, reference, torch.randn(8), timing=Timing(end_to_end=True), **ONCE)
     assert all(row.ms > 0 and row.enqueue_us is None for row in whole.rows)  # on a CPU that is what is timed anyway
     assert timed.record.tables == [table.record() for table in timed.tables] == [table.record(), whole.record()]
+
+
+def test_all_variants_of_a_table_are_timed_after_the_same_number_of_flushes(monkeypatch):
+    """As many as the slowest launch needs: under a power limit what ran before a kernel counts."""
+    seen = []
+
+    def round_ms(calls, enqueue, orders):
+        seen.append(enqueue)
+        return [dict.fromkeys(calls, 1.0) for _ in orders]
+
+    monkeypatch.setattr(bench, "gpu_round_ms", round_ms)
+    calls = dict.fromkeys(("quick to launch", "slow to launch"), double)
+    time_rounds(calls, dict(zip(calls, (0.01, 0.4), strict=True)))
+    assert set(seen) == {0.4}
+
+
+def test_the_hosts_part_of_a_whole_call_ends_where_it_waits_for_the_gpu(monkeypatch):
+    """And in a loop: alone, after a pause, launching takes longer."""
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda: time.sleep(0.02))
+    for ms, launched in hardware.whole_call_ms(lambda: time.sleep(0.002), budget=25):
+        assert 1.9 < launched < 12 < ms
+    times = iter([(3.0, 1.0), (3.0, 1.5), (3.0, 1.2)] * bench.BLOCKS)
+    monkeypatch.setattr(bench, "whole_call_ms", lambda *_, **__: [next(times) for _ in range(3)])
+    enqueue = {"one": 2.0}
+    assert time_rounds({"one": double}, enqueue, end_to_end=True) == {"one": [[3.0] * 3] * bench.BLOCKS}
+    assert enqueue == {"one": 1.2}
 
 
 def test_bad_options_are_refused(checked):

@@ -93,7 +93,8 @@ def test_whole_calls_are_told_with_the_gpus_time_the_hosts_and_what_a_faster_hos
 
 @pytest.mark.parametrize("cases", [("8x8",), ("8x8", "16x16")])
 def test_a_ratio_of_uneven_times_is_marked_and_its_spread_told(cases):
-    """On a CPU, or of whole calls: where it reaches from below 1 to above, or one call takes half as long again."""
+    """On a CPU, or of whole calls: where it reaches from below 1 to above, or one call takes half as long again; on a
+    GPU where the ratio of the times is another than that of the rounds."""
     for spread, over, told in (
         ((0.98, 1.02), 2.0, None), ((0.9, 1.1), 1.05, "0.86 to 1.28"), ((0.98, 2.39), 2.0, "0.82 to 2.08"),
     ):  # fmt: skip
@@ -108,6 +109,12 @@ def test_a_ratio_of_uneven_times_is_marked_and_its_spread_told(cases):
         assert (f"{over:.2f}?" in text) == bool(told), text
         assert ("uneven" in text) == bool(told)
         assert told is None or text.count(told) == len(cases), text
+        for base, row in (table.rows for table in tables):
+            base.enqueue_us, row.enqueue_us, row.ms = 5.0, 5.0, 1.04 / over
+        assert f"{over:.2f}?" in " ".join(said(console.show_cases, tables))
+        for table in tables:
+            table.rows[1].ms = 1 / over
+        assert "?" not in " ".join(said(console.show_cases, tables))
 
 
 def test_rows_of_facts_and_the_closing_table_are_whole():

@@ -60,9 +60,9 @@ def test_the_answer_says_when_a_policy_pays():
         SHORT: {MANY: timed("", static=0.5, automatic=0.6)},
     }  # fmt: skip
     told = "Over eager, 10 sizes, automatic (2 graphs): long kernels 1.30x, short 0.60x. Take automatic for 10 sizes, "
-    assert answer(2, tables) == f"{told}automatic for 4, a constant for 1; short ones lose under all."
+    assert answer(2, tables) == f"{told}automatic for 4, a constant for 1; short kernels gain under none."
     tables[SHORT][MANY] = timed("", static=1.1, automatic=0.6)
-    assert answer(2, tables).endswith("; short ones lose under 1 of 2.")
+    assert answer(2, tables).endswith("; short kernels lose under 1 of 2.")
     tables[LONG][MANY] = timed("", static=1.5, automatic=1.3)
     assert "Take static for 10 sizes, " in answer(2, tables)
 

@@ -35,8 +35,8 @@ def test_the_answer_fits_and_has_the_hosts_share():
     tables = {name: [table(1.0, gpu=1.0), table(2.0)] for name in ("1 B", "40 B")}
     told = large_models.answer(tables)
     assert told.startswith(
-        "CUDA graph of blocks over eager (host twice as fast), 1 and 512 tokens: 1 B 4.00x (2.00x) and 2.00x (2.00x), "
-        "compiled in 30 s, one block 29.7 s; 40 B "
+        "CUDA graph of blocks over eager (host twice as fast), 1 and 512 tokens: 1 B 4.00x (2.00x) and 2.00x (2.00x); "
+        "whole compiles in 30 s, a block in 29.7 s. 40 B "
     )
     assert len(told) <= 240
 

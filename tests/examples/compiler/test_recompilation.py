@@ -44,8 +44,8 @@ def test_the_answer_never_recommends_an_entry_per_float():
         Table("one function", "", recompilation.EAGER, rows),
     )
     assert told == (
-        f"1 of 2 causes fill the cache ({LIMIT} entries), then run in eager; mended, 1 keep one. "
-        "Over eager: a tensor 4.00x, past the limit 1.00x."
+        f"1 of 2 causes fill the cache ({LIMIT} entries), then run in eager; mended, 1 keep one entry. "
+        "Over eager: a float mended to a tensor 4.00x, past the limit 1.00x."
     )
 
 

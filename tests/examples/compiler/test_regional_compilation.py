@@ -60,8 +60,8 @@ def test_the_answer_fits_and_has_the_hosts_share():
     rows = [Row(n, False, None, 0.0, ms=ms, speedup=4.0 / ms, gpu_ms=gpu) for n, (ms, gpu) in times.items()]
     table = Table("12 layers, forward", "", EAGER, rows)
     told = regional_compilation.answer(table, {name: {2: 18.75, 12: 21.75} for name in WAYS})
-    assert told.startswith("Compiling 2 to 12 layers cold, then over eager: whole 18.8 to 21.8 s, 2.00x; each block ")
-    assert told.endswith("region 18.8 to 21.8 s, 2.00x (host twice as fast: 1.00x).")
+    assert told.startswith("Compiling 2 and 12 layers cold; a call of 12 over eager: whole 18.8 and 21.8 s, 2.00x; ")
+    assert told.endswith("region 18.8 and 21.8 s, 2.00x (host twice as fast: 1.00x).")
     assert len(told) + 2 * len(" (host twice as fast: 1.00x)") <= 240
 
 

@@ -348,7 +348,8 @@ class SM:
             "async_store": self.store, "warpgroup_mma": self.wgmma, "warpgroup_mma_wait": self.wgmma_wait,
             "allocate_tensor_memory": self.allocate_columns, "tcgen05_mma": self.mma, "tcgen05_copy": self.copy,
             "tcgen05_mma_scaled": self.mma_scaled, "tcgen05_commit": self.commit, "TensorMemoryLayout": nothing,
-            "TensorMemoryScalesLayout": nothing, "get_tmem_reg_layout": nothing, "split_columns": Value.halves,
+            "TensorMemoryScalesLayout": nothing, "split_columns": Value.halves,
+            "load_columns": lambda acc, start, width: acc.slice(start, width).load(None),
         }  # fmt: skip
         scopes = {}
 

@@ -23,6 +23,8 @@ def test_edges_layouts_and_extremes(h):
     # Starts that are not aligned, one column, ragged sizes.
     for left, right in ((a[::2, 1:], b[1:, 3:50]), (a[:, :1], b[:1]), (a[:37, :61], b[:61, :53])):
         check_product(h, small, left, right)
+    # 64 columns of a and rows of b, with more behind them: steps of 128 must not read these, though 64 divides K.
+    check_product(h, matmul_config, a[:, :64], b[:64], *numbers(THIN))
     # In the interpreter a space of one; on a GPU the whole search, on poisoned outputs.
     check_product(h, matmul_tuned, *matrices(h, 130, 200, 70))
 
