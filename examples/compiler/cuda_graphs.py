@@ -131,7 +131,7 @@ def rules(h: Harness, chain: Chain) -> dict[str, str]:
     """What a replay reads is at the addresses of its capture: each change, and whose result the replay gives."""
     first, second = h.randn(WIDTH), h.randn(WIDTH)
     captured, weight, found = Captured(chain, first), chain.shift.weight, {}
-    wants = {"stale": chain(first), "right": chain(second)}
+    wants = {"of the old input": chain(first), "right": chain(second)}
     first.copy_(second)  # the caller's tensor, which the graph does not know
     captured.graph.replay()
     found["a new input tensor"] = which(captured.output, wants)
@@ -141,7 +141,7 @@ def rules(h: Harness, chain: Chain) -> dict[str, str]:
     wants = {"overwritten": chain(torch.zeros_like(second)), **wants}
     found["a late read"] = which(result, wants)
     chain.shift.weight = nn.Parameter(weight + 1, requires_grad=False)
-    wants = {"stale": wants["right"], "right": chain(second)}
+    wants = {"of the old weight": wants["right"], "right": chain(second)}
     found["a weight replaced"] = which(captured(second), wants)
     weight.add_(1)
     found["a weight changed in place"] = which(captured(second), wants)

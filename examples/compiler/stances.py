@@ -18,6 +18,7 @@ Source     chapter section "Compiler Stances"; the documentation of torch.compil
 from __future__ import annotations
 
 import copy
+import re
 import statistics
 import time
 from collections.abc import Callable
@@ -50,6 +51,7 @@ def outcome_of(call: Callable, x: torch.Tensor) -> str:
         return "served"
     except RuntimeError as error:
         failed = [line.strip(" -") for line in str(error).splitlines() if line.strip().startswith("-")]
+        failed = [re.sub(r"^\d+/", "graph ", line) for line in failed]  # torch writes frame/graph
         return f"{type(error).__name__}: {'; '.join(failed) or str(error).splitlines()[0]}"
 
 

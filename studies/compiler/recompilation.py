@@ -58,7 +58,7 @@ def study(h: Harness) -> None:
         "recompile_limit, floats under dynamic=False",
         {
             "limit": limit, "values": len(values), "entries": found.compiled, "eager calls": found.eager_calls,
-            "an earlier value after it": "eager" if found.eager[-1] else "compiled",
+            "an earlier value, once past the limit": "eager" if found.eager[-1] else "compiled",
             "logged": "; ".join(found.warnings) or "nothing",
         },
     )  # fmt: skip

@@ -55,7 +55,7 @@ def dynamo_alone(way: Callable, model: Transformer, tokens: torch.Tensor) -> dic
     calls = [node.args[0].target for node in nodes if "invoke_subgraph" in str(node.target)]
     if way is nested_region:
         return {"subgraphs": len(set(calls)), "calls of them": len(calls)}
-    again = {"why again": seen.recompiles[-1].split(" # ")[0].strip()} if seen.recompiles else {}
+    again = {"why again": seen.recompiles[-1].split(" # ")[0].partition(": ")[2].strip()} if seen.recompiles else {}
     return {"graphs": seen.graphs, **again}
 
 

@@ -77,6 +77,11 @@ the ratio of a launch-bound call is told without the host's share
   - "by host": table.by_host(EAGER, name)
   + "by host": f"{table.over(EAGER, name):.2f}x"
 
+# compiler/regional_compilation
+the answer has the time to compile for the last depth alone
+  - seconds[name][layers] = seen.seconds
+  + seconds[name] = {layers: seen.seconds}
+
 # compiler/stances
 every batch is padded to the largest bucket
   - rows = min(size for size in buckets if size >= len(x))

@@ -39,8 +39,8 @@ def test_the_demo_and_a_graph_of_two_inputs_on_a_gpu(h):
     (table,) = h.tables
     assert table.over(EAGER, BY_HAND) >= 5
     assert {what: row["result"] for what, row in h.record.facts["after a capture"].items()} == {
-        "a new input tensor": "stale", "an input copied in": "right",
-        "a late read": "overwritten", "a weight replaced": "stale",
+        "a new input tensor": "of the old input", "an input copied in": "right",
+        "a late read": "overwritten", "a weight replaced": "of the old weight",
         "a weight changed in place": "right",
     }  # fmt: skip
     assert "Wrong after a capture: a new input tensor, a late read, a weight replaced." in h.record.answer

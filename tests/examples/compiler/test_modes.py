@@ -53,7 +53,7 @@ def test_the_answer_names_the_model_and_says_what_has_not_settled(h):
         "calls; 1x128 tokens: reduce-overhead 4.00x (host twice as fast: 2.00x), paid in 1167 calls. Settled after 2 "
         "to 2 calls."
     )
-    assert len(told) <= 230  # in 20167 calls, or max-autotune-no-cudagraphs, fits
+    assert len(told) <= 230  # in 20167 calls, or max-autotune, fits
     modes_.report(h, one)
     assert h.record.conclusions == [
         '"max-autotune for production", 1x1 tokens: 1.02x (host twice as fast: 0.82x) reduce-overhead, for 30 s of '

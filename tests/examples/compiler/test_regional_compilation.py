@@ -22,16 +22,22 @@ def model(h) -> Transformer:
     return Transformer.random(MINI, h.device, torch.float32)
 
 
-def test_what_each_way_traces(monkeypatch):
-    """On tiny models; with a backend that generates no code it needs seconds."""
+def test_what_each_way_traces_at_each_depth(monkeypatch):
+    """The full run, on tiny blocks; with a backend that generates no code it needs seconds."""
     ways = {name: functools.partial(way, backend="aot_eager") for name, way in WAYS.items()}
-    for name, value in {"TINY": MINI, "WAYS": ways, "warm_up": lambda device: None}.items():
+    for name, value in {"SMALL": MINI, "WAYS": ways, "warm_up": lambda device: None}.items():
         monkeypatch.setattr(regional_compilation, name, value)
-    (rows,) = ran(demo, finish=False).record.facts.values()
+    h = ran(demo, full=True, timing=True)
+    (rows,) = h.record.facts.values()
     assert all(way["graphs"] == 1 for way in rows.values())
-    traced = {name: rows[f"2 layers, {name}"]["ops traced"] for name in ("whole", "each block", "region")}
-    assert traced["whole"] > 1.5 * traced["each block"]
-    assert traced["region"] < traced["each block"]  # a call of the region is one
+    few, many = (
+        [rows[f"{layers} layers, {name}"]["ops traced"] for name in ("whole", "each block", "region")]
+        for layers in (2, 12)
+    )
+    assert few[0] > 1.5 * few[1] == 1.5 * many[1]
+    assert many[0] > 5 * few[0]
+    assert few[2] < few[1]  # a call of the region is one
+    assert h.record.answer.startswith("Compiling 2 and 12 layers cold; a call of 12 over eager: whole ")
 
 
 @torch.no_grad()

@@ -7,6 +7,7 @@ import torch
 
 from examples.common.fp8 import E4M3, E5M2, FLOOR
 from examples.common.quantize import GROUP, read_back
+from examples.fp8 import fused_gelu_quantize as lesson
 from examples.fp8.fused_gelu_quantize import COLUMNS_MAX, PER_THREAD, ROW_MAX, fused_gelu_quantize, reference
 from examples.fp8.fused_gelu_quantize import fused_gelu_quantize_static as static
 from tests.examples.fp8.helpers import INF, NAN, PER, code, hold, hold_bits, meta, refused, same_codes
@@ -78,6 +79,21 @@ def test_a_given_scale_saturates_and_amax_tells(h, cols, approximate):
         q, amax = static(x, scale, approximate)
         assert same_codes(h, unsigned(q), unsigned((y * (1.0 / scale)).clamp(max=MOST).to(E4M3)))
         assert amax.max() == y.max()
+
+
+def test_the_table_of_a_given_scale_compares_the_same_results(h, monkeypatch):
+    """The rows show q alone; amax, too, is that of all tiles. The last of them has the largest."""
+    given = []
+    monkeypatch.setattr(lesson, "fused_variants", lambda *args: given.extend(args))
+    monkeypatch.setattr(h, "compare", lambda *args, **kwargs: None)
+    x, y = _exact(h, 9, 600)
+    x[8, 599] = y[8, 599] = 1000
+    lesson.compare(h, x, "static")
+    _, act, ours, _, to_fp8 = given
+    scale = torch.full((1,), 0.5, device=h.device)
+    (q, amax), (want_q, want_amax) = ours(x, scale), to_fp8(act(x.float(), scale), x, scale)
+    assert same_codes(h, unsigned(q), unsigned(want_q))
+    assert amax == want_amax == 1000
 
 
 @pytest.mark.parametrize(("approximate", "value"), [("tanh", NAN), ("none", NAN), ("tanh", -INF), ("none", INF)])

@@ -34,6 +34,11 @@ def test_pointers_stay_within_the_matrix(h):
     assert torch.equal(around, want)
 
 
+def test_rows_with_a_gap(h):
+    x = h.randn(65, 136)[:, :72]
+    assert all(torch.equal(copy(form, x), x) for form in COPIES)
+
+
 def allocator():
     from triton.runtime import _allocation
 

@@ -3,6 +3,7 @@
 import functools
 import math
 import re
+from types import SimpleNamespace
 
 from harness.codegen import dump
 
@@ -13,6 +14,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from examples.common.device import SHARED_LIMIT
+from examples.tma import tma_persistent_matmul as lesson
 from examples.tma import tma_persistent_matmul_schedules as schedules
 from examples.tma.tma_persistent_matmul import matmul_tma_persistent, prepare_matmul, reference
 from examples.tma.tma_persistent_matmul_schedules import ONE_WAVE, PAIR_K, SCHEDULES, TILES, plan, runnable
@@ -85,6 +87,18 @@ def test_prepared(h, schedule, columns):
     assert torch.equal(out, expected)
     assert torch.equal(prepare_matmul(a[:, :0], b[:0], out)(), torch.zeros_like(out))
     assert prepare_matmul(a[:0], b)().shape == (0, 264)
+
+
+def test_prepared_for_another_device(monkeypatch):
+    """Where there are not two GPUs, or none: what is prepared only says that it is on the second."""
+    out = SimpleNamespace(is_cuda=True, device=torch.device("cuda", 1), zero_=lambda: None)
+    monkeypatch.setattr(lesson, "launch_of", lambda *_: (out, None))
+    call = prepare_matmul(None, None)
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: 1)
+    assert call() is out
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
+    with pytest.raises(RuntimeError, match=r"are on cuda:1, .* is cuda:0; call it within torch\.cuda\.device\(1\)"):
+        call()
 
 
 # What was fastest of the rule's choices in a sweep on an H200; then a full wave of each tile, and a column or row more.

@@ -26,6 +26,12 @@ def test_special_values_under_every_hint(h):
         assert torch.equal(y.nan_to_num(7), want.nan_to_num(7))
 
 
+def test_a_factor_that_float16_cannot_hold(h):
+    x = rows_apart(h, 66, 301, torch.float16).div_(100)
+    for name, fn in KERNELS.items():
+        h.check(fn, reference, x, 1e5, what=name, terms=0, roundings=1)
+
+
 def test_bad_input(h):
     """Pointers take what a descriptor cannot: a start and a row stride of 4 and 308 bytes."""
     odd, x = h.randn(40, 77)[:, 1:], h.randn(4, 8)
