@@ -123,7 +123,7 @@ def demo(h: Harness) -> None:
             text = ", ".join(f"{name} at {' and '.join(ns)}" for name, ns in calls.items())
             cases.setdefault(text, []).append(table.case.removesuffix(" tokens"))
         parts = (f"{', '.join(tokens)} tokens: {text}" for text, tokens in cases.items())
-        return f"Least total time, by the number of calls. {'; '.join(parts)}."
+        return f"Fastest in all, compiling included, by the number of calls. {'; '.join(parts)}."
 
     h.answer(answer)
 

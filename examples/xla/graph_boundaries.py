@@ -138,8 +138,8 @@ def demo(h: Harness) -> None:
         least, *_, most = sorted(speed, key=speed.get)
         again = sum(row["run"][0] >= 2 * STEPS for row in rows.values())
         return (
-            f"{again} of {len(rows)} lines run a second program in each step. Replaced, a loop has "
-            f"{speed[least]:.2f}x ({least}) to {speed[most]:.2f}x the speed ({most})."
+            f"{again} of {len(rows)} lines run a second program in each step. With the line replaced a loop runs "
+            f"at {speed[least]:.2f}x ({least}) to {speed[most]:.2f}x the speed ({most})."
         )
 
     h.answer(answer)

@@ -138,8 +138,8 @@ def demo(h: Harness) -> None:
         speed = " and ".join(f"{table.over(EAGER, LAZY):.2f}x ({size})" for size, table in tables.items())
         return (
             f"The first sync of a graph compiles it ({ran['recording and sync'].compile_s:.2f} s), later ones run it. "
-            f"Recording takes {us['tiny']} us an operation: {speed} eager's speed. Without a sync {products[1]} matrix "
-            f"products for {products[0]}."
+            f"Recording takes {us['tiny']} us an operation: {speed} eager's speed. Without a sync between steps "
+            f"{products[1]} matrix products are run for {products[0]}."
         )
 
     h.answer(answer)

@@ -148,8 +148,8 @@ def demo(h: Harness) -> None:
         gain = table.over(f"torch_xla {FIXED}", f"torch_xla {BUCKETS}")
         # None compiled: this process had done so before the stream.
         call = break_even(seconds[BUCKETS], seconds[FIXED]) if rows[BUCKETS]["compiles"] else None
-        when = f", in all, compiling included, ahead of it from call {call} on" if call else ""
-        speed = f"Once compiled, {BUCKETS} have {gain:.2f}x the speed of {FIXED}{when}."
+        when = f"; with compiling included they are ahead from call {call} on" if call else ""
+        speed = f"Once compiled, {BUCKETS} run at {gain:.2f}x the speed of {FIXED}{when}."
         return f"Programs (rows wasted): {counts}. {speed}"
 
     h.answer(answer)

@@ -138,8 +138,8 @@ def demo(h: Harness) -> None:
         runs = {name: programs[name]["run by the last"] for name in (LAZY, OPENXLA)}
         return (
             f"{FIRST + 1} steps with a smaller last batch compile {programs[LAZY]['in all']} programs, and "
-            f"{programs[LATE]['in all']} more if AdamW makes its state. A step runs {runs[LAZY]} (openxla: "
-            f"{runs[OPENXLA]}). Speed: lazy {table.over(EAGER, LAZY):.2f}x eager's, openxla "
+            f"{programs[LATE]['in all']} more if AdamW makes its state. A step runs {runs[LAZY]} of them "
+            f"(openxla: {runs[OPENXLA]}). Speed: lazy {table.over(EAGER, LAZY):.2f}x eager's, openxla "
             f"{table.over(EAGER, OPENXLA):.2f}x."
         )
 
