@@ -41,12 +41,18 @@ def require_wgmma(name: str, device: torch.device, instead: str) -> None:
 
 
 @gluon.jit
+def reinterpret(buf, dtype: gl.constexpr, SHAPE: gl.constexpr, layout: gl.constexpr):
+    """The same bytes of shared memory, or columns of tensor memory, with another dtype, shape and layout."""
+    if REINTERPRET:
+        return buf.reinterpret(dtype, SHAPE, layout)
+    else:
+        return buf._reinterpret(dtype, SHAPE, layout)
+
+
+@gluon.jit
 def view_as(buf, SHAPE: gl.constexpr):
     """The same bytes of shared memory as blocks of another shape, such as [2 * COUNT, ROWS // 2, ...]."""
-    if REINTERPRET:
-        return buf.reinterpret(buf.dtype, SHAPE, buf.layout)
-    else:
-        return buf._reinterpret(buf.dtype, SHAPE, buf.layout)
+    return reinterpret(buf, buf.dtype, SHAPE, buf.layout)
 
 
 @gluon.jit

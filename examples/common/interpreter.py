@@ -2,7 +2,8 @@
 
 Triton 3.6 and 3.7 lose the carry when a float32 is rounded to FP8 (-7.94 becomes -4), read the codes of NaN as numbers,
 and truncate to bfloat16. Here torch converts, which rounds to nearest even; beyond the range of an FP8 format comes
-its largest number, also for an infinity, as from cvt.rn.satfinite. Arithmetic on bfloat16 stays wrong there. And
+its largest number, also for an infinity, as from cvt.rn.satfinite. Arithmetic on bfloat16 stays wrong there. Triton 3.9
+refuses a mask that has a comparison of two scalars in it, of which it makes an int32: here it is a bool again. And
 torch.compile, which would trace into the interpreter and fail, leaves each launch to it.
 """
 
@@ -46,6 +47,16 @@ def mend_interpreter() -> None:
             values = values.to(torch.float64).clamp(-most, most)  # NaN stays NaN
         return values.to(dtype).view(unsigned).numpy()
 
+    def with_masks_of_bool(method, at: int):
+        def called(self, *args, **kwargs):
+            args[at].data = args[at].data.astype(bool)
+            return method(self, *args, **kwargs)
+
+        return called
+
+    builder = interpreter.InterpreterBuilder
+    builder.create_masked_load = with_masks_of_bool(builder.create_masked_load, at=1)
+    builder.create_masked_store = with_masks_of_bool(builder.create_masked_store, at=2)
     interpreter._convert_float = convert_as_gpus_do
     interpreter.GridExecutor.__call__ = untraced(interpreter.GridExecutor.__call__)
     Autotuner.run = untraced(Autotuner.run)

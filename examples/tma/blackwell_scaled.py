@@ -25,7 +25,7 @@ from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 from examples.common.device import device_limits, require_triton_device
 from examples.common.fp8 import E4M3
-from examples.common.gluon import async_load, barriers, buffers, init_ring, next_slot
+from examples.common.gluon import async_load, barriers, buffers, init_ring, next_slot, reinterpret
 from examples.common.microscaling import FORMATS, check_operand, check_tensor_scale, format_of
 from examples.common.tiles import tile_coords
 from examples.common.tma import gluon_descriptor
@@ -67,7 +67,7 @@ def _load_scaled(
 @gluon.jit
 def _copy_scales(tiles, columns, ROWS: gl.constexpr, GROUPS: gl.constexpr):
     """Tiles of scales, 128 rows by 4 groups each, from shared to tensor memory, as tcgen05.mma reads them."""
-    target = columns._reinterpret(tiles.dtype, [ROWS, GROUPS], TensorMemoryScalesLayout())
+    target = reinterpret(columns, tiles.dtype, [ROWS, GROUPS], TensorMemoryScalesLayout())
     tiles = tiles.reshape((ROWS // 128, GROUPS // 4, 32, 4, 4)).permute((0, 3, 2, 1, 4)).reshape((ROWS, GROUPS))
     tcgen05_copy(tiles, target)
     return target

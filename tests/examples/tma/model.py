@@ -82,6 +82,8 @@ class Memory:
             self.state.scales = torch.zeros(shape, dtype=torch.uint8).view(dtype.torch)
         return Memory(self.sm, lambda: self.state.scales, self.state)
 
+    reinterpret = _reinterpret  # of Triton 3.9
+
     def read(self):
         assert not self.state.writes, "an accumulator is read while MMAs to it are in flight"
         return self.tensor
