@@ -49,7 +49,9 @@ def mend_interpreter() -> None:
 
     def with_masks_of_bool(method, at: int):
         def called(self, *args, **kwargs):
-            args[at].data = args[at].data.astype(bool)
+            mask = args[at]
+            if isinstance(mask, interpreter.TensorHandle) and mask.dtype == tl.int32:
+                args = (*args[:at], interpreter.TensorHandle(mask.data.astype(bool), tl.int1), *args[at + 1 :])
             return method(self, *args, **kwargs)
 
         return called
