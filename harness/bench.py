@@ -180,12 +180,13 @@ class Table:
     def over(self, other: str, variant: str | None = None, host: float = 1) -> float:
         """How many times as fast as the row `other` the row `variant` is (the best one unless given).
 
-        With `host`, what that ratio becomes where the host is so many times as fast: see on_host().
+        With `host`, what that ratio becomes where the host is so many times as fast: see on_host(). It stays what it is
+        where no GPU's part was timed, as on a CPU.
         """
         mine = self.best if variant is None else self[variant]
         if mine.speedup is None:
             raise ValueError(f"{self.title} {self.case}: {mine.variant} was not timed here; ask within h.answer(...)")
-        if host != 1:
+        if host != 1 and mine.gpu_ms and self[other].gpu_ms:
             return on_host(self[other], host) / on_host(mine, host)
         return mine.speedup / self[other].speedup
 
