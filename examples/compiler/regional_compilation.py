@@ -110,7 +110,7 @@ def demo(h: Harness) -> None:
     compiled, seconds, rows = {}, {name: {} for name in WAYS}, {}
     with torch.no_grad():
         if tokens.is_cuda:  # not timed: the first to compile many kernels starts the processes for them
-            cold(whole, make_model(h, config, depths[0]), tokens)
+            cold(each_block, make_model(h, config, depths[0]), tokens)
         for layers in depths[-1:] if h.profile else depths:
             torch.compiler.reset()
             model = make_model(h, config, layers)

@@ -122,7 +122,7 @@ def demo(h: Harness) -> None:
     on_gpu = h.device.type == "cuda"
     dtype = torch.bfloat16 if on_gpu else torch.float32
     config = h.pick(quick=replace(TINY, layers=2 if on_gpu else 1), full=WIDE if on_gpu else TINY)
-    sizes = h.pick(quick=((1, 1), (2, 128)), full=((1, 1), (1, 256), (1, 1024), (8, 2048)))
+    sizes = h.pick(quick=((1, 1), (2, 128)), full=((1, 1), (1, 256), (8, 2048)))
     warm_up(h.device)
     with torch.no_grad():
         copy, product = rates(h, config.width, config.hidden, dtype)
