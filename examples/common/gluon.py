@@ -52,7 +52,10 @@ def reinterpret(buf, dtype: gl.constexpr, SHAPE: gl.constexpr, layout: gl.conste
 @gluon.jit
 def view_as(buf, SHAPE: gl.constexpr):
     """The same bytes of shared memory as blocks of another shape, such as [2 * COUNT, ROWS // 2, ...]."""
-    return reinterpret(buf, buf.dtype, SHAPE, buf.layout)
+    if REINTERPRET:  # not by reinterpret(): Triton 3.6 passes a layout that was read from a buffer to no function
+        return buf.reinterpret(buf.dtype, SHAPE, buf.layout)
+    else:
+        return buf._reinterpret(buf.dtype, SHAPE, buf.layout)
 
 
 @gluon.jit
