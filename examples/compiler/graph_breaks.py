@@ -16,7 +16,8 @@ Question   Which line of the model breaks the graph, what does that cost, and ho
 Needs      torch
 Wins when  (mending pays) always, here: between short kernels a break costs launches, guards and the wait for the value;
            between long ones it costs fusion, the more of it the more of the function is left to eager. For a layer
-           as short as 32x1024 one graph is 1.23x as fast as eager on the recorded host, and a broken one is slower.
+           as short as 32x1024 one graph is about as fast as eager (which of them is ahead depends on the host), and a
+           broken one is slower.
 Study      studies/compiler/graph_breaks.py (fullgraph, explain, a break in a loop, names of the API)
 Source     chapter sections "Graph Breaks and Debugging", "1. Minimize Graph Breaks" and "Graph Breaks".
 """

@@ -2,13 +2,14 @@
 
 A compiler saves launches and passes over activations. It does not save reading the weights. How much it helps therefore
 follows from how a call's time is divided, not from how large the model is. At one token the GPU reads 40 B parameters
-in 20 ms, but the recorded host launches eager's kernels for 36 ms, so that a CUDA graph gains; at 512 tokens matrix
-products take the time. The chapter has a 40 B model slowed to 0.99x, as it is bound by memory; here nothing is slower.
+in 20 ms, but the host launches eager's kernels for about twice as long, so that a CUDA graph gains; at 512 tokens the
+matrix products take the time. The chapter has a 40 B model slowed to 0.99x, as it is bound by memory; here nothing is
+slower.
 
 What grows with the number of layers is compiling the whole: every layer is traced and scheduled again. Compiling one
 block and calling it for each layer costs the same for 4 layers and for 60, and a CUDA graph captured around it launches
 all of them at once. The chapter's compile times (1 B 5-10 s, 10 B 30-60 s, 40 B 2-5 min) follow parameters; the whole
-model's follow layers: in the default mode 10 s for 16 of them as recorded, and 33 s for 60, which the study compiles.
+model's follow layers: those of 1 B are 16, those of 40 B 60, which the study compiles.
 
 Question   Does compiling still help when a model is 40 times as large, and what does it cost then?
 Needs      torch

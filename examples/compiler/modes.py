@@ -6,7 +6,7 @@ matrix product, tunes the generated kernels, and records a CUDA graph too; max-a
 and is in the study. The lesson compiles max-autotune for one token alone.
 
 Which of them helps follows from what the model waits for. At one token a model of 1.2 billion parameters reads 2.5 GB
-of weights, which the recorded GPU does in 1.1 ms; eager launches some 300 kernels for it, which takes the host 6 ms.
+of weights, which the recorded GPU does in 1.1 ms; eager launches some 300 kernels for it, which takes a host 6 to 13.
 The chapter's ratios for a 1 B model (1.03x, 1.16x, 1.18x) name no batch, tokens or host, and so cannot be checked; its
 advice, max-autotune for production, can. The logits are the last token's, by the embedding's weight, in bfloat16.
 
@@ -17,7 +17,7 @@ Wins when  calls repeat one shape often enough to pay for compiling. On a CPU th
 Variants   modes_first_calls.py (how it is found out when a call has settled)
 Study      studies/compiler/modes.py (max-autotune at 128 tokens, with and without CUDA graphs)
 Source     chapter sections "Compilation Modes", "Compiler Modes" and "Mode Comparison"; chapter section "Pitfall 5:
-           Forgetting Warmup", which asks for 10 calls and more: 1 to 4 are enough here (H200).
+           Forgetting Warmup", which asks for 10 calls and more: 5 are enough here (H200).
 """
 
 from __future__ import annotations
@@ -78,7 +78,7 @@ def demo(h: Harness) -> None:
     model = make_model(h)
     modes = MODES[:3] if h.device.type == "cuda" or h.full else MODES[::2]  # what differs on a CPU
     warm_up(h.device)
-    # The second size without max-autotune, whose compiling takes 98 s there as recorded: it is in the study.
+    # The second size without max-autotune, whose compiling takes over a minute there: it is in the study.
     sizes = h.pick(quick={16: modes}, full={1: modes, 128: modes[:2]})
     found = {f"1x{tokens} tokens": one_size(h, model, tokens, some) for tokens, some in sizes.items()}
     report(h, found)

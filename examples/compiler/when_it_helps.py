@@ -9,9 +9,9 @@ three things predict what a compiler can change:
                 between the matrix products is fused;
   rates         of this machine, timed: a copy and a matrix product.
 
-At the compute-bound end the library's matrix products take most of the time, compiled or not: 1.14x on the recorded
-host, against 3.43x at one token. That is the opposite of the chapter's "works best for compute-bound workloads", and
-its "about 60%" from one line of code depends on the size.
+At the compute-bound end the library's matrix products take most of the time, compiled or not, and there is least to
+gain. That is the opposite of the chapter's "works best for compute-bound workloads", and its "about 60%" from one line
+of code depends on the size.
 
 Question   What will torch.compile give this model at this size, and can that be known before trying?
 Needs      torch
@@ -20,7 +20,7 @@ Variants   when_it_helps_work.py (counts the work of eager execution)
 Study      studies/compiler/when_it_helps.py (one operation by itself; when the first call has paid for itself)
 Source     chapter sections "When torch.compile Helps", "Key Takeaways" and "Pitfall 3: Assuming Compilation Always
            Helps"; chapter section "Phase 5: Benchmarking & Profiling (~15 min) --- Docker Recommended", which asks
-           why very small batches do not gain: they gain the most, 3.43x at one token (H200); roofline: Williams,
+           why very small batches do not gain: they gain more than large ones (H200); roofline: Williams,
            Waterman, Patterson 2009.
 """
 
