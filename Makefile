@@ -3,12 +3,15 @@
 # make test      the tests; on a GPU box they run on the GPU (PYTEST_ARGS= adds those marked slow)
 # make studies   every lesson with its study, once, at the smallest sizes: they run
 # make lint      ruff, check and format
+# make test-oldest  kernels and the compiler topic, on the oldest torch and Triton that are supported
 # make backends  torch.compile's backends that are not torch's own, really run; test-backends tests them
 # make xla       the XLA topic in its own environment, which pins an older torch; test-xla tests it
 PYTHON ?= python3
 VENV ?= .venv
 BIN := $(VENV)/bin
 READY := $(VENV)/.ready
+OLDEST_VENV ?= .venv-oldest
+OLDEST_READY := $(OLDEST_VENV)/.ready
 BACKENDS_VENV ?= .venv-backends
 BACKENDS_READY := $(BACKENDS_VENV)/.ready
 XLA_VENV ?= .venv-xla
@@ -24,7 +27,7 @@ ON_CPU = $(if $(filter auto,$(WORKERS)),TORCHINDUCTOR_VEC_ISA_OK=1 $(FORKED) OMP
 # In processes that each start a thread for every core, the threads spin while they wait for one that does not run.
 PYTEST = $(if $(filter auto,$(WORKERS)),OMP_NUM_THREADS=1) $(1)/bin/python -m pytest -n $(WORKERS)
 
-.PHONY: run run-all run-full test studies lint setup backends test-backends xla test-xla clean
+.PHONY: run run-all run-full test test-oldest studies lint setup backends test-backends xla test-xla clean
 
 run: $(READY)
 	@status=0; for topic in $(TOPICS); do $(ON_CPU) $(BIN)/python $$topic --tour --quick || status=1; done; exit $$status
@@ -51,10 +54,22 @@ lint: $(READY)
 setup: $(READY)
 
 # The stamp is newer than what it was made from, so a second call does nothing.
-$(READY): requirements.txt pyproject.toml
+$(READY): requirements.txt requirements-common.txt pyproject.toml
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check -r requirements.txt
 	@touch $(READY)
+
+# The text of the project and the tools that read records do not depend on torch.
+OLDEST_TESTS := $(patsubst %,tests/examples/%,common compiler triton fp8 tma test_budgets.py test_wrappers.py)
+OLDEST_TESTS += tests/harness tests/test_compile_inspect.py
+
+test-oldest: $(OLDEST_READY)
+	$(call PYTEST,$(OLDEST_VENV)) --dist worksteal $(PYTEST_ARGS) $(OLDEST_TESTS)
+
+$(OLDEST_READY): requirements-oldest.txt requirements-common.txt pyproject.toml
+	test -x $(OLDEST_VENV)/bin/python || $(PYTHON) -m venv $(OLDEST_VENV)
+	$(OLDEST_VENV)/bin/python -m pip install --quiet --disable-pip-version-check -r requirements-oldest.txt
+	@touch $(OLDEST_READY)
 
 # Runtimes that pin a protobuf, a numpy and a torch of their own: an environment of their own.
 backends: $(BACKENDS_READY)
@@ -91,4 +106,4 @@ $(XLA_READY): requirements-xla.txt pyproject.toml
 	@touch $(XLA_READY)
 
 clean:
-	rm -rf $(VENV) $(BACKENDS_VENV) $(XLA_VENV) .pytest_cache .ruff_cache .hypothesis *.egg-info
+	rm -rf $(VENV) $(OLDEST_VENV) $(BACKENDS_VENV) $(XLA_VENV) .pytest_cache .ruff_cache .hypothesis *.egg-info

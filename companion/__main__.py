@@ -57,6 +57,10 @@ def _run(options: argparse.Namespace) -> int:
         from companion.compare import compare
 
         return compare(options.reference, options.mine, options.techniques, options.all, options.fail_under)
+    if options.command == "contribute":
+        from companion.contribute import contribute
+
+        return contribute(options.records, options.folder, options.force)
     if options.command == "readme":
         from companion.readme import readme
 
@@ -88,6 +92,12 @@ def _parser() -> argparse.ArgumentParser:
         "--fail-under", type=ratio, metavar="RATIO",
         help="exit 1 when a speed-up over the baseline is under RATIO times the reference's, or a technique failed",
     )  # fmt: skip
+    contribute = commands.add_parser("contribute", help="records of your machine, checked and put into results/")
+    contribute.add_argument(
+        "records", nargs="+", type=Path, metavar="RECORD", help="what --json PATH wrote, a topic each"
+    )
+    contribute.add_argument("--folder", metavar="NAME", help="of results/ (default: from the GPU's name)")
+    contribute.add_argument("--force", action="store_true", help="replace a record that exists")
     readme = commands.add_parser("readme", help="renew the tables of README.md and docs/ from docstrings and results/")
     readme.add_argument("--check", action="store_true", help="change nothing; exit 1 when they are out of date")
     readme.add_argument("--stale", action="store_true", help="only list what was recorded with older code")

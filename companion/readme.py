@@ -14,7 +14,7 @@ from pathlib import Path
 from harness.bench import Row, Table
 from harness.catalog import ROOT, Technique, Topic, topics
 from harness.console import noise, of_calls
-from harness.record import as_run, load
+from harness.record import REFERENCES, as_run, load
 from harness.sources import sources_hash
 
 OLDER = " *(older code)*"
@@ -124,24 +124,24 @@ def chapter_table(found: list[Topic], outline: str) -> str:
     return "\n".join([*lines, f"### Techniques that go beyond the chapter\n\n{beyond}"])
 
 
-def coverage_table(found: list[Topic], records: dict[str, dict]) -> str:
-    """What ran where: one row per topic, from its record; what was compiled for other GPUs was not run on them."""
+def coverage_table(found: list[Topic], records: dict[str, list[dict]]) -> str:
+    """What ran where: a row for each record of a topic; what was compiled for other GPUs was not run on them."""
     lines = ["| topic | ran on | with | techniques | compiled, not run |", "| --- | --- | --- | --- | --- |"]
     for topic in found:
-        record = records.get(topic.name)
-        if record is None:
+        if topic.name not in records:
             lines.append(f"| {topic.file} | not recorded yet | | {len(topic.techniques)} | |")
-            continue
-        m = record["machine"]
-        own = "sm_{}{}".format(*m["capability"]) if m["gpu"] else None
-        where = f"{m['gpu']} ({own})" if own else f"{m['cpu']}, {m['cores']} cores"
-        versions = [f"torch {m['torch']}"]
-        versions += [f"torch_xla {m['torch_xla']}"] if m.get("torch_xla") else [f"Triton {m['triton']}"]
-        passed = [example for example in record["examples"] if example["status"] == "passed"]
-        code = {k["sm"] for example in passed for k in example["codegen"] if not k["error"] and not k.get("too_much")}
-        compiled = ", ".join(f"sm_{sm}" for sm in sorted(code) if f"sm_{sm}" != own)
-        count = f"{len(passed)} of {len(topic.techniques)}"
-        lines.append(f"| {topic.file} | {where} | {', '.join(versions)} | {count} | {compiled} |")
+        for record in records.get(topic.name, []):
+            m = record["machine"]
+            own = "sm_{}{}".format(*m["capability"]) if m["gpu"] else None
+            where = f"{m['gpu']} ({own})" if own else f"{m['cpu']}, {m['cores']} cores"
+            versions = [f"torch {m['torch']}"]
+            versions += [f"torch_xla {m['torch_xla']}"] if m.get("torch_xla") else [f"Triton {m['triton']}"]
+            passed = [example for example in record["examples"] if example["status"] == "passed"]
+            kernels = [kernel for example in passed for kernel in example["codegen"]]
+            code = {kernel["sm"] for kernel in kernels if not kernel["error"] and not kernel.get("too_much")}
+            compiled = ", ".join(f"sm_{sm}" for sm in sorted(code) if f"sm_{sm}" != own)
+            count = f"{len(passed)} of {len(topic.techniques)}"
+            lines.append(f"| {topic.file} | {where} | {', '.join(versions)} | {count} | {compiled} |")
     return "\n".join(lines)
 
 
@@ -249,13 +249,15 @@ def documents(root: Path = ROOT) -> dict[Path, tuple[str, str]]:
     Raises ValueError when a marker is missing.
     """
     found = sorted(topics(root), key=lambda topic: any(t.needs.xla for t in topic.techniques))  # as README tells them
-    machines = ("cpu", "h200")  # the GPU's record of a topic counts where there are both
-    paths = (path for machine in machines for path in sorted((root / "results" / machine).glob("*.json")))
-    records = {record["topic"]: record for record in (as_run(load(path)) for path in paths)}
+    machines = sorted({path.parent.name for path in (root / "results").glob("*/*.json")} - {*REFERENCES})
+    ran: dict[str, list[dict]] = {}  # the references first
+    for path in (path for machine in (*REFERENCES, *machines) for path in (root / "results" / machine).glob("*.json")):
+        ran.setdefault((record := as_run(load(path)))["topic"], []).append(record)
+    records = {topic: of_topic[0] for topic, of_topic in ran.items()}
     parts = {
         "techniques": techniques_table(found, records, root),
         "chapter": chapter_table(found, (root / OUTLINE).read_text(encoding="utf-8")),
-        "coverage": coverage_table(found, records),
+        "coverage": coverage_table(found, ran),
         "results": results_tables(root / "results" / "h200"),
         "results on a CPU": results_tables(root / "results" / "cpu"),
         "studies": results_tables(root / "results" / "h200", study=True),

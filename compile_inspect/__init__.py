@@ -12,7 +12,7 @@ writes, kernels_run(fn, *inputs) the kernels that one call runs. splits(fn, *inp
 logs(recompiles=True) collects torch's own log. own_code(fn) is a copy of fn that Dynamo has never met.
 
 It imports torch alone. What is private in torch (a leading underscore) is used in this package only, in the form that
-torch 2.9 to 2.13 share.
+torch 2.9 to 2.15 share.
 """
 
 from compile_inspect.breaks import ALL, REST, SPLIT, Break, Breaks, find_breaks

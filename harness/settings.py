@@ -1,7 +1,7 @@
 """torch's global settings, and the environment: read, put back, and left as a technique found them.
 
 Everything here that is torch's own business (an underscore in its name) is used in this file only, in the form that
-torch 2.9 to 2.13 share.
+torch 2.9 to 2.15 share.
 """
 
 from __future__ import annotations
