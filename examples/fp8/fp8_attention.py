@@ -46,6 +46,8 @@ OUT_DTYPES = (torch.bfloat16, torch.float16)
 # Head dim -> BLOCK_M, BLOCK_N, warps, stages. Causal: BLOCK_N a multiple of BLOCK_M.
 # Chosen by timing on an H200: two programs share an SM.
 TILES = {64: (64, 64, 4, 3), 128: (64, 128, 4, 3)}
+# ptxas of CUDA 13.4, which Triton 3.9 uses for sm_90, would serialize the wgmmas (its remark C7515): nothing overlaps.
+Q_IN_REGISTERS = tl.constexpr(tuple(map(int, triton.__version__.split(".")[:2])) < (3, 9))
 HEADS = 8  # causal: heads whose tiles run side by side; K and V of 8 heads of 4096 x 128 are 8 MiB of L2
 
 
@@ -91,9 +93,9 @@ def fp8_attention_kernel(
     scale = tl.maximum(scale * q_scale * k_scale, 1.1754944e-38, propagate_nan=tl.PropagateNan.ALL)
     q = q_desc.load([b, h, start_m, 0]).reshape(BLOCK_M, D)
     # The cast to float16 and back changes no value, but makes Q a computed operand, which the compiler keeps in
-    # registers. Merely loaded, wgmma would read it from shared memory in every block; and with eight warps ptxas would
-    # serialize the wgmmas (its remark C7515), so that nothing overlaps.
-    q = q.to(tl.float16).to(q.dtype)
+    # registers. Merely loaded, wgmma would read it from shared memory in every block.
+    if Q_IN_REGISTERS:
+        q = q.to(tl.float16).to(q.dtype)
 
     # The one block that needs a mask comes first: the one on the diagonal, or the last one when it is not full. Every
     # row sees a key in it, so its maximum is finite. Without such a block, block 0 comes first.

@@ -73,10 +73,13 @@ def fitting_tile(device: torch.device, tiles: list, out_itemsize: int) -> tuple[
     A tile of four numbers stores its result without shared memory of its own; a fifth says in how many parts.
     """
     limit = device_limits(device).shared_bytes
-    # FP8 GPUs with little shared memory multiply by mma.sync, from registers: one stage more than there are buffers.
-    # wgmma and tcgen05.mma read the buffers themselves.
+    # FP8 GPUs with little shared memory multiply by mma.sync, from registers: one stage more than there are buffers,
+    # and at most 64 accumulators a thread, since with 128 the code of Triton 3.9 spills. wgmma and tcgen05.mma read the
+    # buffers themselves.
     in_registers = 1 if limit < 128 * 1024 else 0
     for m, n, k, warps, *parts in tiles:
+        if in_registers and m * n > 64 * 32 * warps:
+            continue
         stored = out_itemsize * m * n // parts[0] if parts else 0
         for buffers in BUFFERS:
             if buffers * (m + n) * k + stored + 2048 <= limit:  # and scales on their way to registers, barriers

@@ -11,7 +11,7 @@ import torch
 
 from examples.common.attention import attention_budget
 from examples.common.fp8 import E4M3
-from examples.fp8.fp8_attention import TILES, fp8_attention, off_by, reference
+from examples.fp8.fp8_attention import Q_IN_REGISTERS, TILES, fp8_attention, off_by, reference
 from examples.fp8.fp8_attention_operands import dequantize, pack_values, prepare, unpack_values
 from tests.examples.fp8.helpers import NAN, code, meta, refused
 
@@ -159,7 +159,7 @@ def test_more_than_2_to_the_31_elements(h, gpu_gib):
 
 
 def test_what_hopper_is_given():
-    """No weight moves between threads, Q stays in registers, and a product runs beside the next weights."""
+    """No weight moves between threads, no wgmma waits for another, and a product runs beside the next weights."""
     q, scale = meta(4, 32, 4096, 128), meta(4, 32, dtype=torch.float32)
     args = (q, q, q.transpose(2, 3).contiguous(), scale, scale, scale, True)
     kernel = code(90, (), fp8_attention, *args)
@@ -171,7 +171,8 @@ def test_what_hopper_is_given():
     # Maximum and sum of two rows a thread over the four threads that share them, in the opening and in the loop.
     assert len(re.findall(r"shfl\.sync\.bfly", ptx)) == 2 * 2 * 2 * 2
     left = re.findall(r"wgmma\.mma_async\.sync\.aligned\.\S+\s*\{[^}]*\},\s*(\{|%)", ptx)
-    assert set(left) == {"{"}, "the left operands come from registers"
+    # The left operands come from registers; Q does not where ptxas would serialize for it.
+    assert set(left) == ({"{"} if Q_IN_REGISTERS.value else {"{", "%"})
     loop = texts["ttgir"].split("scf.for")[1].split("scf.yield")[0]
     products = [line for line in loop.splitlines() if "ttng.warp_group_dot " in line]
     assert len(products) == 2
