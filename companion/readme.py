@@ -17,10 +17,13 @@ from harness.console import noise, of_calls
 from harness.record import REFERENCES, as_run, load
 from harness.sources import sources_hash
 
+from companion.compare import join
+
 OLDER = " *(older code)*"
 BEYOND = "goes beyond the chapter"
 OUTLINE = "docs/chapter.txt"  # the headings of the chapter's texts, as they stand there
 _QUOTED, _NAME = '"[^"]+"(?:(?:,| and|, and) "[^"]+")*', re.compile('"([^"]+)"')
+DIFFERS = 0.05  # from which on a ratio of another machine is another answer
 FASTER = 1.02  # from which on another of our variants than the one that a user gets is named
 
 
@@ -66,6 +69,30 @@ def techniques_table(found: list[Topic], records: dict[str, dict], root: Path = 
             run = f"`{python} {topic.file} {t.name}`"
             lines.append(f"| [{t.name}]({t.file}) | {t.question} | {measured} | {run} |")
     return "\n".join(lines)
+
+
+def elsewhere_table(found: list[Topic], ran: dict[str, list[dict]]) -> str:
+    """What another GPU, or another Triton, answers where its ratios are not the reference's: a row for each technique.
+
+    A ratio that this repository is held to differs when it is over 5 % away, by more than what lies between two
+    machines of one kind (companion.compare).
+    """
+    lines = ["| technique | where | its answer there | ratios that differ | of |", "| --- | --- | --- | ---: | ---: |"]
+    machines = 0
+    for topic in found:
+        reference, *others = ran.get(topic.name) or [None]
+        for other in others:
+            where = f"{other['machine']['gpu'] or 'a CPU'}, Triton {other['machine']['triton']}"
+            rows = [row for row in join(reference, other, []) if row.held]
+            answers = {example["name"]: answer_cell(example) for example in other["examples"]}
+            machines += 1
+            for t in topic.techniques:
+                own = [row for row in rows if row.technique == t.name]
+                if apart := [row for row in own if row.differs and abs(row.kept - 1) > DIFFERS]:
+                    lines.append(f"| {t.name} | {where} | {answers[t.name]} | {len(apart)} | {len(own)} |")
+    if not machines:
+        return "No other GPU is recorded yet, and no other Triton."
+    return "\n".join(lines) if lines[2:] else "Every other machine that is recorded answers the same."
 
 
 def machine_name(machine: dict) -> str:
@@ -234,7 +261,7 @@ def label(technique: str, title: str) -> str:
 
 
 DOCUMENTS = {  # each generated part, in the document that has its markers
-    "README.md": ("techniques",),
+    "README.md": ("techniques", "elsewhere"),
     "docs/chapter.md": ("chapter",),
     "docs/running.md": ("coverage",),
     "docs/results.md": ("results", "results on a CPU"),
@@ -256,6 +283,7 @@ def documents(root: Path = ROOT) -> dict[Path, tuple[str, str]]:
     records = {topic: of_topic[0] for topic, of_topic in ran.items()}
     parts = {
         "techniques": techniques_table(found, records, root),
+        "elsewhere": elsewhere_table(found, ran),
         "chapter": chapter_table(found, (root / OUTLINE).read_text(encoding="utf-8")),
         "coverage": coverage_table(found, ran),
         "results": results_tables(root / "results" / "h200"),

@@ -7,7 +7,7 @@ from harness.record import ExampleRecord, Record, load
 
 import pytest
 
-from companion.readme import answer_cell, results_tables, told_rows
+from companion.readme import answer_cell, elsewhere_table, results_tables, told_rows
 
 
 def row(variant, ms, ours=False, tbps=1.0, **more):
@@ -110,3 +110,29 @@ def test_an_answer_is_the_recorded_one_or_why_there_is_none(tmp_path, lines):
     assert answer_cell(example) == "recorded before it gave an answer"
     assert answer_cell(example | {"answer": "Twice as fast."}) == "Twice as fast."
     assert answer_cell(example | {"status": "failed", "reason": "CheckError: wrong"}) == "failed: CheckError: wrong"
+
+
+def test_another_machine_is_told_of_where_its_ratios_differ():
+    """Of a technique whose own rows are over 5 % away, beyond the spread of both; a library's say nothing of it."""
+
+    class Named:
+        def __init__(self, name, techniques=()):
+            self.name, self.techniques = name, techniques
+
+    def record(gpu, **ours):
+        tables = {
+            name: asdict(table(EAGER, row("torch.compile", 5 * ms), row("triton", ms, ours=True)))
+            for name, ms in ours.items()
+        }
+        examples = [{"name": n, "status": "passed", "answer": f"on {gpu}", "tables": [t]} for n, t in tables.items()]
+        return {"machine": {"gpu": gpu, "triton": "3.9.0"}, "examples": examples}
+
+    topic = Named("topic", [Named("softmax"), Named("matmul")])
+    reference = record("an H200", softmax=4, matmul=4)
+    assert elsewhere_table([topic], {"topic": [reference]}) == "No other GPU is recorded yet, and no other Triton."
+    same = {"topic": [reference, record("an H100", softmax=4.1, matmul=4)]}
+    assert elsewhere_table([topic], same) == "Every other machine that is recorded answers the same."
+    _, _, *lines = elsewhere_table(
+        [topic], {"topic": [reference, record("an H100", softmax=4, matmul=4.8)]}
+    ).splitlines()
+    assert lines == ["| matmul | an H100, Triton 3.9.0 | on an H100 | 1 | 1 |"]
