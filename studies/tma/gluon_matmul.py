@@ -4,6 +4,10 @@
    the compiler adds to `desc.load`, `tl.dot` and `desc.store`, the author of a Gluon kernel writes.
 2. Every step, timed in the lesson, and the kernels that Triton's compiler makes of the same tile (one program per tile,
    and persistent with the tile stored in halves), over cuBLAS.
+
+Not used, as Triton 3.6 lacks it: Gluon of Triton 3.9 loads a block for every CTA of a cluster at once (num_ctas=2,
+async_load(..., multicast=True), cluster.barrier). Programs of neighboring tiles, which share a block of a or of b,
+would then read it from L2 once. The same holds for fp8_matmul, blockwise_matmul and tma_epilogues.
 """
 
 from __future__ import annotations

@@ -2,6 +2,10 @@
 
 1. The code of the kernels that the lesson does not show: 128-bit accesses, and the atomic that programs wait on.
 2. Row lengths from 256 to 131072: every kernel that takes the length, beside torch and both modes of torch.compile.
+
+Not used, as Triton 3.6 lacks it: in Gluon of Triton 3.9 the CTAs of a cluster write into each other's shared memory
+(hopper.async_store). A row that no SM holds could be split over a cluster, whose CTAs exchange maxima and sums there;
+the split kernels here, and those of layer_norm, exchange them through global memory.
 """
 
 from __future__ import annotations
