@@ -37,11 +37,24 @@ def pytest_report_header():
     ]
 
 
+# What is the same on every machine: the text of the project, and code that is compiled from shapes alone.
+OFFLINE = ("companion", "faults", "test_house.py", "test_profile_read.py", "test_readme.py")
+OFFLINE += tuple(f"harness/test_{name}.py" for name in ("catalog", "codegen", "console", "record", "sources"))
+COMPILED_ALONE = {"code", "compile_for", "dump"}  # of a test that takes no harness
+
+
+def is_offline(item: pytest.Item) -> bool:
+    place = item.path.relative_to(ROOT / "tests").as_posix()
+    if place.startswith(OFFLINE):
+        return True
+    return bool(COMPILED_ALONE & {*item.function.__code__.co_names}) and "h" not in item.fixturenames
+
+
 def pytest_collection_modifyitems(items):
-    if machine().mode == "gpu":
-        return
     for item in items:
-        if item.get_closest_marker("gpu"):
+        if is_offline(item):
+            item.add_marker(pytest.mark.offline)
+        if machine().mode != "gpu" and item.get_closest_marker("gpu"):
             item.add_marker(pytest.mark.skip(reason="needs a GPU"))
 
 

@@ -92,9 +92,7 @@ def fp8_attention_kernel(
     # Not below the smallest normal number: 0 times the -inf of a masked score would be NaN.
     scale = tl.maximum(scale * q_scale * k_scale, 1.1754944e-38, propagate_nan=tl.PropagateNan.ALL)
     q = q_desc.load([b, h, start_m, 0]).reshape(BLOCK_M, D)
-    # The cast to float16 and back changes no value, but makes Q a computed operand, which the compiler keeps in
-    # registers. Merely loaded, wgmma would read it from shared memory in every block.
-    if Q_IN_REGISTERS:
+    if Q_IN_REGISTERS:  # this changes no value; of what is merely loaded, wgmma reads every block from shared memory
         q = q.to(tl.float16).to(q.dtype)
 
     # The one block that needs a mask comes first: the one on the diagonal, or the last one when it is not full. Every
