@@ -3,19 +3,19 @@
 torch.compile has four modes. default fuses what lies between the matrix products. reduce-overhead also records the
 launches into a CUDA graph, so that the host launches once a call. max-autotune times several implementations of each
 matrix product, tunes the generated kernels, and records a CUDA graph too; max-autotune-no-cudagraphs leaves that out,
-and is in the study. The lesson compiles max-autotune for one token alone.
+and is in the study.
 
 Which of them helps follows from what the model waits for. At one token a model of 1.2 billion parameters reads 2.5 GB
 of weights, which the recorded GPU does in 1.1 ms; eager launches some 300 kernels for it, which takes a host 6 to 13.
 The chapter's ratios for a 1 B model (1.03x, 1.16x, 1.18x) name no batch, tokens or host, and so cannot be checked; its
 advice, max-autotune for production, can. The logits are the last token's, by the embedding's weight, in bfloat16.
 
-Question   Which mode for which size, how many calls until it is as fast as it gets, and when has it paid?
+Question   Which mode is the fastest, how many calls until it is as fast as it gets, and when has it paid?
 Needs      torch
 Wins when  calls repeat one shape often enough to pay for compiling. On a CPU there are no CUDA graphs, and the modes
            with and without them compile the same code.
 Variants   modes_first_calls.py (how it is found out when a call has settled)
-Study      studies/compiler/modes.py (max-autotune at 128 tokens, with and without CUDA graphs)
+Study      studies/compiler/modes.py (128 tokens; max-autotune with and without CUDA graphs)
 Source     chapter sections "Compilation Modes", "Compiler Modes" and "Mode Comparison"; chapter section "Pitfall 5:
            Forgetting Warmup", which asks for 10 calls and more: 5 are enough here (H200).
 """
@@ -78,41 +78,38 @@ def demo(h: Harness) -> None:
     model = make_model(h)
     modes = MODES[:3] if h.device.type == "cuda" or h.full else MODES[::2]  # what differs on a CPU
     warm_up(h.device)
-    # The second size without max-autotune, whose compiling takes over a minute there: it is in the study.
-    sizes = h.pick(quick={16: modes}, full={1: modes, 128: modes[:2]})
-    found = {f"1x{tokens} tokens": one_size(h, model, tokens, some) for tokens, some in sizes.items()}
-    report(h, found)
-    h.answer(lambda: answer(model.config.parameters, found))
+    table, facts = one_size(h, model, h.pick(quick=16, full=1), modes)
+    report(h, table, facts)
+    h.answer(lambda: answer(model.config.parameters, table, facts))
 
 
-def report(h: Harness, found: dict[str, tuple]) -> None:
+def report(h: Harness, table, facts: dict[str, dict]) -> None:
     rows = {}
-    for case, (table, facts) in found.items():
-        for name, fact in facts.items():
-            row = rows[f"{case}, {name.removeprefix('torch ')}"] = dict(fact)
-            if table.timed and name != EAGER:
-                row["paid"] = paid(table, name, fact["first call s"])
-        if table.timed and TUNED in table:
-            other = REDUCED if REDUCED in table else DEFAULT
-            cost, less = (f"{facts[name]['first call s']:.0f} s" for name in (TUNED, other))
-            h.say(
-                f'"max-autotune for production", {case}: {table.by_host(other, TUNED)} {other[6:]}, for {cost} of '
-                f"compiling against {less}"
-            )
+    for name, fact in facts.items():
+        row = rows[f"{table.case}, {name.removeprefix('torch ')}"] = dict(fact)
+        if table.timed and name != EAGER:
+            row["paid"] = paid(table, name, fact["first call s"])
+    if table.timed and TUNED in table:
+        other = REDUCED if REDUCED in table else DEFAULT
+        cost, less = (f"{facts[name]['first call s']:.0f} s" for name in (TUNED, other))
+        h.say(
+            f'"max-autotune for production", {table.case}: {table.by_host(other, TUNED)} {other[6:]}, for {cost} of '
+            f"compiling against {less}"
+        )
     h.table("first calls", rows)
 
 
-def answer(parameters: int, found: dict[str, tuple]) -> str:
-    parts = []
-    for case, (table, facts) in found.items():
-        first_s = {row.variant: facts[row.variant]["first call s"] for row in table.rows[1:]}
-        best = min((name for name in first_s if table[name].ms <= NEAR * table.best.ms), key=first_s.get)
-        parts.append(f"{case}: {best[6:]} {table.by_host(EAGER, best)}, paid {paid(table, best, first_s[best])}")
-    settled = [fact["calls until stable"] for _, each in found.values() for fact in each.values()]
-    last = max(settled)
-    within = f"Settled after {min(settled)} to {last} calls" if last < CALLS else f"Not all settle in {CALLS} calls"
+def answer(parameters: int, table, facts: dict[str, dict]) -> str:
+    first_s = {row.variant: facts[row.variant]["first call s"] for row in table.rows[1:]}
+    best = min((name for name in first_s if table[name].ms <= NEAR * table.best.ms), key=first_s.get)
+    told = [f"{n[6:]} {table.over(EAGER, n):.2f}x ({table.over(EAGER, n, host=2):.2f}x)" for n in first_s]
+    last = max(fact["calls until stable"] for fact in facts.values())
+    settled = f"settled after {last} calls" if last < CALLS else f"not all settled in {CALLS} calls"
     size = f"{parameters / 1e9:.1f} B" if parameters > 1e9 else f"{parameters / 1e6:.0f} M"
-    return f"{size} parameters, over eager at {'; '.join(parts)}. {within}."
+    return (
+        f"{size} parameters, {table.case}, over eager (host twice as fast): {', '.join(told)}. Take {best[6:]}: "
+        f"{settled}, its compiling is paid {paid(table, best, first_s[best])}."
+    )
 
 
 if __name__ == "__main__":

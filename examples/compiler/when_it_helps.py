@@ -121,7 +121,7 @@ def answer(rows: dict[str, dict]) -> str:
 def demo(h: Harness) -> None:
     on_gpu = h.device.type == "cuda"
     dtype = torch.bfloat16 if on_gpu else torch.float32
-    config = h.pick(quick=replace(TINY, layers=2 if on_gpu else 1), full=WIDE if on_gpu else TINY)
+    config = h.pick(quick=replace(TINY, layers=2 if on_gpu else 1), full=replace(WIDE, layers=2) if on_gpu else TINY)
     sizes = h.pick(quick=((1, 1), (2, 128)), full=((1, 1), (1, 256), (8, 2048)))
     warm_up(h.device)
     with torch.no_grad():

@@ -12,4 +12,4 @@ def study(h: Harness) -> None:
     model = make_model(h)
     warm_up(h.device)
     tokens = h.pick(quick=16, full=128)
-    report(h, {f"1x{tokens} tokens": one_size(h, model, tokens, MODES[1:] if h.full else MODES[::2])})
+    report(h, *one_size(h, model, tokens, MODES[1:] if h.full else MODES[::2]))
