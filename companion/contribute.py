@@ -53,6 +53,8 @@ def wrong_with(record: dict, topic: Topic, root: Path = ROOT) -> list[str]:
             found.append(f"{name}: of a checkout with local changes, or of none; run it on a commit of main")
         if is_stale(known[name], example, root):
             found.append(f"{name}: of other code than this checkout's; run it again here")
+    if not any(row["ms"] for each in record["examples"] for table in each["tables"] for row in table["rows"]):
+        found.append("nothing was timed in it; kernels are timed on a GPU only")
     machines = [[example["machine"].get(name) for name in _SAME] for example in record["examples"]]
     if any(machine != machines[0] for machine in machines):
         found.append("it mixes GPUs or versions of torch and Triton; record them into a file each")
@@ -119,8 +121,6 @@ def contribute(paths: list[Path], folder: str | None = None, force: bool = False
         if record["topic"] not in known:
             raise ValueError(f"{path}: of {record['topic']}, which is no topic; one is: {', '.join(known)}")
         wrong = wrong_with(record, known[record["topic"]], root)
-        if not record["examples"]:
-            wrong = ["nothing is recorded in it"]
         bad += len(wrong)
         for line in wrong:
             print(f"{path}: {line}")
