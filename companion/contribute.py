@@ -1,8 +1,8 @@
 """`python -m companion contribute RECORD ...`: records of a machine, checked and put into results/<machine>/.
 
 A record counts when a reader of this repository could have made it: of today's code, at full sizes, with every
-technique of its topic passed or skipped for a reason, on one machine. Paths of the reader's home, and the names of the
-host and of the user, are taken out of it.
+technique of its topic and its study passed or skipped for a reason, on one machine. Paths of home folders, and the
+names of this host and user, are taken out of what it says in words.
 """
 
 from __future__ import annotations
@@ -12,80 +12,116 @@ import json
 import re
 import socket
 from contextlib import suppress
+from dataclasses import fields
 from pathlib import Path
 
 from harness.catalog import ROOT, Topic, topics
-from harness.record import as_run, load
+from harness.record import ExampleRecord, as_run, load
 
 from companion.readme import is_stale, readme
 
 _NO_PART_OF_A_NAME = {"nvidia", "geforce", "gpu", "corporation"}
 _MEMORY = re.compile(r"\d+gb|hbm\w*")
-_HOME = re.compile(r"(?<![\w.])(?:/(?:home|Users)/[^/\s\"']+|/root)(?=/)")
-_SAME = ("gpu", "capability", "torch", "triton", "torch_xla")  # of the machine: one folder holds one of each
+_HOMES = (
+    rf"(?<![\w.])(?:(?:/[\w.-]+)*/(?:home|homes|Users)/[^/\s\"']+|(?:{re.escape(str(Path.home()))}|/root)(?![\w.-]))"
+)
+_ONE_MACHINE = ("gpu", "capability", "torch", "triton", "torch_xla")
+_WORDS = ("command", "reason", "conclusions", "facts")  # of an example: the rest is numbers, and names of code
+_FIELDS = {field.name for field in fields(ExampleRecord)} - {"study"}
 
 
 def folder_name(gpu: str | None) -> str:
-    """The folder of a GPU: "NVIDIA H100 80GB HBM3" is h100, "NVIDIA GeForce RTX 4090" rtx-4090; without one, cpu."""
-    words = [word for word in re.split(r"[^a-z0-9]+", (gpu or "cpu").lower()) if word]
-    return "-".join(word for word in words if word not in _NO_PART_OF_A_NAME and not _MEMORY.fullmatch(word))
+    """The folder of a GPU: "NVIDIA H100 80GB HBM3" is h100, "NVIDIA GeForce RTX 4090" rtx-4090; without one, cpu.
+
+    An A100 keeps the size of its memory, which has two speeds. Raises ValueError for a name of which nothing is left.
+    """
+    words = [word for word in re.split(r"[^a-z0-9]+", (gpu or "cpu").lower()) if word not in {"", *_NO_PART_OF_A_NAME}]
+    kept = [word for word in words if "a100" in words or not _MEMORY.fullmatch(word)]
+    if not kept:
+        raise ValueError(f"no folder can be named after the GPU {gpu!r}; name one with --folder")
+    return "-".join(kept)
+
+
+def _parts(example: dict) -> dict[str, dict]:
+    """What was run under an example's name: the lesson, and its study."""
+    study = {f"the study of {example['name']}": example["study"]} if example.get("study") else {}
+    return {example["name"]: example} | study
 
 
 def wrong_with(record: dict, topic: Topic, root: Path = ROOT) -> list[str]:
     """What keeps a record of this topic from being contributed, one line each, with what to do about it."""
-    again = f"python {topic.file}"
-    known = {technique.name: technique for technique in topic.techniques}
-    recorded = {example["name"]: example for example in record["examples"]}
+    known, examples = {technique.name: technique for technique in topic.techniques}, record["examples"]
+    for example in examples:
+        for what, part in _parts(example).items():
+            if lacking := _FIELDS - part.keys():
+                return [f"{what}: lacks {', '.join(sorted(lacking))}; expected what --json writes"]
+    names = [example["name"] for example in examples]
     found = [f"{record['running']}: the run ended in it; run it again"] if record["running"] else []
-    if unknown := recorded.keys() - known.keys():
-        found.append(f"{', '.join(sorted(unknown))}: no technique of {topic.name}; run on today's main")
-    if missing := [name for name in known if name not in recorded]:
-        found.append(f"{', '.join(missing)}: not recorded; {again} {' '.join(missing)} --study --json PATH")
-    for name, example in recorded.items():
-        for what, part in ((name, example), (f"the study of {name}", example.get("study"))):
-            if part and part["status"] not in ("passed", "skipped"):
+    if strange := {name for name in names if name not in known or names.count(name) > 1}:
+        found.append(f"{', '.join(sorted(strange))}: no technique of {topic.name}, or there twice; run on today's main")
+    if missing := [name for name in known if name not in names]:
+        again = f"python {topic.file} {' '.join(missing)} --study --json PATH"
+        found.append(f"{', '.join(missing)}: not recorded; {again}")
+    for example in examples:
+        name = example["name"]
+        if name in known and known[name].studies and not example.get("study") and example["status"] == "passed":
+            found.append(f"{name}: without its study; run it with --study")
+        for what, part in _parts(example).items():
+            if part["status"] == "skipped" and part["reason"]:
+                continue
+            if part["status"] != "passed":
                 found.append(f"{what}: {part['status']}: {part['reason']}; run it again, or report it as an issue")
-        if name not in known or example["status"] != "passed":
-            continue
-        if example["sizes"] != "full" and record["gpu"]:
-            found.append(f"{name}: at {example['sizes']} sizes; run it with --full")
-        if example["dirty"] or not example["commit"]:
-            found.append(f"{name}: of a checkout with local changes, or of none; run it on a commit of main")
-        if is_stale(known[name], example, root):
+            elif part["sizes"] != "full" and record["gpu"]:
+                found.append(f"{what}: at {part['sizes']} sizes; run it with --full")
+            if part["dirty"] or not part["commit"]:
+                found.append(f"{what}: of a checkout with local changes, or of none; run it on a commit of main")
+        if example["status"] == "passed" and name in known and is_stale(known[name], example, root):
             found.append(f"{name}: of other code than this checkout's; run it again here")
-    if not any(row["ms"] for each in record["examples"] for table in each["tables"] for row in table["rows"]):
+    rows = [row for each in examples for table in each["tables"] for row in table["rows"]]
+    if not any(row.get("ms") for row in rows):
         found.append("nothing was timed in it; kernels are timed on a GPU only")
-    machines = [[example["machine"].get(name) for name in _SAME] for example in record["examples"]]
-    if any(machine != machines[0] for machine in machines):
+    machines = [part["machine"] for example in examples for part in _parts(example).values()]
+    if any(machine.get(name) != machines[0].get(name) for machine in machines for name in _ONE_MACHINE):
         found.append("it mixes GPUs or versions of torch and Triton; record them into a file each")
+    elif machines and machines[0].get("gpu") != record["gpu"]:
+        found.append(f"it says {record['gpu']}, and its examples {machines[0].get('gpu')}; expected what --json writes")
     return found
 
 
 def anonymous(record: dict, names: dict[str, str]) -> tuple[dict, int]:
-    """The record without paths of a home folder and without `names` ({"myhost": "host"}), and how many there were."""
+    """The record without paths of home folders and without `names` ({"myhost": "host"}), and how many there were.
+
+    A name that is also a word of the record's tables, as torch is, stays.
+    """
     count = 0
+    tables = json.dumps([[each["name"], each["tables"]] for each in record["examples"]]).lower()
+    names = {name: instead for name, instead in names.items() if name.lower() not in re.findall(r"\w+", tables)}
 
     def cleaned(value):
         nonlocal count
         if isinstance(value, dict):
-            return {key: cleaned(each) for key, each in value.items()}
+            return {cleaned(key): cleaned(each) for key, each in value.items()}
         if isinstance(value, list):
             return [cleaned(each) for each in value]
         if not isinstance(value, str):
             return value
-        value, homes = _HOME.subn("~", value.replace(f"{ROOT}/", ""))
+        value, homes = re.subn(_HOMES, "~", value.replace(f"{ROOT}/", ""))
         count += homes
         for name, instead in names.items():
-            value, named = re.subn(rf"(?<![\w-]){re.escape(name)}(?![\w-])", instead, value)
+            value, named = re.subn(rf"(?<![A-Za-z0-9]){re.escape(name)}(?![A-Za-z0-9])", instead, value, flags=re.I)
             count += named
         return value
 
-    return cleaned(record), count
+    def of_example(part: dict) -> dict:
+        held = part | {word: cleaned(part[word]) for word in _WORDS}
+        held["codegen"] = [kernel | {"error": cleaned(kernel.get("error"))} for kernel in part["codegen"]]
+        return held | ({"study": of_example(part["study"])} if part.get("study") else {})
+
+    return record | {"examples": [of_example(example) for example in record["examples"]]}, count
 
 
 def names_here() -> dict[str, str]:
-    """The names of this host and user, short and long, and what stands in their place; names of under 4 letters mean
-    something else too often."""
+    """The names of this host and user, and what stands in their place; under 4 letters they mean too much else."""
     host = socket.gethostname()
     names = {host: "host", host.split(".")[0]: "host"}
     with suppress(KeyError, OSError):  # of a user without a name, as in a container
@@ -93,21 +129,30 @@ def names_here() -> dict[str, str]:
     return {name: instead for name, instead in names.items() if len(name) >= 4 and name not in ("root", "user")}
 
 
-def _place(record: dict, folder: str | None, root: Path) -> Path:
-    """results/<machine>; of a GPU that has a folder with another Triton, results/<machine>-triton-X.Y."""
-    newest = as_run(record)["machine"]
-    name = folder or folder_name(record["gpu"])
-    for path in [] if folder else sorted((root / "results" / name).glob("*.json")):
-        if as_run(load(path))["machine"].get("triton") != newest.get("triton"):
-            name = f"{name}-triton-{'.'.join(newest['triton'].split('.')[:2])}"
-            break
+def _place(record: dict, folder: str | None, taken: dict[Path, dict], root: Path) -> Path:
+    """results/<machine>; of a GPU that has a folder with another Triton, results/<machine>-triton-X.Y.
+
+    Raises ValueError for a folder that holds another GPU. `taken` are the records that go with this one.
+    """
+    name, triton = folder or folder_name(record["gpu"]), as_run(record)["machine"].get("triton")
+
+    def held(name: str) -> list[dict]:
+        place = root / "results" / name
+        others = [other for path, other in taken.items() if path.parent == place]
+        return others + [load(path) for path in sorted(place.glob("*.json"))]
+
+    if triton and not folder and any(as_run(each)["machine"].get("triton") != triton for each in held(name)):
+        name = f"{name}-triton-{'.'.join(triton.split('.')[:2])}"
+    if others := {str(each["gpu"]) for each in held(name)} - {str(record["gpu"])}:
+        raise ValueError(f"results/{name} holds records of {', '.join(sorted(others))}; name another --folder")
     return root / "results" / name / f"{record['topic']}.json"
 
 
 def contribute(paths: list[Path], folder: str | None = None, force: bool = False, root: Path = ROOT) -> int:
     """Check every record, then write all of them into results/ and renew the tables; 1 when one cannot be taken.
 
-    Raises ValueError for what is no record, a topic that is not known, or a file that exists (without `force`).
+    Raises ValueError for what is no record, a topic that is not known or is there twice, a file that exists (without
+    `force`), and a folder that cannot be written.
     """
     if folder is not None and not re.fullmatch(r"[a-z0-9][a-z0-9.-]*", folder):
         raise ValueError(f"--folder {folder!r}: use lower-case letters, digits, - and . as in rtx-4090")
@@ -125,20 +170,29 @@ def contribute(paths: list[Path], folder: str | None = None, force: bool = False
         for line in wrong:
             print(f"{path}: {line}")
         if not wrong:
-            target = _place(record, folder, root)
+            target = _place(record, folder, ready, root)
+            if target in ready:
+                raise ValueError(f"{path}: another record named here is of the same topic and machine; name one")
             if target.exists() and not force and target.resolve() != path.resolve():
                 raise ValueError(f"{target.relative_to(root)} exists; replace it with --force, or name a --folder")
-            ready[target] = anonymous(record, names_here())
+            ready[target] = record
     if bad:
         print(f"{bad} of these must be mended first; nothing was written")
         return 1
-    for target, (record, names) in ready.items():
-        target.parent.mkdir(parents=True, exist_ok=True)
-        target.write_text(json.dumps(record, indent=1, allow_nan=False) + "\n", encoding="utf-8")
+    for target, record in ready.items():
+        record, names = anonymous(record, names_here())
+        try:
+            target.parent.mkdir(parents=True, exist_ok=True)
+            target.write_text(json.dumps(record, indent=1) + "\n", encoding="utf-8")
+        except OSError as error:
+            raise ValueError(f"{target}: {error.strerror}; make results/ a folder that you may write") from None
         taken = f"; {names} paths and names of this machine were taken out" if names else ""
         print(f"{target.relative_to(root)}: {len(record['examples'])} techniques{taken}")
-    if root == ROOT:
-        readme(check=False, stale=False)
-    folders = " ".join(sorted({str(target.parent.relative_to(root)) for target in ready}))
-    print(f"now: git switch -c record && git add {folders} README.md docs && git commit && git push")
+    readme(check=False, stale=False, root=root)
+    folders = sorted({target.parent.relative_to(root) for target in ready})
+    add = " ".join(map(str, folders))
+    print(
+        f"now look at git diff, then: git switch -c record-{folders[0].name} && git add {add} README.md docs && "
+        "git commit && git push -u origin HEAD, and open a pull request"
+    )
     return 0

@@ -82,7 +82,7 @@ def elsewhere_table(found: list[Topic], ran: dict[str, list[dict]]) -> str:
     for topic in found:
         reference, *others = ran.get(topic.name) or [None]
         for other in others:
-            where = f"{other['machine']['gpu'] or 'a CPU'}, Triton {other['machine']['triton']}"
+            where = f"{other['machine']['gpu'] or 'a CPU'}, Triton {other['machine'].get('triton') or 'absent'}"
             rows = [row for row in join(reference, other, []) if row.held]
             answers = {example["name"]: answer_cell(example) for example in other["examples"]}
             machines += 1
@@ -103,6 +103,8 @@ def machine_name(machine: dict) -> str:
 def is_stale(technique: Technique, example: dict, root: Path = ROOT) -> bool:
     """Whether a recorded lesson, or its study, was made with other code than there is today."""
     parts = [((technique.path,), example)] + ([(technique.studies, example["study"])] if example.get("study") else [])
+    if not all((root / peer).is_file() for _, part in parts for peer in part["peers"]):
+        return True  # a peer that has moved since
     return any(
         not files or part["sources"] != sources_hash(files[0], [*files[1:], *(root / p for p in part["peers"])], root)
         for files, part in parts
@@ -162,7 +164,8 @@ def coverage_table(found: list[Topic], records: dict[str, list[dict]]) -> str:
             own = "sm_{}{}".format(*m["capability"]) if m["gpu"] else None
             where = f"{m['gpu']} ({own})" if own else f"{m['cpu']}, {m['cores']} cores"
             versions = [f"torch {m['torch']}"]
-            versions += [f"torch_xla {m['torch_xla']}"] if m.get("torch_xla") else [f"Triton {m['triton']}"]
+            versions += [f"torch_xla {m['torch_xla']}"] if m.get("torch_xla") else []
+            versions += [f"Triton {m['triton']}"] if m.get("triton") and not m.get("torch_xla") else []
             passed = [example for example in record["examples"] if example["status"] == "passed"]
             kernels = [kernel for example in passed for kernel in example["codegen"]]
             code = {kernel["sm"] for kernel in kernels if not kernel["error"] and not kernel.get("too_much")}
@@ -185,7 +188,8 @@ def results_tables(folder: Path, study: bool = False) -> str:
         limits = [f"copy {m['ceilings']['copy_tbps']:.2f} TB/s"] if m["ceilings"]["copy_tbps"] else []
         limits += [f"cuBLAS {dtype} {rate:.0f} TFLOP/s" for dtype, rate in m["ceilings"]["gemm_tflops"].items()]
         measured = f"; measured ceilings: {', '.join(limits)}" if limits else ""
-        versions = f"Triton {m['triton']}" if m["gpu"] else f"torch_xla {m['torch_xla']}, {m['cores']} cores"
+        versions = f"Triton {m['triton']}" if m["gpu"] else f"{m['cores']} cores"
+        versions = f"torch_xla {m['torch_xla']}, {versions}" if m.get("torch_xla") else versions
         commit = (record["commit"] or "unknown")[:12]
         parts.append(
             f"**{record['topic']}** on {m['gpu'] or m['cpu']}{power}, torch {m['torch']}, {versions}{measured} "
@@ -310,16 +314,16 @@ def renewed(text: str, parts: dict[str, str], where: str) -> str:
     return text
 
 
-def readme(check: bool, stale: bool) -> int:
+def readme(check: bool, stale: bool, root: Path = ROOT) -> int:
     """Renew the generated tables, or only say (`check`) whether they are up to date; 1 when they are not."""
     if stale:
-        for name in stale_examples():
+        for name in stale_examples(root):
             print(name)
         return 0
-    texts = documents()
+    texts = documents(root)
     differing = [path for path, (old, new) in texts.items() if old.replace(OLDER, "") != new.replace(OLDER, "")]
     for path, (old, new) in texts.items():
-        name = path.relative_to(ROOT)
+        name = path.relative_to(root)
         if check and path in differing:
             print(f"{name} differs from the docstrings and results/; run: python -m companion readme", file=sys.stderr)
         elif not check:

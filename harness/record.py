@@ -117,10 +117,14 @@ def load(path: Path) -> dict:
     """A record as it is. Raises ValueError when the file is no record of this schema."""
     try:
         record = json.loads(path.read_text(encoding="utf-8"))
-    except ValueError as error:  # of JSON, or of UTF-8
+    except (ValueError, RecursionError) as error:  # of JSON, or of UTF-8
         raise ValueError(f"{path}: not JSON ({error}); expected what --json writes") from None
     if not isinstance(record, dict) or record.get("schema") != SCHEMA:
         raise ValueError(f"{path}: not a record of schema {SCHEMA}; expected what --json writes")
+    kinds = {"topic": str, "gpu": (str, type(None)), "running": (str, type(None)), "examples": list}
+    wrong = [name for name, kind in kinds.items() if name not in record or not isinstance(record[name], kind)]
+    if wrong or not all(isinstance(example, dict) and "name" in example for example in record["examples"]):
+        raise ValueError(f"{path}: its {', '.join(wrong) or 'examples'} cannot be read; expected what --json writes")
     return record
 
 

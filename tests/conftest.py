@@ -38,16 +38,19 @@ def pytest_report_header():
 
 
 # What is the same on every machine: the text of the project, and code that is compiled from shapes alone.
-OFFLINE = ("companion", "faults", "test_house.py", "test_profile_read.py", "test_readme.py")
+OFFLINE = ("companion/test_contribute.py", "companion/test_readme_tables.py", "faults")
+OFFLINE += ("test_house.py", "test_profile_read.py", "test_readme.py")
 OFFLINE += tuple(f"harness/test_{name}.py" for name in ("catalog", "codegen", "console", "record", "sources"))
-COMPILED_ALONE = {"code", "compile_for", "dump"}  # of a test that takes no harness
+COMPILING = ("harness.codegen", "tests.examples.triton.helpers")
+COMPILED_ALONE = ("code", "compile_for", "dump")  # of these modules, in a test that takes no harness
 
 
 def is_offline(item: pytest.Item) -> bool:
     place = item.path.relative_to(ROOT / "tests").as_posix()
     if place.startswith(OFFLINE):
         return True
-    return bool(COMPILED_ALONE & {*item.function.__code__.co_names}) and "h" not in item.fixturenames
+    named = [item.function.__globals__.get(n) for n in COMPILED_ALONE if n in item.function.__code__.co_names]
+    return any(getattr(fn, "__module__", "") in COMPILING for fn in named) and "h" not in item.fixturenames
 
 
 def pytest_collection_modifyitems(items):

@@ -12,10 +12,11 @@ once with one (short kernels: the host is).
 
 Question   How often does a model compile when every batch has another size, and what does each policy cost per call?
 Needs      torch
-Wins when  kernels are long enough to hide guards. One size: leave the default, it compiles a constant. More: leave it
-           too; a graph for each size (dynamic=False) takes longer to compile and gains nothing at 4 sizes, and at 10
-           each call searches the guards of all graphs. Padding computes rows that nobody asked for; it keeps CUDA
-           graphs few. Short kernels: eager; on the recorded host CUDA graphs do not beat it either (study).
+Wins when  kernels are long enough to hide guards. Leave the default: one size it compiles as a constant, more sizes
+           share two graphs. A graph for each size (dynamic=False) takes longer to compile and gains nothing at 4
+           sizes, and at 10 each call searches the guards of all graphs. Padding computes rows that nobody asked for;
+           it keeps CUDA graphs few. With short kernels use eager: on the recorded host CUDA graphs do not beat it
+           either (study).
 Study      studies/compiler/dynamic_shapes.py (one CUDA graph for each size)
 Source     chapter sections "Dynamic Shapes", "2. Handle Dynamic Shapes", "Pitfall 2: Dynamic Shapes" and "How
            torch.compile Works Internally".

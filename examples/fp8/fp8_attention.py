@@ -46,7 +46,7 @@ OUT_DTYPES = (torch.bfloat16, torch.float16)
 # Head dim -> BLOCK_M, BLOCK_N, warps, stages. Causal: BLOCK_N a multiple of BLOCK_M.
 # Chosen by timing on an H200: two programs share an SM.
 TILES = {64: (64, 64, 4, 3), 128: (64, 128, 4, 3)}
-# ptxas of CUDA 13.4, which Triton 3.9 uses for sm_90, would serialize the wgmmas (its remark C7515): nothing overlaps.
+# With Q in registers, ptxas of CUDA 13.4 (Triton 3.9, sm_90) serializes the wgmmas (remark C7515): nothing overlaps.
 Q_IN_REGISTERS = tl.constexpr(tuple(map(int, triton.__version__.split(".")[:2])) < (3, 9))
 HEADS = 8  # causal: heads whose tiles run side by side; K and V of 8 heads of 4096 x 128 are 8 MiB of L2
 
@@ -92,7 +92,7 @@ def fp8_attention_kernel(
     # Not below the smallest normal number: 0 times the -inf of a masked score would be NaN.
     scale = tl.maximum(scale * q_scale * k_scale, 1.1754944e-38, propagate_nan=tl.PropagateNan.ALL)
     q = q_desc.load([b, h, start_m, 0]).reshape(BLOCK_M, D)
-    if Q_IN_REGISTERS:  # this changes no value; of what is merely loaded, wgmma reads every block from shared memory
+    if Q_IN_REGISTERS:  # no value changes; without the casts wgmma reads Q from shared memory for every block of keys
         q = q.to(tl.float16).to(q.dtype)
 
     # The one block that needs a mask comes first: the one on the diagonal, or the last one when it is not full. Every

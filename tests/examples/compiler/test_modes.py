@@ -58,9 +58,10 @@ def test_the_answer_names_the_model_and_says_what_has_not_settled(h):
         '"max-autotune for production", 1x1 tokens: 1.02x (host twice as fast: 0.82x) reduce-overhead, for 30 s of '
         "compiling against 7 s"
     ]
-    never = modes_.answer(44_000_000, *found(settled=CALLS, default=(9.0, 4.0)))
-    assert never.startswith("44 M parameters, ")
-    assert never.endswith(f"Take default: not all settled in {CALLS} calls, its compiling is paid never.")
+    assert modes_.answer(44_000_000, *found(default=(9.0, 4.0))).endswith("default 0.89x (0.89x). Take eager.")
+    uneven = modes_.answer(44_000_000, *found(settled=CALLS, default=(4.0, 4.0)))
+    assert uneven.startswith("44 M parameters, ")
+    assert uneven.endswith(f"not all settled in {CALLS} calls, its compiling is paid in 1750 calls.")
 
 
 @pytest.mark.gpu
