@@ -77,8 +77,6 @@ class Record:
         self.examples: list[dict] = []
         if path is not None and path.is_file() and path.stat().st_size:
             held = load(path)
-            if missing := {"topic", "gpu", "examples"} - set(held):
-                raise ValueError(f"{path}: lacks {', '.join(sorted(missing))}; expected what --json writes")
             if (held["topic"], held["gpu"]) != (topic, gpu):
                 have, wanted = f"{held['topic']} on {held['gpu'] or 'a CPU'}", f"{topic} on {gpu or 'a CPU'}"
                 raise ValueError(f"{path}: holds {have}, and this run is {wanted}; choose another file")

@@ -205,7 +205,7 @@ def test_wrong_usage_ends_with_2_before_anything_runs(main, topic, tmp_path):
         (["--json", paths["bytes"]], "not JSON"),
         (["--json", paths["list"]], "not a record of schema 2"),
         (["--json", paths["old"]], "not a record of schema 2"),
-        (["--json", paths["part"]], "lacks examples, gpu, topic"),
+        (["--json", paths["part"]], "its topic, gpu, running, examples cannot be read"),
         (["--json", paths["mine"]], "holds other on"),
         (["--json", paths["gpu"]], "choose another file"),
         (["--json", "no/such/folder/x.json"], "No such file or directory"),
