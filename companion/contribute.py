@@ -28,6 +28,7 @@ _HOMES = (
 _ONE_MACHINE = ("gpu", "capability", "torch", "triton", "torch_xla")
 _WORDS = ("command", "reason", "conclusions", "facts")  # of an example: the rest is numbers, and names of code
 _FIELDS = {field.name for field in fields(ExampleRecord)} - {"study"}
+_KINDS = {"machine": dict, "facts": dict, "tables": list, "codegen": list, "peers": list, "conclusions": list}
 
 
 def folder_name(gpu: str | None) -> str:
@@ -55,6 +56,8 @@ def wrong_with(record: dict, topic: Topic, root: Path = ROOT) -> list[str]:
         for what, part in _parts(example).items():
             if lacking := _FIELDS - part.keys():
                 return [f"{what}: lacks {', '.join(sorted(lacking))}; expected what --json writes"]
+            if wrong := [name for name, kind in _KINDS.items() if not isinstance(part[name], kind)]:
+                return [f"{what}: its {', '.join(wrong)} cannot be read; expected what --json writes"]
     names = [example["name"] for example in examples]
     found = [f"{record['running']}: the run ended in it; run it again"] if record["running"] else []
     if strange := {name for name in names if name not in known or names.count(name) > 1}:

@@ -114,6 +114,7 @@ def failed(example):
         (lambda r: r["examples"][0].pop("study"), "what_is_tma: without its study"),
         (lambda r: r["examples"][0].update(status="skipped"), "what_is_tma: skipped: None"),
         (lambda r: r["examples"][0].pop("seed"), "what_is_tma: lacks seed"),
+        (lambda r: r["examples"][0].update(machine=None, peers=None), "what_is_tma: its machine, peers cannot be read"),
         (lambda r: r.update(gpu="NVIDIA B200"), "it says NVIDIA B200, and its examples NVIDIA H200"),
         (lambda r: r.update(running="tma_copy"), "tma_copy: the run ended in it"),
         (lambda r: [e.update(tables=[]) for e in r["examples"]], "nothing was timed in it"),
