@@ -8,6 +8,7 @@ import sys
 import threading
 from contextlib import contextmanager
 from functools import partial
+from tempfile import TemporaryFile
 from textwrap import wrap
 from typing import TYPE_CHECKING
 
@@ -337,6 +338,27 @@ def progress(console: Console, what: str):
         timer.cancel()
         timer.join()
         status.stop()
+
+
+@contextmanager
+def errors_held_back():
+    """Show what is written to standard error, be it by C++, only if the block raises: an autotuner tells of every
+    configuration that does not fit."""
+    sys.stderr.flush()
+    shown = os.dup(2)
+    with TemporaryFile() as held:
+        os.dup2(held.fileno(), 2)
+        try:
+            yield
+        except BaseException:
+            sys.stderr.flush()
+            held.seek(0)
+            os.write(shown, held.read())
+            raise
+        finally:
+            sys.stderr.flush()
+            os.dup2(shown, 2)
+            os.close(shown)
 
 
 def show_summary(console: Console, examples: list[ExampleRecord], known: dict[str, str | None]) -> None:

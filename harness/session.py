@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import zlib
 from collections.abc import Callable, Iterable
+from contextlib import contextmanager, nullcontext
 from functools import partial
 from types import ModuleType
 
@@ -226,7 +227,7 @@ class Harness:
             self.say(f"profiled  {table.title}  {table.case}: {', '.join(variants)}")
             return table
         check_variants(
-            table, variants, reference, inputs, self.progress, references,
+            table, variants, reference, inputs, self._first_call, references,
             max_error_ratio=max_error_ratio, timing=timing, peers=peers, wrong=wrong, library=library, budgets=budgets,
             **budget,
         )  # fmt: skip
@@ -314,3 +315,9 @@ class Harness:
 
     def progress(self, what: str):
         return show.progress(self.console, what)
+
+    @contextmanager
+    def _first_call(self, what: str):
+        """A call that compiles: with -v, or if it fails, what the compilers print is shown."""
+        with self.progress(what), nullcontext() if self.verbose else show.errors_held_back():
+            yield

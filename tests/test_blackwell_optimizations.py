@@ -38,7 +38,6 @@ from examples.fp8 import microscaling as mx
 from examples.fp8.microscaling_quantize import expected_bytes, mx_quantize, quantized_bytes
 from examples.tma import blackwell, blackwell_plan
 from examples.tma import tma_copy as copying
-from examples.tma import tma_epilogues as epilogues
 from examples.tma import tma_persistent_matmul as persistent
 from examples.tma.tma_matmul import STEPS, tma_matmul
 from examples.triton import fused_add_relu_mul as fused
@@ -48,7 +47,7 @@ from examples.triton import warp_specialized_matmul as specialized
 from examples.triton.persistent_matmul import matmul_persistent
 from examples.triton.pipelined_matmul import matmul_pipelined
 from studies.fp8.microscaling import quantize_torch
-from studies.tma import tma_epilogues as epilogues_study
+from studies.tma import tma_epilogues as epilogues
 from studies.tma.tma_copy import padded
 from tests.examples.tma.test_gluon_matmul import KERNELS as GLUON
 
@@ -58,75 +57,77 @@ LAUNCHES = 2000  # of each kernel, under stress
 class Row(NamedTuple):
     """One ratio that a test measures: "A over B", so many times as fast is variant A as variant B.
 
-    `measured` is what a GPU of each architecture reached; where nobody measured, nothing is asked, so that correctness
-    alone decides. `margin` is how much less than that still passes.
+    `measured` is what each GPU reached; where nobody measured, nothing is asked, so that correctness alone decides.
+    `margin` is how much less than that still passes.
     """
 
     ratio: str
-    measured: dict[int | None, float]
+    measured: dict[str, float]
     margin: float
 
-    def least(self, sm: int | None) -> float | None:
-        return self.measured[sm] * (1 - self.margin) if sm in self.measured else None
+    def least(self, gpu: str | None) -> float | None:
+        return self.measured[gpu] * (1 - self.margin) if gpu in self.measured else None
 
 
 def read_table(text: str) -> dict[str, list[Row]]:
     table: dict[str, list[Row]] = {}
     for line in text.strip().splitlines():
-        test, ratio, on_90, *margin = re.split(r" {2,}", line.partition("  #")[0].strip())
-        measured = {} if on_90 == "-" else {90: float(on_90)}
+        test, ratio, *values = re.split(r" {2,}", line.partition("  #")[0].strip())
+        measured = {gpu: float(value) for gpu, value in zip(GPUS, values, strict=False) if value != "-"}
+        margin = values[len(GPUS) :]
         table.setdefault(test, []).append(Row(ratio, measured, float(margin[0]) if margin else 0.10))
     return table
 
 
-# The thresholds: a ratio that an H200 reached (torch 2.11, Triton 3.6), in results/h200 or in a run of this suite, and
-# the margin, 0.10 unless given: for what a power limit and another board change; where it is the host that is measured,
-# hosts differ by more. "-": nothing is asked; the end of a run prints what was measured. A name in a ratio is that of a
-# variant in the test, or stands for the fastest of those that start with it. Two spaces or more end a column.
+# The thresholds: the ratios that each of GPUS reached (torch 2.11, Triton 3.6), in results/ or in a run of this suite,
+# and the margin, 0.10 unless given: for what a power limit and another board change; where it is the host that is
+# measured, hosts differ by more. "-": nothing is asked; the end of a run prints what was measured. A name in a ratio is
+# that of a variant in the test, or stands for the fastest of those that start with it. Two spaces or more end a column.
+GPUS = ("NVIDIA H200", "NVIDIA H100 80GB HBM3")
 TABLE = read_table("""
-test_tensor_core_formats                     tf32 over float32                     7.55
-test_tensor_core_formats                     bfloat16 over tf32                    2.12
-test_tensor_core_formats                     float16 over cuBLAS float16           0.957
-test_fp8_over_fp16                           FP8 over float16                      1.94
-test_fp8_over_fp16                           FP8 over _scaled_mm                   1.034
-test_fp8_blockwise                           warp specialized over plain           1.91
-test_fp8_blockwise                           warp specialized over _scaled_mm      1.081
-test_mx_quantize[mxfp8]                      one kernel over torch.compile         1.80
-test_mx_quantize[mxfp4]                      one kernel over torch.compile         3.94
-test_mx_quantize[nvfp4]                      one kernel over torch.compile         3.50
-test_mx_matmul[mxfp8]                        block-scaled over cuBLAS              -  # sm_90 decodes: slower
-test_mx_matmul[mxfp4]                        block-scaled over cuBLAS              -
-test_mx_matmul[nvfp4]                        block-scaled over cuBLAS              -
-test_persistent[512]                         persistent over one program per tile  1.206
-test_persistent[512]                         persistent over cuBLAS                0.961
-test_persistent[4096]                        persistent over cuBLAS                0.998
-test_tma_copy                                TMA over torch copy                   0.967  0.05
-test_tma_matmul[4096x4096x4096]              parts over cuBLAS                     0.960
-test_tma_matmul[4072x4104x4072]              loads over pointers                   1.213  # pointers need masks
-test_tma_persistent_matmul[8192x8192x512]    persistent over one program per tile  1.291
-test_tma_persistent_matmul[8192x8192x512]    persistent over cuBLAS                1.008
-test_tma_persistent_matmul[8192x8192x8192]   persistent over cuBLAS                1.021
-test_tma_persistent_matmul[4096x14336x4096]  persistent over cuBLAS                0.998
-test_tma_descriptors                         prepared over each call               5.13  0.30
-test_tma_epilogues[bias + SiLU]              fused over cuBLAS + torch.compile     1.116  0.05
-test_tma_epilogues[bias + GELU]              fused over cuBLAS + torch.compile     1.140  0.05
-test_tma_epilogues[FP8, scale given]         fused over cuBLAS + torch.compile     1.079  0.05
-test_tma_epilogues[FP8, per group]           fused over cuBLAS + torch.compile     1.089  0.05
-test_tma_epilogues[SwiGLU]                   fused over cuBLAS + torch.compile     1.074  0.068
-test_tma_gluon_matmul[4096]                  ring over one buffer                  2.30
-test_tma_gluon_matmul[4096]                  staggered over cuBLAS                 0.998
-test_tma_gluon_matmul[8192]                  ring over one buffer                  2.29
-test_tma_gluon_matmul[8192]                  staggered over cuBLAS                 1.031
-test_tma_blackwell_matmul                    specialized over pipelined            -  # even on sm_90
-test_tma_blackwell_matmul                    by hand over cuBLAS                   -  # none on sm_90
-test_warp_specialized                        specialized over plain                -  # even on sm_90
-test_pipelined                               2 stages over 1 stage                 1.41
-test_pipelined                               3 stages over 1 stage                 1.76
-test_fusion                                  fused over torch eager                2.38
-test_fused_softmax                           fused over torch.softmax              1.90
-test_fusion                                  torch.compile over torch eager        2.37
-test_cuda_graph                              CUDA graph over torch eager           6.63  0.50
-test_cuda_graph                              reduce-overhead over torch eager      13.4  0.50
+test_tensor_core_formats                     tf32 over float32                     7.55   7.901
+test_tensor_core_formats                     bfloat16 over tf32                    2.12   2.196
+test_tensor_core_formats                     float16 over cuBLAS float16           0.957  0.957
+test_fp8_over_fp16                           FP8 over float16                      1.94   1.879
+test_fp8_over_fp16                           FP8 over _scaled_mm                   1.034  1.019
+test_fp8_blockwise                           warp specialized over plain           1.91   1.821
+test_fp8_blockwise                           warp specialized over _scaled_mm      1.081  1.021
+test_mx_quantize[mxfp8]                      one kernel over torch.compile         1.80   1.622
+test_mx_quantize[mxfp4]                      one kernel over torch.compile         3.94   5.267
+test_mx_quantize[nvfp4]                      one kernel over torch.compile         3.50   4.435
+test_mx_matmul[mxfp8]                        block-scaled over cuBLAS              -      -  # sm_90 decodes: slower
+test_mx_matmul[mxfp4]                        block-scaled over cuBLAS              -      -
+test_mx_matmul[nvfp4]                        block-scaled over cuBLAS              -      -
+test_persistent[512]                         persistent over one program per tile  1.206  1.202
+test_persistent[512]                         persistent over cuBLAS                0.961  0.965
+test_persistent[4096]                        persistent over cuBLAS                0.998  0.993
+test_tma_copy                                TMA over torch copy                   0.967  0.972  0.05
+test_tma_matmul[4096x4096x4096]              parts over cuBLAS                     0.960  0.97
+test_tma_matmul[4072x4104x4072]              loads over pointers                   1.213  1.172  # pointers need masks
+test_tma_persistent_matmul[8192x8192x512]    persistent over one program per tile  1.291  1.277
+test_tma_persistent_matmul[8192x8192x512]    persistent over cuBLAS                1.008  1.028
+test_tma_persistent_matmul[8192x8192x8192]   persistent over cuBLAS                1.021  1.026
+test_tma_persistent_matmul[4096x14336x4096]  persistent over cuBLAS                0.998  0.993
+test_tma_descriptors                         prepared over each call               5.13   6.933  0.30
+test_tma_epilogues[bias + SiLU]              fused over cuBLAS + torch.compile     1.116  1.123  0.05
+test_tma_epilogues[bias + GELU]              fused over cuBLAS + torch.compile     1.140  1.139  0.05
+test_tma_epilogues[FP8, scale given]         fused over cuBLAS + torch.compile     1.079  -      0.05
+test_tma_epilogues[FP8, per group]           fused over cuBLAS + torch.compile     1.089  1.097  0.05
+test_tma_epilogues[SwiGLU]                   fused over cuBLAS + torch.compile     1.074  -      0.068
+test_tma_gluon_matmul[4096]                  ring over one buffer                  2.30   2.235
+test_tma_gluon_matmul[4096]                  staggered over cuBLAS                 0.998  1.008
+test_tma_gluon_matmul[8192]                  ring over one buffer                  2.29   2.331
+test_tma_gluon_matmul[8192]                  staggered over cuBLAS                 1.031  1.028
+test_tma_blackwell_matmul                    specialized over pipelined            -      -  # even on sm_90
+test_tma_blackwell_matmul                    by hand over cuBLAS                   -      -  # none on sm_90
+test_warp_specialized                        specialized over plain                -      -  # even on sm_90
+test_pipelined                               2 stages over 1 stage                 1.41   1.287
+test_pipelined                               3 stages over 1 stage                 1.76   1.46
+test_fusion                                  fused over torch eager                2.38   2.354
+test_fused_softmax                           fused over torch.softmax              1.90   1.366
+test_fusion                                  torch.compile over torch eager        2.37   2.37
+test_cuda_graph                              CUDA graph over torch eager           6.63   7.009  0.50
+test_cuda_graph                              reduce-overhead over torch eager      13.4   11.58  0.50
 """)
 
 
@@ -156,9 +157,9 @@ def ratio_of(rounds: dict[str, list[float]], ratio: str) -> float | None:
     return statistics.median(base / own for own, base in zip(ours, over, strict=True))
 
 
-def shortfalls(rows: list[Row], found: dict[str, float | None], sm: int | None) -> list[str]:
-    """What is below its threshold on this architecture, or was asked for and not measured (0)."""
-    asked = [(row, row.least(sm), found.get(row.ratio) or 0.0) for row in rows if row.least(sm) is not None]
+def shortfalls(rows: list[Row], found: dict[str, float | None], gpu: str | None) -> list[str]:
+    """What is below its threshold on this GPU, or was asked for and not measured (0)."""
+    asked = [(row, row.least(gpu), found.get(row.ratio) or 0.0) for row in rows if row.least(gpu) is not None]
     return [f"{row.ratio} is {got:.3f}x, at least {least:.3f}x is asked" for row, least, got in asked if got < least]
 
 
@@ -180,7 +181,7 @@ class Speed:
 
         What falls short is measured once more before it fails: for a moment something else may have had the GPU.
         """
-        sm, found = self.h.machine.sm, {}
+        gpu, found = self.h.machine.gpu, {}
         enqueue = {name: enqueue_ms(call) for name, call in self.calls.items()}
         for _ in range(2):
             samples = time_rounds(self.calls, enqueue, whole_calls)
@@ -188,12 +189,12 @@ class Speed:
             for row in self.rows:
                 both = [x for x in (found.get(row.ratio), ratio_of(rounds, row.ratio)) if x is not None]
                 found[row.ratio] = max(both, default=None)
-            if not (short := shortfalls(self.rows, found, sm)):
+            if not (short := shortfalls(self.rows, found, gpu)):
                 break
         self.calls.clear()
         for row in self.rows:
-            self.keep(row.ratio, found[row.ratio], row.measured.get(sm), row.least(sm))
-        assert not short, f"sm_{sm}: {'; '.join(short)}"
+            self.keep(row.ratio, found[row.ratio], row.measured.get(gpu), row.least(gpu))
+        assert not short, f"{gpu}: {'; '.join(short)}"
 
 
 @pytest.fixture
@@ -368,11 +369,12 @@ def test_tma_descriptors(h, speed):
 def test_tma_epilogues(h, speed, form):
     """In the GEMM's store, against cuBLAS and then the epilogue as one kernel by torch.compile."""
     sizes = (8192, 14336, 4096)
-    every = epilogues_study.layers(h, *sizes)
+    every = epilogues.layers(h, *sizes)
     _, inputs, reference, ours, two_kernels, _, dtype, _ = next(each for each in every if each[0] == form)
-    want, budget = reference(*inputs), {"dtype": dtype} | epilogues.budget(h, sizes[2])
-    for variant in epilogues_study.runnable(h.device):
-        speed.add(f"fused {variant}", ours(variant), *inputs, want=want, **budget)
+    common, differ = epilogues.allowed(h, form, dtype, sizes[2])
+    want, budget = reference(*inputs), {"dtype": dtype} | common
+    for variant in epilogues.runnable(h.device):
+        speed.add(f"fused {variant}", ours(variant), *inputs, want=want, **budget | differ.get(variant, {}))
     speed.add("cuBLAS + torch.compile", two_kernels, *inputs, want=want, **budget)
     speed.race()
 
@@ -459,7 +461,7 @@ def test_same_bits_in_every_launch(h):
         ("FP8 blockwise", bind(blockwise.blockwise_matmul, check_scales=False), grouped, "variant",
          blockwise.runnable(device)),
         ("TMA persistent", persistent.matmul_tma_persistent, (a, b), "schedule", persistent.runnable(device)),
-        ("epilogue", bind(epilogues.linear, activation="silu"), (a, w), "variant", epilogues_study.runnable(device)),
+        ("epilogue", bind(epilogues.linear, activation="silu"), (a, w), "variant", epilogues.runnable(device)),
         ("blackwell", blackwell.blackwell_matmul, (a, w), "variant", blackwell_plan.runnable(device)),
         ("TMA", tma_matmul, (a, b), "step", STEPS),
         ("copy", copying.tma_copy, (rows,), "variant", copying.runnable()),
@@ -483,9 +485,9 @@ def test_table_asks_for_what_it_can_notice():
         assert len({row.ratio for row in rows}) == len(rows)
         for row in rows:
             library = row.ratio.split(" over ")[1].startswith(("cuBLAS", "_scaled_mm", "torch copy"))
-            assert row.least(90) is None or library or row.least(90) > 1, row
-        assert not any(shortfalls(rows, {}, sm) for sm in (None, 86, 100))
-    assert TABLE["test_tma_epilogues[FP8, scale given]"][0].least(90) == pytest.approx(1.079 * 0.95)
+            assert all(library or row.least(gpu) > 1 for gpu in row.measured), row
+        assert not any(shortfalls(rows, {}, gpu) for gpu in (None, "NVIDIA H100 PCIe"))
+    assert TABLE["test_tma_epilogues[FP8, scale given]"][0].least(GPUS[0]) == pytest.approx(1.079 * 0.95)
 
 
 def test_a_ratio_is_taken_within_rounds():
@@ -500,14 +502,14 @@ def test_a_ratio_is_taken_within_rounds():
 def test_a_slow_or_wrong_variant_fails_where_something_is_asked(h, monkeypatch):
     """What is fast at the second measurement passes; what is fast at the first is not measured again."""
     module, x = sys.modules[__name__], h.randn(64, 64)
-    made_up = [Row("fast over slow", {90: 2.0, 100: 1.5}, 0.1), Row("fast over library", {100: 1.0}, 0.1)]
+    made_up = [Row("fast over slow", {"a": 2.0, "b": 1.5}, 0.1), Row("fast over library", {"b": 1.0}, 0.1)]
     monkeypatch.setitem(TABLE, "made up", made_up)
     monkeypatch.setattr(module, "enqueue_ms", lambda call: 0.0)
 
-    def race_of(sm: int, *slow: float) -> list:
+    def race_of(gpu: str, *slow: float) -> list:
         left, kept = list(slow), []
         monkeypatch.setattr(module, "time_rounds", lambda *_: {"fast": [[1.0]], "slow": [[left.pop(0)]]})
-        monkeypatch.setattr(h, "machine", dataclasses.replace(h.machine, capability=divmod(sm, 10)))
+        monkeypatch.setattr(h, "machine", dataclasses.replace(h.machine, gpu=gpu))
         speed = Speed(h, "made up", lambda *row: kept.append(row))
         try:
             race(speed, dict.fromkeys(("fast", "slow"), lambda x: x * 2), x, want=x.double() * 2)
@@ -515,11 +517,11 @@ def test_a_slow_or_wrong_variant_fails_where_something_is_asked(h, monkeypatch):
             assert (left, speed.calls) == ([], {}), "it was not measured again, or inputs would stay in memory"
         return kept
 
-    with pytest.raises(AssertionError, match=r"sm_90: fast over slow is 1\.000x, at least 1\.800x"):
-        race_of(90, 1.0, 0.9)
-    assert race_of(90, 1.0, 2.0) == [("fast over slow", 2.0, 2.0, 1.8), ("fast over library", None, None, None)]
-    assert race_of(90, 1.9)[0] == ("fast over slow", 1.9, 2.0, 1.8)
-    assert race_of(86, 0.1)[0] == ("fast over slow", 0.1, None, None)
+    with pytest.raises(AssertionError, match=r"a: fast over slow is 1\.000x, at least 1\.800x"):
+        race_of("a", 1.0, 0.9)
+    assert race_of("a", 1.0, 2.0) == [("fast over slow", 2.0, 2.0, 1.8), ("fast over library", None, None, None)]
+    assert race_of("a", 1.9)[0] == ("fast over slow", 1.9, 2.0, 1.8)
+    assert race_of("c", 0.1)[0] == ("fast over slow", 0.1, None, None)
     for wrong in (lambda x: x * 2.001, torch.empty_like):
         with pytest.raises(CheckError, match=r"fused|nobody wrote"):
             Speed(h, "made up", print).add("fused", wrong, x, want=x.double() * 2)

@@ -21,7 +21,7 @@ Source     chapter sections "When torch.compile Helps", "Mode Comparison", "Comp
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 
 from harness import Harness, Timing, Work, run
@@ -65,14 +65,31 @@ def captured(fn: Callable, tokens: torch.Tensor) -> Callable:
     return replay
 
 
-def lacks_memory(config: Config, device: torch.device, dtype: torch.dtype) -> str | None:
-    """Why this model cannot run here: weights, one block of them in float64 for the reference, 2 GiB for the rest."""
-    need = (config.parameters * dtype.itemsize + 8 * config.block_parameters) / 2**30 + 2
+def fitting(config: Config, device: torch.device, dtype: torch.dtype) -> Config | None:
+    """config, or as many of its layers as fit: weights, one block in float64 for the reference, 4 GiB for the rest.
+
+    None if not even one layer does, and for 40 B on a CPU.
+    """
     if device.type == "cpu":
-        return None if config is not FORTY_BILLION else f"needs a GPU with {need:.0f} GiB"
+        return None if config is FORTY_BILLION else config
     torch.cuda.empty_cache()
-    free = torch.cuda.mem_get_info()[0] / 2**30
-    return None if free >= need else f"needs {need:.0f} GiB of GPU memory, {free:.0f} are free"
+    block = config.block_parameters
+    rest = (config.parameters - config.layers * block) * dtype.itemsize + 8 * block + 4 * 2**30
+    layers = min(config.layers, (torch.cuda.mem_get_info(device)[0] - rest) // (block * dtype.itemsize))
+    return replace(config, layers=layers) if layers > 0 else None
+
+
+def models(h: Harness, configs: dict[str, Config], dtype: torch.dtype) -> Iterator[tuple[str, str, Transformer]]:
+    """What was asked for, what it is here, and the model: delete it before the next one, or that finds less memory."""
+    for name, asked in configs.items():
+        config = fitting(asked, h.device, dtype)
+        if config is None:
+            h.say(f"{name} skipped: too little memory")
+            continue
+        here = name if config == asked else f"{config.parameters / 1e9:.0f} B"
+        if here != name:
+            h.say(f"{name} is {here} here: {config.layers} of {asked.layers} layers fit into the memory")
+        yield name, here, Transformer.random(config, h.device, dtype, h.seed)
 
 
 def compile_all(model: Transformer, ids: torch.Tensor, whole: bool) -> tuple[dict[str, Callable], dict[str, dict]]:
@@ -127,19 +144,18 @@ def demo(h: Harness) -> None:
     on_gpu = h.device.type == "cuda"
     dtype = torch.bfloat16 if on_gpu else torch.float32
     small = {"25 M": replace(SMALL, layers=3)} if on_gpu else {"19 M": replace(SMALL, layers=2)}
-    models = h.pick(quick=small, full={"1 B": ONE_BILLION, "40 B": FORTY_BILLION})
+    configs, sizes = (
+        h.pick(quick=small, full={"1 B": ONE_BILLION, "40 B": FORTY_BILLION}),
+        h.pick(quick=(1,), full=(1, 512)),
+    )
     tables: dict[str, list] = {}
     warm_up(h.device)
     with torch.no_grad():
-        for name, config in models.items():
-            if reason := lacks_memory(config, h.device, dtype):
-                h.say(f"{name} skipped: {reason}")
-                continue
-            model = Transformer.random(config, h.device, dtype, h.seed)
+        for asked, name, model in models(h, configs, dtype):
             # The whole model is compiled for what that costs, since it runs what the blocks run. The study has 40 B.
-            whole = {1: config is not FORTY_BILLION, 512: False}
-            sizes = h.pick(quick=(1,), full=(1, 512))
+            whole = {1: asked != "40 B", 512: False}
             tables[name] = [one_size(h, name, model, tokens, whole[tokens]) for tokens in sizes]
+            del model
     if tables:
         h.answer(lambda: answer(tables))
 

@@ -1,9 +1,8 @@
 """Matrix multiplication: tiles on the tensor cores, in an order that hits L2, of a size that a search finds.
 
-The product of two n x n matrices in bf16 is 2 n^3 FLOPs on 6 n^2 bytes: compute-bound, if each value came from memory
-once. One program computes one BLOCK_M x BLOCK_N tile of C. Each step along K loads BLOCK_M + BLOCK_N values for
-2 * BLOCK_M * BLOCK_N FLOPs: 32 FLOPs a byte for a 64 x 64 tile, 85 for 128 x 256. Larger tiles load less, until
-registers or shared memory run out; which is fastest depends on the GPU and the sizes, so autotune times a few.
+The product of two n x n matrices in bf16 is 2 n^3 FLOPs on 6 n^2 bytes: compute-bound, if each value is read once. One
+program computes a BLOCK_M x BLOCK_N tile of C. A step along K loads BLOCK_M + BLOCK_N values for 2 BLOCK_M * BLOCK_N
+FLOPs: 32 a byte for a 64 x 64 tile, 85 for 128 x 256. Larger tiles load less, until registers or shared memory run out.
 
 Most of these loads hit L2, if programs that run at the same time share rows of A and columns of B. Row by row, each row
 of tiles reads all of B. In groups of GROUP_M rows (grouped rasterization) tiles that run together are a patch of C.

@@ -1,6 +1,7 @@
 """What is printed: whole in 80 columns, nothing cut short, brackets and all."""
 
 import io
+import os
 import re
 
 from harness import Table, console
@@ -153,3 +154,19 @@ def test_tensor_memory_has_a_column_where_there_is_some():
     assert ("tensor memory" in one, "tensor memory" in both) == (False, True)
     assert re.search(r"sm_100 +- +100 +0 +2\.0 +128", both)
     assert re.search(r"sm_90 +- +100 +0 +2\.0 *$", both, re.M)
+
+
+def test_what_compilers_print_is_shown_only_if_a_first_call_fails(capfd):
+    with console.errors_held_back():
+        os.write(2, b"a configuration that does not fit\n")
+    os.write(2, b"after\n")
+    assert capfd.readouterr().err == "after\n"
+
+    @console.errors_held_back()
+    def fails():
+        os.write(2, b"the reason\n")
+        raise KeyError
+
+    with pytest.raises(KeyError):
+        fails()
+    assert capfd.readouterr().err == "the reason\n"

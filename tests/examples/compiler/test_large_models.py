@@ -1,5 +1,7 @@
 """large_models: one graph for all layers, memory asked for before it is taken, a captured graph's rules."""
 
+from dataclasses import replace
+
 from harness.bench import Row, Table
 
 import pytest
@@ -8,21 +10,46 @@ import torch
 from compile_inspect import watch
 from examples.common.transformer import FORTY_BILLION, TINY, Transformer
 from examples.compiler import large_models
-from examples.compiler.large_models import BLOCKS, CAPTURED, EAGER, WHOLE, captured, compiled_blocks, demo, lacks_memory
+from examples.compiler.large_models import (
+    BLOCKS,
+    CAPTURED,
+    EAGER,
+    WHOLE,
+    captured,
+    compiled_blocks,
+    demo,
+    fitting,
+    models,
+)
 from studies.compiler.large_models import TEN_BILLION
 
 
-def test_too_little_memory_is_a_reason_and_not_a_crash(h, monkeypatch):
-    assert lacks_memory(TINY, h.device, torch.float32) is None
-    if h.device.type == "cpu":
-        assert "needs a GPU with" in lacks_memory(FORTY_BILLION, h.device, torch.float32)
-    else:
-        monkeypatch.setattr(torch.cuda, "mem_get_info", lambda: (2**30, 2**31))
-        assert "needs 80 GiB of GPU memory, 1 are free" in lacks_memory(FORTY_BILLION, h.device, torch.bfloat16)
-    monkeypatch.setattr(large_models, "lacks_memory", lambda *_: "needs more than there is")
+def test_too_little_memory_takes_fewer_layers_or_none_and_does_not_crash(h, monkeypatch):
+    cpu, gpu = torch.device("cpu"), torch.device("cuda")
+    assert fitting(TINY, cpu, torch.float32) == TINY
+    assert fitting(FORTY_BILLION, cpu, torch.float32) is None
+    monkeypatch.setattr(torch.cuda, "empty_cache", lambda: None)
+    for free, layers in {140: 60, 79: 57, 40: 25, 9: None}.items():  # GiB; a layer has 1.22, the rest takes 9.4
+        monkeypatch.setattr(torch.cuda, "mem_get_info", lambda _, free=free: (free * 2**30, 2**40))
+        config = fitting(FORTY_BILLION, gpu, torch.bfloat16)
+        assert (config and config.layers) == layers
+    assert fitting(TINY, gpu, torch.bfloat16) == TINY
+
+
+def test_models_are_named_for_what_they_are_here(h, monkeypatch):
+    fewer = {"whole": TINY, "cut": replace(TINY, layers=2), "none": None}
+    asked = dict.fromkeys(fewer, TINY)
+    left = iter(fewer.values())
+    monkeypatch.setattr(large_models, "fitting", lambda *_: next(left))
+    found = [(name, here, model.config.layers) for name, here, model in models(h, asked, torch.float32)]
+    assert found == [("whole", "whole", 4), ("cut", "0 B", 2)]
+    assert h.record.conclusions == [
+        "cut is 0 B here: 2 of 4 layers fit into the memory", "none skipped: too little memory",
+    ]  # fmt: skip
+    monkeypatch.setattr(large_models, "fitting", lambda *_: None)
     monkeypatch.setattr(large_models, "warm_up", lambda device: None)
-    demo(h)
-    assert (len(h.record.conclusions), h.record.tables) == (1, [])
+    demo(h)  # has nothing to answer
+    assert h.record.tables == []
 
 
 def test_the_answer_fits_and_has_the_hosts_share():
