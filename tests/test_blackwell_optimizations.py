@@ -111,9 +111,9 @@ test_tma_persistent_matmul[4096x14336x4096]  persistent over cuBLAS             
 test_tma_descriptors                         prepared over each call               5.13   6.933  0.30
 test_tma_epilogues[bias + SiLU]              fused over cuBLAS + torch.compile     1.116  1.123  0.05
 test_tma_epilogues[bias + GELU]              fused over cuBLAS + torch.compile     1.140  1.139  0.05
-test_tma_epilogues[FP8, scale given]         fused over cuBLAS + torch.compile     1.079  -      0.05
+test_tma_epilogues[FP8, scale given]         fused over cuBLAS + torch.compile     1.079  1.093  0.05
 test_tma_epilogues[FP8, per group]           fused over cuBLAS + torch.compile     1.089  1.097  0.05
-test_tma_epilogues[SwiGLU]                   fused over cuBLAS + torch.compile     1.074  -      0.068
+test_tma_epilogues[SwiGLU]                   fused over cuBLAS + torch.compile     1.074  1.111  0.068
 test_tma_gluon_matmul[4096]                  ring over one buffer                  2.30   2.235
 test_tma_gluon_matmul[4096]                  staggered over cuBLAS                 0.998  1.008
 test_tma_gluon_matmul[8192]                  ring over one buffer                  2.29   2.331
