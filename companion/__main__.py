@@ -61,6 +61,10 @@ def _run(options: argparse.Namespace) -> int:
         from companion.contribute import contribute
 
         return contribute(options.records, options.folder, options.force)
+    if options.command == "claims":
+        from companion.claims import claims
+
+        return claims(options.check)
     if options.command == "readme":
         from companion.readme import readme
 
@@ -101,6 +105,8 @@ def _parser() -> argparse.ArgumentParser:
     readme = commands.add_parser("readme", help="renew the tables of README.md and docs/ from docstrings and results/")
     readme.add_argument("--check", action="store_true", help="change nothing; exit 1 when they are out of date")
     readme.add_argument("--stale", action="store_true", help="only list what was recorded with older code")
+    claims = commands.add_parser("claims", help="renew CLAIMS.md: what the chapter claims, and what was measured of it")
+    claims.add_argument("--check", action="store_true", help="change nothing; exit 1 when it is out of date")
     return parser
 
 

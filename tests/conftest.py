@@ -38,7 +38,7 @@ def pytest_report_header():
 
 
 # What is the same on every machine: the text of the project, and code that is compiled from shapes alone.
-OFFLINE = ("companion/test_contribute.py", "companion/test_readme_tables.py", "faults")
+OFFLINE = ("companion/test_claims.py", "companion/test_contribute.py", "companion/test_readme_tables.py", "faults")
 OFFLINE += ("test_house.py", "test_profile_read.py", "test_readme.py")
 OFFLINE += tuple(f"harness/test_{name}.py" for name in ("catalog", "codegen", "console", "record", "sources"))
 COMPILING = ("harness.codegen", "tests.examples.triton.helpers")

@@ -1,0 +1,226 @@
+"""`python -m companion claims`: CLAIMS.md, what the chapter claims and what was measured of it, from results/.
+
+The claims stand in companion/ledger.py; no measured number does. Each names what is read of a technique's record, and
+what must hold of each value: all of them, and the claim holds; some, and it holds only there; none, and it does not.
+"""
+
+from __future__ import annotations
+
+import operator
+import sys
+from collections import Counter
+from collections.abc import Callable
+from functools import reduce
+from pathlib import Path
+from typing import NamedTuple
+
+from harness.bench import Table
+from harness.catalog import ROOT, Technique, Topic, topics
+from harness.record import recorded
+
+from companion.readme import OLDER, OUTLINE, is_stale, machine_name, tables_of
+
+PAGE = "CLAIMS.md"
+VERDICTS = ("holds", "holds only for", "does not hold", "not measured")
+
+
+class Value(NamedTuple):
+    """A measured value as it is shown, and whether the claim holds of it."""
+
+    text: str
+    holds: bool
+
+
+class Ratio(float):
+    """How many times as fast one row is as another; `faster`: where the host is twice as fast."""
+
+    faster: float
+
+    def __new__(cls, table: Table, over: str, variant: str) -> Ratio:
+        self = super().__new__(cls, table.over(over, variant))
+        self.faster, self.text = table.over(over, variant, host=2), table.by_host(over, variant)
+        return self
+
+
+def times(x: float, least: float = 0.0, most: float = float("inf")) -> Value:
+    """A ratio of speeds, claimed to lie between `least` and `most`: on a host twice as fast, too, if it is a Ratio."""
+    text, both = (x.text, (x, x.faster)) if isinstance(x, Ratio) else (f"{x:.2f}x", (x,))
+    return Value(text, all(least <= round(each, 2) <= most for each in both))
+
+
+def number(x: float, unit: str = "", least: float = 0.0, most: float = float("inf")) -> Value:
+    return Value(f"{x:,.4g}{unit}", least <= x <= most)
+
+
+def told(found: object, holds: bool) -> Value:
+    return Value(f"{found}", holds)
+
+
+class Claim(NamedTuple):
+    """`says` is the chapter's claim in our words, below the heading `section` of docs/chapter.txt. `measured` reads
+    the values by case; `of` is what they are. Without it nothing measures the claim, for lack of what `needs` names.
+    `because` is why, by bytes, FLOPs, launches or code."""
+
+    id: str
+    section: str
+    says: str
+    because: str = ""
+    measured: Callable[[Reader], dict[str, Value]] | None = None
+    of: str = ""
+    needs: str = ""
+
+
+class Evidence:
+    """The record of a technique's lesson, or of its study.
+
+    Every method raises ValueError, with the technique and what was asked for, where the record does not hold that.
+    """
+
+    def __init__(self, name: str, part: dict) -> None:
+        self.name, self.part = name, part
+
+    def ratios(self, title: str, over: str, variant: str, *cases: str) -> dict[str, Ratio]:
+        """How many times as fast as `over` the variant is, by case: all cases of that title with both, or `cases`."""
+        found = {
+            table.case: Ratio(table, over, variant)
+            for table in tables_of(self.part)
+            if table.title == title and over in table and variant in table and (not cases or table.case in cases)
+        }
+        if not found or set(cases) - set(found):
+            wanted = f"{variant!r} and {over!r}, case {' and '.join(map(repr, cases)) or 'any'}"
+            raise ValueError(f"{self.name}: no table {title!r} has {wanted}")
+        return found
+
+    def ratio(self, title: str, over: str, variant: str, case: str) -> Ratio:
+        return self.ratios(title, over, variant, case)[case]
+
+    def fact(self, *keys: str):
+        """A recorded fact, or the cell of one that is a table."""
+        try:
+            return reduce(operator.getitem, keys, self.part["facts"])
+        except (KeyError, TypeError):
+            raise ValueError(f"{self.name}: no fact {' / '.join(keys)}") from None
+
+    def code(self, kernel: str, sm: int, instruction: str) -> int:
+        """How often an instruction stands in a kernel's code for an architecture, 0 where it was not found."""
+        counts = [
+            each["found"].get(instruction, 0)
+            for each in self.part["codegen"]
+            if (each["kernel"], each["sm"]) == (kernel, sm)
+        ]
+        if not counts:
+            raise ValueError(f"{self.name}: no code of {kernel} for sm_{sm}")
+        return max(counts)
+
+
+class Reader:
+    """What a claim reads: reader("softmax") is the lesson's evidence, reader("softmax", study=True) the study's.
+
+    It remembers which techniques were read: those are what reproduces the claim.
+    """
+
+    def __init__(self, found: list[Topic], root: Path = ROOT) -> None:
+        self.known: dict[str, tuple[Topic, Technique]] = {
+            t.name: (topic, t) for topic in found for t in topic.techniques
+        }
+        self.root, self.read = root, {}
+        self.machines, self.older = {}, False
+
+    def __call__(self, name: str, study: bool = False) -> Evidence:
+        if name not in self.known:
+            raise ValueError(f"there is no technique {name!r}")
+        topic, technique = self.known[name]
+        example = recorded(topic.name, name, self.root)
+        part = (example or {}).get("study") if study else example
+        if part is None:
+            raise ValueError(f"{name}: its {'study' if study else 'lesson'} is not recorded")
+        self.read[name] = self.read.get(name, False) or study
+        machine = part["machine"]
+        self.machines[machine_name(machine | machine.get("host", {}))] = None
+        self.older |= is_stale(technique, example, self.root)
+        return Evidence(f"{name}{', study' if study else ''}", part)
+
+    def torch(self, name: str) -> str:
+        """The version of torch that a technique was recorded with."""
+        topic, _ = self.known[name]
+        return recorded(topic.name, name, self.root)["machine"]["torch"]
+
+    def commands(self) -> str:
+        """What runs again what was read: a command for each technique."""
+        lines = []
+        for name, study in self.read.items():
+            topic, technique = self.known[name]
+            python = ".venv-xla/bin/python" if technique.needs.xla else "python"
+            lines.append(f"`{python} {topic.file} {name}{' --study' if study else ''}`")
+        return ", ".join(lines)
+
+
+def verdict(claim: Claim, values: dict[str, Value]) -> str:
+    """Holds, holds only for the cases named, does not hold; or not measured, and what that needs."""
+    if claim.measured is None:
+        return f"not measured: needs {claim.needs}"
+    good = [case for case, value in values.items() if value.holds]
+    if len(good) == len(values):
+        return "holds"
+    return f"holds only for: {'; '.join(good)}" if good else "does not hold"
+
+
+def ledger_page(claims: dict[str, list[Claim]], found: list[Topic], root: Path = ROOT) -> str:
+    """CLAIMS.md, a table for each group of claims.
+
+    Raises ValueError, with the claim's id, where one reads what no record holds or names no section of the chapter.
+    """
+    outline = (root / OUTLINE).read_text(encoding="utf-8").splitlines()
+    headings = {line.lstrip("#").strip() for line in outline if line.startswith("#")}
+    lines, counts, machines = [], Counter(), {}
+    for group, members in claims.items():
+        lines += [f"\n## {group}\n", "| the claim | measured | verdict | why | reproduce with |"]
+        lines.append("| --- | --- | --- | --- | --- |")
+        for claim in members:
+            reader = Reader(found, root)
+            try:
+                if claim.section not in headings:
+                    raise ValueError(f"{OUTLINE} has no section {claim.section!r}")
+                values = claim.measured(reader) if claim.measured else {}
+            except ValueError as error:
+                raise ValueError(f"claim {claim.id}: {error}") from None
+            said = verdict(claim, values)
+            counts[said.split(":")[0]] += 1
+            machines |= reader.machines
+            measured = "; ".join(f"{case}: {value.text}" if case else value.text for case, value in values.items())
+            measured = (f"{claim.of}: {measured}" if claim.of else measured) + OLDER * reader.older
+            cells = (
+                f'<a id="{claim.id}"></a>{claim.says} *({claim.section})*',
+                measured,
+                f"**{said}**",
+                claim.because,
+                reader.commands(),
+            )
+            lines.append("| " + " | ".join(cell.replace("|", "\\|") for cell in cells) + " |")
+    summary = ", ".join(f"{counts[kind]} {kind}" for kind in VERDICTS if counts[kind])
+    return f"""# The chapter's claims
+
+What five texts on the PyTorch compiler and Triton ("the chapter", [docs/chapter.md](docs/chapter.md)) claim, in this
+project's words with the section in brackets, and what was measured of it. Each verdict follows from the numbers beside
+it. Those are read from the records in results/: {" and ".join(machines)}.
+A ratio that depends on the host is given for a host twice as fast, too, and a claim holds if it does on both. "Older
+code" marks what was recorded before the code last changed. This page is generated: `python -m companion claims`.
+
+{counts.total()} claims: {summary}.
+{chr(10).join(lines)}
+"""
+
+
+def claims(check: bool, root: Path = ROOT) -> int:
+    """Renew CLAIMS.md, or only say (`check`) whether it is up to date; 1 when it is not."""
+    from companion.ledger import CLAIMS
+
+    path, page = root / PAGE, ledger_page(CLAIMS, topics(root), root)
+    old = path.read_text(encoding="utf-8") if path.is_file() else ""
+    differs = old.replace(OLDER, "") != page.replace(OLDER, "")  # a change of the code makes no page wrong
+    if check and differs:
+        print(f"{PAGE} differs from companion/ledger.py and results/; run: python -m companion claims", file=sys.stderr)
+    elif not check:
+        path.write_text(page, encoding="utf-8")
+        print(f"{PAGE}: {'renewed' if old != page else 'unchanged'}")
+    return int(check and differs)
