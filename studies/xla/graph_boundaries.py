@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import os
 import traceback
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 
 from harness import Harness
 
@@ -14,6 +12,7 @@ import torch.nn.functional as F
 import torch_xla
 
 from examples.common import xla
+from examples.common.quiet import stderr_closed
 from examples.xla import graph_boundaries as lesson
 from examples.xla.graph_boundaries import PAIRS, ROWS, STEPS, WIDTH, advance, measure, size
 
@@ -88,7 +87,7 @@ def guards(h: Harness) -> None:
         for name, ending in zip(what.split(": "), pair, strict=True):
             step = torch_xla.compile(lambda x, w, ending=ending: ending(advance(x, w)), full_graph=True)
             try:
-                with nothing_printed():
+                with stderr_closed():
                     step(x, w)
                 found[name] = "passes"
             except RuntimeError as error:
@@ -97,16 +96,3 @@ def guards(h: Harness) -> None:
                 ]
                 found[name] = f"raises at `{ours[-1]}`" if ours else "raises"
     h.fact("torch_xla.compile(full_graph=True)", found)
-
-
-@contextmanager
-def nothing_printed() -> Iterator[None]:
-    """torch_xla's C++ writes a stack trace to standard error before it raises."""
-    stderr = os.dup(2)
-    with open(os.devnull, "w") as nowhere:
-        os.dup2(nowhere.fileno(), 2)
-    try:
-        yield
-    finally:
-        os.dup2(stderr, 2)
-        os.close(stderr)

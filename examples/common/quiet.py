@@ -1,0 +1,20 @@
+"""What C++ writes to standard error, kept from the console: a compiler's own account of what it refuses."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+
+@contextmanager
+def stderr_closed() -> Iterator[None]:
+    """Around a call that may fail as expected, and says all that matters in its exception."""
+    stderr = os.dup(2)
+    with open(os.devnull, "w") as nowhere:
+        os.dup2(nowhere.fileno(), 2)
+    try:
+        yield
+    finally:
+        os.dup2(stderr, 2)
+        os.close(stderr)
