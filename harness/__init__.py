@@ -39,6 +39,6 @@ def __getattr__(name: str):
 def _no_list_of_leaks() -> None:
     """Triton 3.9's bindings (nanobind) list what they find alive when the interpreter ends, in dozens of lines after
     the answer; whether they find anything depends on the order in which modules go."""
-    if "triton" in sys.modules:
+    if "triton" in sys.modules and sys.stderr and not sys.stderr.closed:
         sys.stderr.flush()
         os.dup2(os.open(os.devnull, os.O_WRONLY), 2)

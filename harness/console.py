@@ -344,6 +344,9 @@ def progress(console: Console, what: str):
 def errors_held_back():
     """Show what is written to standard error, be it by C++, only if the block raises: an autotuner tells of every
     configuration that does not fit."""
+    if sys.stderr is None:  # it was closed when Python started
+        yield
+        return
     sys.stderr.flush()
     shown = os.dup(2)
     with TemporaryFile() as held:

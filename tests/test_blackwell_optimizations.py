@@ -1,6 +1,6 @@
 """The GPU suite: does every hardware feature of this project still give right numbers, and the speed it is there for?
 
-    pytest tests/test_blackwell_optimizations.py -v                 all of it: under 3 minutes on an H100 or H200
+    pytest tests/test_blackwell_optimizations.py -v                 all of it: under 3 minutes on an H100
     pytest tests/test_blackwell_optimizations.py -k test_fp8        one group: test_fp8, test_tma, test_mx
     pytest tests/test_blackwell_optimizations.py -m "not slow"      without the thousands of launches of the stress test
 

@@ -84,7 +84,7 @@ def models(h: Harness, configs: dict[str, Config], dtype: torch.dtype) -> Iterat
     for name, asked in configs.items():
         config = fitting(asked, h.device, dtype)
         if config is None:
-            h.say(f"{name} skipped: too little memory")
+            h.say(f"{name} skipped: no GPU here has memory for one layer of it")
             continue
         here = name if config == asked else f"{config.parameters / 1e9:.0f} B"
         if here != name:
@@ -144,10 +144,8 @@ def demo(h: Harness) -> None:
     on_gpu = h.device.type == "cuda"
     dtype = torch.bfloat16 if on_gpu else torch.float32
     small = {"25 M": replace(SMALL, layers=3)} if on_gpu else {"19 M": replace(SMALL, layers=2)}
-    configs, sizes = (
-        h.pick(quick=small, full={"1 B": ONE_BILLION, "40 B": FORTY_BILLION}),
-        h.pick(quick=(1,), full=(1, 512)),
-    )
+    configs = h.pick(quick=small, full={"1 B": ONE_BILLION, "40 B": FORTY_BILLION})
+    sizes = h.pick(quick=(1,), full=(1, 512))
     tables: dict[str, list] = {}
     warm_up(h.device)
     with torch.no_grad():

@@ -170,3 +170,10 @@ def test_what_compilers_print_is_shown_only_if_a_first_call_fails(capfd):
     with pytest.raises(KeyError):
         fails()
     assert capfd.readouterr().err == "the reason\n"
+
+
+def test_a_process_without_standard_error_runs(monkeypatch):
+    monkeypatch.setattr(console.sys, "stderr", None)
+    with console.errors_held_back():
+        reached = True
+    assert reached
