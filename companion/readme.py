@@ -95,6 +95,18 @@ def elsewhere_table(found: list[Topic], ran: dict[str, list[dict]]) -> str:
     return "\n".join(lines) if lines[2:] else "Every other machine that is recorded answers the same."
 
 
+def phases_table(record: dict | None) -> str:
+    """The phases of compile_inspect, each with its question and what it answered of the bundled model."""
+    if record is None:
+        return "No run is recorded yet."
+    lines = [f"The bundled `decoder`, recorded on {machine_name(record['machine'])}:", ""]
+    lines += ["| phase | what it asks | what it answered |", "| --- | --- | --- |"]
+    cells = ((each["name"], each["question"], each["answer"] or each["reason"]) for each in record["examples"])
+    return "\n".join(
+        [*lines, *(f"| `{name}` | {asks} | {answer.replace('|', chr(92) + '|')} |" for name, asks, answer in cells)]
+    )
+
+
 def machine_name(machine: dict) -> str:
     """A GPU by its name, a CPU with its cores."""
     return f"an {machine['gpu']}" if machine["gpu"] else f"a CPU ({machine['cores']} cores, {machine['cpu']})"
@@ -268,6 +280,7 @@ DOCUMENTS = {  # each generated part, in the document that has its markers
     "README.md": ("techniques", "elsewhere"),
     "docs/chapter.md": ("chapter",),
     "docs/running.md": ("coverage",),
+    "docs/compile_inspect.md": ("phases",),
     "docs/results.md": ("results", "results on a CPU"),
     "docs/results-studies.md": ("studies", "studies on a CPU"),
 }
@@ -290,6 +303,7 @@ def documents(root: Path = ROOT) -> dict[Path, tuple[str, str]]:
         "elsewhere": elsewhere_table(found, ran),
         "chapter": chapter_table(found, (root / OUTLINE).read_text(encoding="utf-8")),
         "coverage": coverage_table(found, ran),
+        "phases": phases_table(records.get("compile_inspect")),
         "results": results_tables(root / "results" / "h200"),
         "results on a CPU": results_tables(root / "results" / "cpu"),
         "studies": results_tables(root / "results" / "h200", study=True),

@@ -6,17 +6,21 @@
         print(each, each.reason, each.lost)
 
 watch() counts what is compiled within it. find_breaks(fn, *inputs) names the lines that break the graph.
-count_entries(fn, calls) compiles fn from nothing, makes the calls and counts its cache entries. guards(fn) lists the
+count_entries(fn, calls) compiles fn from nothing, makes the calls and counts its cache entries. guards_of(fn) lists the
 guards of each entry, aten_graphs(fn, *inputs) the operations of each graph, generated_code(fn, *inputs) what Inductor
 writes, kernels_run(fn, *inputs) the kernels that one call runs. splits(fn, *inputs) compares partitioners.
 logs(recompiles=True) collects torch's own log. own_code(fn) is a copy of fn that Dynamo has never met.
+
+inspect(fn, *inputs), and `python -m compile_inspect.main`, look at a model phase by phase and say what to change first.
 
 It imports torch alone. What is private in torch (a leading underscore) is used in this package only, in the form that
 torch 2.9 to 2.15 share.
 """
 
+import importlib
+
 from compile_inspect.breaks import ALL, REST, SPLIT, Break, Breaks, find_breaks
-from compile_inspect.code import aten_graphs, cuda_graphs, generated_code, guards, kernels_run
+from compile_inspect.code import aten_graphs, cuda_graphs_held, generated_code, guards_of, kernels_run
 from compile_inspect.entries import Entries, count_entries
 from compile_inspect.fresh import fresh_cache, fresh_compiler, own_code, warm_up
 from compile_inspect.logs import logs
@@ -25,6 +29,13 @@ from compile_inspect.watching import Compiled, Frame, watch
 
 __all__ = [
     "ALL", "REST", "SPLIT", "Break", "Breaks", "Compiled", "Entries", "Frame", "Split", "aten_graphs", "count_entries",
-    "cuda_graphs", "find_breaks", "fresh_cache", "fresh_compiler", "generated_code", "guards", "kernels_run", "logs",
-    "own_code", "splits", "warm_up", "watch",
+    "cuda_graphs_held", "find_breaks", "fresh_cache", "fresh_compiler", "generated_code", "guards_of", "inspect",
+    "kernels_run", "logs", "own_code", "splits", "warm_up", "watch",
 ]  # fmt: skip
+
+
+def __getattr__(name: str):
+    # Imported when it is asked for: a lesson that counts graphs needs none of the phases.
+    if name == "inspect":
+        return importlib.import_module("compile_inspect.inspecting").inspect
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -56,6 +56,8 @@ def _parse(record: str) -> tuple[tuple[str, int], Break]:
     lost = next((lost for words, lost in SEVERITY.items() if reason.startswith(words)), SPLIT)
     if lost != SPLIT or reason.startswith("Encountered graph break when"):  # the reason itself is the next paragraph
         reason = record.split(reason, 1)[1].strip().splitlines()[0]
+    if reason.endswith("(delayed)") and (why := re.search(r"Explanation: .*?Reason: (.+)", record)):
+        reason = why[1]
     _, _, stack = record.partition("User code traceback:")
     frames = [
         (file, int(line))
@@ -65,7 +67,7 @@ def _parse(record: str) -> tuple[tuple[str, int], Break]:
     return at, Break(*(frames[-1] if frames else at), reason, lost)
 
 
-def find_breaks(fn: Callable, *inputs) -> Breaks:
+def find_breaks(fn: Callable, *inputs, **keywords) -> Breaks:
     """Compile fn from nothing for a backend that generates no code, call it once, and report what Dynamo made of it.
 
     torch._dynamo.explain counts no break that it cannot resume from; torch's log (TORCH_LOGS=graph_breaks), which is
@@ -81,7 +83,7 @@ def find_breaks(fn: Callable, *inputs) -> Breaks:
     torch.compiler.reset()
     with watch() as seen, logs(graph_breaks=True) as records, warnings.catch_warnings():
         warnings.simplefilter("ignore")  # of calls that Dynamo does not know: the log has them too
-        torch.compile(fn, backend="eager")(*inputs)
+        torch.compile(fn, backend="eager")(*inputs, **keywords)
     torch.compiler.reset()
     breaks: dict[tuple[str, int], Break] = {}
     for artifact, text in records:

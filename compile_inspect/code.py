@@ -9,7 +9,7 @@ import torch
 from compile_inspect.logs import logs
 
 
-def guards(fn: Callable) -> list[list[str]]:
+def guards_of(fn: Callable) -> list[list[str]]:
     """The guards of each cache entry of fn, the plain function or what torch.compile made of it; the newest first."""
     from torch._dynamo.eval_frame import _debug_get_cache_entry_list
 
@@ -24,14 +24,14 @@ def guards(fn: Callable) -> list[list[str]]:
     ]
 
 
-def generated_code(fn: Callable, *inputs) -> list[str]:
+def generated_code(fn: Callable, *inputs, **keywords) -> list[str]:
     """The sources that Inductor writes while fn, a function not compiled yet, runs once on these inputs.
 
     Whatever was compiled before is forgotten, as after torch.compiler.reset().
     """
     from torch._inductor.utils import run_and_get_code
 
-    return run_and_get_code(torch.compile(fn), *inputs)[1]
+    return run_and_get_code(torch.compile(fn), *inputs, **keywords)[1]
 
 
 def aten_graphs(fn: Callable, *inputs, fullgraph: bool = False) -> list[list[str]]:
@@ -77,7 +77,7 @@ def kernels_run(fn: Callable, *inputs) -> tuple[list[str], int]:
     return names, sum(event.name == "cudaGraphLaunch" for event in events)
 
 
-def cuda_graphs() -> int:
+def cuda_graphs_held() -> int:
     """CUDA graphs that torch.compile (mode="reduce-overhead") holds on the current device now; 0 without a GPU."""
     if not torch.cuda.is_available():
         return 0

@@ -15,7 +15,7 @@ import pytest
 import torch
 from torch import nn
 
-from compile_inspect import SPLIT, count_entries, find_breaks, fresh_cache, fresh_compiler, guards, logs, watch
+from compile_inspect import SPLIT, count_entries, find_breaks, fresh_cache, fresh_compiler, guards_of, logs, watch
 
 LIMIT = 8  # torch's recompile_limit
 
@@ -95,18 +95,18 @@ def test_recompiles_say_which_guard_failed_and_guards_are_the_newest_first():
     assert seen.graphs == 2
     assert "size" in size
     assert "scale" in scale
-    newest, _, oldest = guards(compiled)
+    newest, _, oldest = guards_of(compiled)
     assert any("size=[3]" in line for line in oldest)
     assert any("scale" in line and "== 3" in line for line in newest)
-    assert guards(scaled)[0] == newest
+    assert guards_of(scaled)[0] == newest
     with watch() as nothing:
         compiled(torch.ones(3), 2)
     assert (nothing.graphs, nothing.breaks, nothing.frames, nothing.counters, nothing.kernels) == (0, [], [], {}, 0)
     with fresh_compiler():
-        assert guards(scaled) == []
+        assert guards_of(scaled) == []
         compiled(torch.ones(3), 2)
-        assert len(guards(scaled)) == 1
-    assert guards(scaled) == []
+        assert len(guards_of(scaled)) == 1
+    assert guards_of(scaled) == []
 
 
 def test_a_watch_within_a_watch_and_more_compilations_than_torch_remembers(monkeypatch):

@@ -9,7 +9,7 @@ from harness import Harness, Skip
 import torch
 from torch import nn
 
-from compile_inspect import cuda_graphs, logs, watch
+from compile_inspect import cuda_graphs_held, logs, watch
 from examples.compiler.dynamic_shapes import EAGER, LARGEST, GatedMLP, Served, time_mix
 
 RECORDED = {
@@ -46,7 +46,7 @@ def recorded(model: nn.Module, name: str, batches) -> tuple[Served, dict]:
     """
     policy, options = RECORDED[name]
     served = (Replayed if options else Served)(model, policy, **options)
-    before, used = cuda_graphs(), device_mib()
+    before, used = cuda_graphs_held(), device_mib()
     shown = torch._inductor.config.patch(shape_padding=False)  # as in compile_all
     with shown, logs(cudagraphs=True) as lines, watch() as seen:
         for _ in range(3):
@@ -54,8 +54,8 @@ def recorded(model: nn.Module, name: str, batches) -> tuple[Served, dict]:
                 served.first(x)
     warned = [text.split(". Please")[0] for _, text in lines if "distinct" in text]
     return served, {
-        "graphs compiled": seen.graphs, "CUDA graphs": cuda_graphs() - before, "MiB": round(device_mib() - used, 1),
-        "warnings": warned,
+        "graphs compiled": seen.graphs, "CUDA graphs": cuda_graphs_held() - before,
+        "MiB": round(device_mib() - used, 1), "warnings": warned,
     }  # fmt: skip
 
 

@@ -11,7 +11,7 @@ from harness import Harness
 import torch
 from torch import nn
 
-from compile_inspect import guards, logs, watch
+from compile_inspect import guards_of, logs, watch
 from examples.common.transformer import TINY, Block, Config, Transformer
 from examples.compiler.regional_compilation import WAYS, call_block, each_block, nested_region
 
@@ -71,7 +71,7 @@ def what_shares(h: Harness, layers: int) -> None:
     for kind, model in models.items():
         found[f"{kind}, each"] = dynamo_alone(each_block, model, tokens)
         if kind == "equal blocks":
-            on_weights = [line for line in guards(call_block)[0] if "ID_MATCH" in line and "_parameters" in line]
+            on_weights = [line for line in guards_of(call_block)[0] if "ID_MATCH" in line and "_parameters" in line]
             h.fact("guards on which weight object a block has", len(on_weights))
         found[f"{kind}, region"] = dynamo_alone(nested_region, model, tokens)
     torch.compiler.reset()

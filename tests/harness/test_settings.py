@@ -13,7 +13,7 @@ import torch
 import torch._inductor.config as inductor_config
 from torch import backends
 
-from compile_inspect import guards
+from compile_inspect import guards_of
 
 
 @pytest.fixture(autouse=True)
@@ -173,9 +173,9 @@ def test_what_was_compiled_is_forgotten():
         return x + 1
 
     seen = []
-    technique(lambda: torch.compile(add, backend="eager")(torch.ones(3)), lambda: seen.append(guards(add)))
+    technique(lambda: torch.compile(add, backend="eager")(torch.ones(3)), lambda: seen.append(guards_of(add)))
     assert seen[0]
-    assert not guards(add)
+    assert not guards_of(add)
     assert not set(UNTOLD) & set(settings())
 
 

@@ -1,0 +1,253 @@
+"""AOTAutograd: joint, forward and backward graphs, what is saved between them, decompositions, autograd's own cost."""
+
+from __future__ import annotations
+
+import sys
+import time
+from collections.abc import Callable
+
+import torch
+
+from compile_inspect.inspecting import reason_of
+from compile_inspect.kernels import VIEWS, copied, cut, line_of, lower, operation_of
+from compile_inspect.partition import _split
+from compile_inspect.report import Phase, Skip
+from compile_inspect.subject import Subject, parameters, tensors_of
+
+QUESTION = "What becomes of a training step: its graphs, what forward saves for backward, autograd's own cost?"
+ROWS = 40  # of a table
+ROUNDS, BUDGET = 15, 2.0  # calls whose fastest is told, as overheads are compared, and the seconds that they may take
+MANY, LEAST = 4, 2**20  # saved activations of this many times the parameters' bytes, and above 1 MiB, are a finding
+PARTS, HALF = ("joint", "forward", "backward"), "min-cut, budget 0.5"
+
+
+def look(subject: Subject, phase: Phase) -> None:
+    """With gradients on, whether or not a call is a training step; a module stays in the mode that it runs in."""
+    fn, args, kwargs = subject.fresh()
+    held, graphs = sum(each.nbytes for each in parameters(fn)), []
+    with torch.enable_grad():
+        torch.compile(fn, backend=lambda graph, inputs: parts_of(graph, inputs, graphs, held))(*args, **kwargs)
+    if not graphs:
+        raise Skip("Dynamo captured no graph of it: eager runs all; see graph_breaks")
+    phase.facts["graphs"] = [{part: len(operations(graph.get(part))) for part in PARTS} for graph in graphs]
+    total = {part: sum(each[part] for each in phase.facts["graphs"]) for part in PARTS}
+    largest = max(graphs, key=lambda graph: len(operations(graph.get("joint", graph.get("forward")))))
+    for part in filter(largest.get, PARTS):
+        of = " of the largest one" * (len(graphs) > 1)
+        phase.code(f"{part} graph{of}", cut(largest[part].print_readable(print_output=False)))
+    phase.facts |= {"saved": [], "saved_bytes": {}, "autograd_ms": {}}
+    try:
+        ladder(phase, graphs)
+    except Exception as error:  # operators without fake implementations, or that depend on data
+        phase.note(f"The levels of operators cannot be traced: {reason_of(error)}")
+    if not any("cuts" in graph for graph in graphs):
+        phase.note("Nothing in it requires a gradient, parameter or input: there are forward graphs alone.")
+        phase.answer = f"nothing requires a gradient: {total['forward']} operations forward, and no joint graph"
+        return
+    sizes = show_saved(subject, phase, [graph for graph in graphs if "cuts" in graph], held)
+    phase.answer = (
+        f"a joint graph of {total['joint']} operations is cut into forward {total['forward']} and backward "
+        f"{total['backward']}; {len(phase.facts['saved'])} tensors, {sizes['min-cut'] / 1e6:.3g} MB, are saved, by the "
+        f"default partitioner {sizes['default'] / 1e6:.3g} MB"
+    )
+    try:
+        times = time_autograd(subject, phase)
+    except Exception as error:  # a model that is not made for training
+        times = phase.note(f"Its backward cannot be timed: {reason_of(error)}")
+    if times:
+        phase.answer += "; autograd walks {} nodes for eager's {}, backward takes {:.3g} ms for {:.3g}".format(
+            *(times[name][key] for key in ("nodes", "backward") for name in ("aot", "eager"))
+        )
+
+
+def operations(graph: torch.fx.GraphModule | None) -> list[str]:
+    """What is called, without the getitems that unpack tuples."""
+    nodes = graph.graph.nodes if graph is not None else ()
+    return [str(n.target) for n in nodes if n.op.startswith("call") and "getitem" not in str(n.target)]
+
+
+def backend_of(partition: Callable, forward: Callable = lambda graph: None, table: dict | None = None) -> Callable:
+    """AOTAutograd with nothing behind it: each operation of its graphs is a call from Python."""
+    from functorch.compile import make_boxed_func
+    from torch._dynamo.backends.common import aot_autograd
+
+    def compiler(graph, _):
+        forward(graph)
+        return make_boxed_func(graph.forward)
+
+    return aot_autograd(fw_compiler=compiler, bw_compiler=lambda graph, _: make_boxed_func(graph.forward),
+                        partition_fn=partition, decompositions=table or {})  # fmt: skip
+
+
+def parts_of(graph: torch.fx.GraphModule, inputs: list, graphs: list[dict], held: int) -> Callable:
+    """A backend that keeps the graph, its joint graph, and each partitioner's cut, with Inductor's decompositions."""
+    from functorch.compile import default_partition, min_cut_rematerialization_partition
+    from torch._functorch import config
+    from torch._inductor.decomposition import select_decomp_table
+
+    found = {"graph": copied(graph), "inputs": list(inputs)}
+    graphs.append(found)
+
+    def partition(joint, joint_inputs, **options):
+        def halves(partitioner, budget=1.0):
+            with config.patch(activation_memory_budget=budget):
+                return partitioner(copied(joint), joint_inputs, **options)
+
+        parts = halves(min_cut_rematerialization_partition)
+        cuts = {"min-cut": _split(joint, *parts), "default": _split(joint, *halves(default_partition))}
+        if cuts["min-cut"].saved_bytes > max(MANY * held, LEAST):
+            cuts[HALF] = _split(joint, *halves(min_cut_rematerialization_partition, 0.5))
+        found.update(zip(PARTS, (joint, *parts), strict=True), cuts=cuts, saved=saved_of(*parts))
+        return parts
+
+    return backend_of(partition, lambda part: found.setdefault("forward", part), select_decomp_table())(graph, inputs)
+
+
+def saved_of(forward: torch.fx.GraphModule, backward: torch.fx.GraphModule) -> list[dict]:
+    """The tensors that forward keeps for backward alone, each memory once, with the operation that makes them."""
+
+    def memory(graph) -> dict:
+        nodes = [n for n in graph.graph.nodes if n.op == "placeholder" and not n.name.startswith("tangents")]
+        values = {n: n.meta["val"] for n in nodes if isinstance(n.meta.get("val"), torch.Tensor)}
+        return {value.untyped_storage()._cdata: (node.name, value) for node, value in values.items()}
+
+    made, given, found = {node.name: node for node in forward.graph.nodes}, memory(forward), []
+    for name, value in (held for storage, held in memory(backward).items() if storage not in given):
+        source = made.get(name)
+        while source is not None and source.all_input_nodes and operation_of(source) in VIEWS:
+            source = source.all_input_nodes[0]  # whose memory it is, or whose output it unpacks
+        operation, line = (operation_of(source), line_of(source)) if source is not None else ("", "")
+        found.append({"name": name, "shape": [int(n) for n in value.shape], "bytes": value.untyped_storage().nbytes(),
+                      "operation": operation, "line": line})  # fmt: skip
+    return found
+
+
+def show_saved(subject: Subject, phase: Phase, graphs: list[dict], held: int) -> dict[str, int]:
+    """The partitioners' sums and the tensors saved; bytes saved by partitioner."""
+    keys, rows, cuts = ("joint", "forward", "backward", "saved", "saved_bytes"), [], [graph["cuts"] for graph in graphs]
+    for name in [name for name in ("min-cut", "default", HALF) if any(name in each for each in cuts)]:
+        rows.append([name, *(sum(getattr(each.get(name, each["min-cut"]), key) for each in cuts) for key in keys)])
+    sizes = phase.facts["saved_bytes"] = {row[0]: row[-1] for row in rows}
+    saved = phase.facts["saved"] = sorted((t for g in graphs for t in g["saved"]), key=lambda tensor: -tensor["bytes"])
+    phase.table("partitioners", ["partitioner", "joint", "forward", "backward", "saved tensors", "saved bytes"], rows)
+    left = f"; {len(saved) - ROWS} smaller ones are left out" if len(saved) > ROWS else ""
+    cells = [[t["name"], "x".join(map(str, t["shape"])), t["bytes"], t["operation"], t["line"]] for t in saved[:ROWS]]
+    phase.table(f"saved for backward (min-cut){left}", ["tensor", "shape", "bytes", "made by", "line"], cells)
+    if subject.train and HALF in sizes:
+        phase.finding(
+            f"forward saves {sizes['min-cut'] / 1e6:.3g} MB for backward; the parameters have {held / 1e6:.3g} MB",
+            "torch._functorch.config.activation_memory_budget = 0.5, or torch.utils.checkpoint around each block",
+            tried=f"budget 0.5 saves {sizes[HALF] / 1e6:.3g} MB, {rows[2][3] - rows[0][3]} operations more in backward",
+        )
+    return sizes
+
+
+def ladder(phase: Phase, graphs: list[dict]) -> None:
+    """The model without gradients, level by level, and how many operators each level has in this torch."""
+    from torch._decomp import core_aten_decompositions, decomposition_table
+    from torch._subclasses import FakeTensorMode
+    from torch.fx.experimental.proxy_tensor import make_fx
+
+    tables = {"aten": {}, "core_aten": core_aten_decompositions(), "prims": decomposition_table}
+    names, loops = {level: [] for level in ("torch", *tables, "loop_ir")}, 0
+    for graph, inputs in ((each["graph"], each["inputs"]) for each in graphs):
+        mode = FakeTensorMode(allow_non_fake_inputs=True)
+        fakes = [mode.from_tensor(x) if isinstance(x, torch.Tensor) else x for x in inputs]
+        names["torch"] += operations(graph)
+        with torch.no_grad():
+            for level, table in tables.items():
+                names[level] += operations(make_fx(copied(graph), table, "fake", _allow_non_fake_inputs=True)(*fakes))
+            for lowered in lower(lambda backend, g=graph, x=inputs: backend(copied(g), x), loops_only=True):
+                loops += sum(not step.extern for step in lowered.before)
+                names["loop_ir"] += [name for step in lowered.before for name in step.primitives]
+    sets = sizes_of_sets()
+    counts = {level: len(used) for level, used in names.items()} | {"loops": loops}
+    phase.facts["ladder"] = {"model": counts, "sets": sets}
+    phase.facts["ladder"]["distinct"] = {level: len(set(used)) for level, used in names.items()}
+    titles = ("torch functions (Dynamo)", "ATen", "Core ATen", "prims", f"Inductor's loop IR, {loops} loops")
+    counted = zip(titles, names.items(), strict=True)
+    rows = [[title, len(used), len(set(used)), sets.get(level)] for title, (level, used) in counted]
+    phase.table("levels, forward without gradients", ["level", "operations", "distinct", "operators it has"], rows)
+    phase.note(
+        f"ATen has {sets['aten_overloads']:,} overloads; {sets['aten_public']:,} of its operators are public and not "
+        f"in place. Inductor has lowerings for {sets['lowerings']:,} operators, of ATen and others."
+    )
+
+
+def sizes_of_sets() -> dict[str, int]:
+    """How many operators each level has in this torch; overloads count once."""
+    from torch._inductor import lowering, ops_handler
+
+    names = [name.partition("::")[::2] for name in torch._C._dispatch_get_all_op_names()]
+    aten = [[*name.split("."), "default"][:2] for space, name in names if space == "aten"]
+    core = {name for name, overload in aten if torch.Tag.core in getattr(getattr(torch.ops.aten, name), overload).tags}
+    packets = {name for name, _ in aten}
+    return {
+        "aten": len(packets), "aten_overloads": len(aten), "core_aten": len(core),
+        "aten_public": sum(name[0] != "_" and name[-1] != "_" for name in packets),
+        "prims": len({name.split(".")[0] for space, name in names if space == "prims"}),
+        "lowerings": len({getattr(target, "overloadpacket", target) for target in lowering.lowerings}),
+        "loop_ir": len(ops_handler.OP_NAMES),
+    }  # fmt: skip
+
+
+def time_autograd(subject: Subject, phase: Phase) -> dict:
+    """Milliseconds of forward without and with a gradient and of backward, in eager and through AOTAutograd alone."""
+    from functorch.compile import default_partition
+
+    fn, args, kwargs = subject.fresh()
+    calls = {"eager": fn, "aot": torch.compile(fn, backend=backend_of(default_partition))}
+    runs, ends = {name: [] for name in calls}, None
+    while ends is None or len(runs["aot"]) < 3 or (len(runs["aot"]) < ROUNDS and time.perf_counter() < ends):
+        for name, call in calls.items():
+            if not (run := one_step(lambda call=call: call(*args, **kwargs), subject)):
+                return {}
+            runs[name].append(run)
+        if ends is None and len(runs["aot"]) == 2:  # both have settled
+            runs, ends = {name: [] for name in calls}, time.perf_counter() + BUDGET
+    times = phase.facts["autograd_ms"] = {
+        name: {key: min(run[key] for run in steps) for key in steps[0]} for name, steps in runs.items()
+    }
+    rows = [[title, t["no_grad"], t["forward"], t["forward"] - t["no_grad"], t["backward"], t["nodes"]]
+            for title, t in zip(("eager", "AOTAutograd alone"), times.values(), strict=True)]  # fmt: skip
+    columns = ["ms, the same kernels", "forward, no grad", "forward", "to record", "backward", "autograd nodes"]
+    phase.table("what autograd costs at run time", columns, rows)
+    phase.note(
+        "Autograd records a node for each operation in eager, and one for each compiled graph. That alone saves no "
+        "launch: AOTAutograd's graphs still call each kernel, from Python, until Inductor generates code for them."
+    )
+    return times
+
+
+def one_step(call: Callable, subject: Subject) -> dict:
+    """One forward without a gradient, one with, and its backward; empty where no output has a gradient."""
+
+    def timed(work: Callable) -> tuple[float, object]:
+        subject.synchronize()
+        started = time.perf_counter()
+        out = work()
+        subject.synchronize()
+        return (time.perf_counter() - started) * 1e3, out
+
+    with torch.no_grad():
+        no_grad, _ = timed(call)
+    with torch.enable_grad():
+        forward, out = timed(call)
+        floats = [each for each in tensors_of(out) if each.requires_grad]
+        nodes, todo = set(), [each.grad_fn for each in floats]
+        while todo:
+            if (node := todo.pop()) is not None and node not in nodes:
+                nodes.add(node)
+                todo += [following for following, _ in node.next_functions]
+        leaves = [node.variable for node in nodes if "AccumulateGrad" in node.name()]
+        if not leaves:
+            return {}
+        ones = [torch.ones_like(each) for each in floats]  # grad, not backward: it leaves the model's .grad alone
+        backward, _ = timed(lambda: torch.autograd.grad(floats, leaves, ones, allow_unused=True))
+    return {"no_grad": no_grad, "forward": forward, "backward": backward, "nodes": len(nodes) - len(leaves)}
+
+
+if __name__ == "__main__":
+    from compile_inspect.main import main
+
+    sys.exit(main(phase="aot_autograd"))

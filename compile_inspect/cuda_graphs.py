@@ -1,0 +1,171 @@
+"""CUDA graphs: what mode="reduce-overhead" records and gives, and what keeps a graph from being recorded."""
+
+from __future__ import annotations
+
+import re
+import sys
+from collections.abc import Callable
+
+import torch
+
+from compile_inspect.breaks import find_breaks
+from compile_inspect.code import cuda_graphs_held, kernels_run
+from compile_inspect.fresh import warm_up
+from compile_inspect.inspecting import reason_of
+from compile_inspect.logs import logs
+from compile_inspect.report import Phase, Skip
+from compile_inspect.subject import Subject
+from compile_inspect.timing import time_calls
+from compile_inspect.watching import watch
+
+QUESTION = "Can CUDA graphs launch the model's kernels, what keeps a graph from it, and what do they give?"
+GAIN = 1.05  # a speed-up above it is not noise
+MAKERS = {torch.zeros, torch.ones, torch.empty, torch.full, torch.arange, torch.linspace, torch.eye, torch.tensor,
+          torch.rand, torch.randn, torch.randint, torch.randperm}  # fmt: skip
+# What the reason of a skip has in it, and the fix.
+FIXES = {
+    "mutated": "return the new value, or keep it in a registered buffer, instead of writing to an input",
+    "cpu": "make the tensor on the GPU: device=x.device, and no .cpu()",
+    "dynamic": "pad to a few sizes, and compile with dynamic=False",
+    "incompatible": "replace the operation, or move it out of the compiled function",
+}
+
+
+def look(subject: Subject, phase: Phase) -> None:
+    try:
+        with subject.grad():
+            fn, args, kwargs = subject.fresh()
+            breaks = find_breaks(fn, *args, **kwargs).breaks
+            graphs = graphs_of(subject)
+    except Exception as error:
+        raise Skip(f"Dynamo or AOTAutograd fails: {reason_of(error)}; see the phase triage") from error
+    phase.facts |= {"graphs": graphs, "breaks": [str(each) for each in breaks], "recorded": 0}
+    if not graphs:
+        phase.answer = "there is nothing to record: Dynamo captures no graph of it"
+        return
+    keys = ("writes_to", "on_cpu", "unsafe")
+    rows = [[i, graph["operations"], *(", ".join(graph[key]) for key in keys)] for i, graph in enumerate(graphs[:40])]
+    more = f", the first 40 of {len(graphs)}" if len(graphs) > 40 else ""
+    phase.table(f"graphs: each is a CUDA graph of its own, launched apart{more}",
+                ["graph", "operations", "writes to inputs", "on the CPU", "not to be recorded"], rows)  # fmt: skip
+    if breaks:
+        phase.note(f"What breaks the model into graphs: {'; '.join(map(str, breaks[:5]))} (see graph_breaks).")
+    hindered = sum(any(graph[key] for key in keys) for graph in graphs)
+    phase.facts["hindered"] = hindered
+    if not subject.on_gpu:
+        phase.note(f"torch's own check of the first graph: {graphs[0]['skip'] or 'nothing is in the way'}.")
+        kept = f"{hindered} kept from it, whole or in part" if hindered else "and nothing seen here keeps one from it"
+        phase.answer = f"nothing was recorded, there is no GPU; on one, {len(graphs)} would be recorded apart, {kept}"
+        return
+    warm_up(subject.device)
+    default, recorded = measure(subject, None), measure(subject, "reduce-overhead")
+    phase.facts |= {"default": default, "reduce_overhead": recorded, "recorded": recorded["held"]}
+    names = {"ms": "a call, ms", "host_ms": "host, ms", "idle": "GPU idle, share", "kernels": "kernels",
+             "launched": "graphs launched", "held": "graphs held", "reserved": "memory, MiB"}  # fmt: skip
+    table = [[mode, *map(run.get, names)] for mode, run in (("default", default), ("reduce-overhead", recorded))]
+    phase.table("one call", ["mode", *names.values()], table)
+    before, after, idle = default["ms"], recorded["ms"], f"{recorded['idle']:.0%} for {default['idle']:.0%}"
+    if before / after > GAIN:
+        fix, gain = 'torch.compile(..., mode="reduce-overhead")', {"ms": before - after, "share": 1 - after / before}
+        phase.finding("kernels are launched one by one", fix, tried=f"{after:.3g} ms a call for {before:.3g}", **gain)
+    for reason in recorded["reasons"]:
+        fix = next((fix for word, fix in FIXES.items() if word in reason.lower()), "see the table of graphs")
+        phase.finding(f"no CUDA graph: {reason}", fix)
+    phase.answer = (
+        f"{recorded['held']} CUDA graphs are recorded for {len(graphs)} graphs, {recorded['skips']} skipped; "
+        f"reduce-overhead takes {after:.3g} ms a call for {before:.3g}, and the GPU is idle {idle} of it"
+    )
+
+
+def measure(subject: Subject, mode: str | None) -> dict:
+    """Calls on the GPU in this mode: times, kernels, idle time, graphs and memory held, skips and their reasons."""
+    fn, args, kwargs = subject.fresh()
+    torch.cuda.empty_cache()
+    before = torch.cuda.memory_reserved(subject.device)
+    call = subject.caller(torch.compile(fn, mode=mode), args, kwargs)
+    with logs(cudagraphs=True, perf_hints=True) as records, watch() as seen:
+        timed = time_calls(call, subject)
+    reserved = (torch.cuda.memory_reserved(subject.device) - before) / 2**20
+    lines = [text.strip().splitlines()[0] for _, text in records if "skipping cudagraph" in text.lower()]
+    names, launched = kernels_run(call)
+    return {"ms": timed.ms, "host_ms": timed.host_ms, "reserved": reserved, "kernels": len(names), "launched": launched,
+            "held": cuda_graphs_held(), "idle": idle_share(call), "reasons": list(dict.fromkeys(lines)),
+            "skips": seen.counters.get("inductor", {}).get("cudagraph_skips", 0)}  # fmt: skip
+
+
+def idle_share(call: Callable[[], object]) -> float:
+    """The share of a call, from its first kernel to the end of its last, in which the GPU runs none."""
+    from torch.profiler import ProfilerActivity, profile
+
+    torch.cuda.synchronize()
+    with profile(activities=[ProfilerActivity.CPU, ProfilerActivity.CUDA], acc_events=True) as seen:
+        call()
+        torch.cuda.synchronize()
+    ran = sorted(
+        (event.time_range.start, event.time_range.end) for event in seen.events()
+        if event.device_type == torch.autograd.DeviceType.CUDA and not getattr(event, "is_user_annotation", False)
+    )  # fmt: skip
+    idle, until = 0.0, ran[0][0] if ran else 0.0
+    for start, end in ran:
+        idle, until = idle + max(0.0, start - until), max(until, end)
+    return idle / (until - ran[0][0]) if ran and until > ran[0][0] else 0.0
+
+
+def graphs_of(subject: Subject) -> list[dict]:
+    """Each graph of a call: operations, inputs it writes to, what lies on the CPU, what CUDA graphs do not allow."""
+    from functorch.compile import make_boxed_func
+    from torch._dynamo.backends.common import aot_autograd
+    from torch._dynamo.backends.cudagraphs import check_multiple_devices_or_any_cpu_nodes, get_device_node_mapping
+    from torch._inductor.utils import get_first_incompatible_cudagraph_node
+
+    found = []
+
+    def backend(graph: torch.fx.GraphModule, inputs: list) -> Callable:
+        nodes = [node for node in graph.graph.nodes if node.op.startswith("call_")]
+        names = [node.name.removeprefix("l_").strip("_") for node in graph.graph.nodes if node.op == "placeholder"]
+        held = {"operations": len(nodes), "writes_to": [], "unsafe": [], "skip": "",
+                "on_cpu": [at(node) for node in nodes if on_cpu(node, subject.on_gpu)]}  # fmt: skip
+        found.append(held)
+        if any(isinstance(each, torch.SymInt) for each in inputs):
+            held["unsafe"].append("dynamic sizes: each is recorded anew")
+
+        def forward(aten: torch.fx.GraphModule, _) -> Callable:
+            meta = torch._guards.TracingContext.get().fw_metadata
+            static = set(getattr(meta, "static_input_indices", None) or ())
+            held["writes_to"] = [
+                names[i] if i < len(names) else f"input {i}" for i, info in enumerate(meta.input_info)
+                if info.mutates_data and i not in static
+            ]  # fmt: skip
+            skip = check_multiple_devices_or_any_cpu_nodes(get_device_node_mapping(aten))
+            held["skip"] = skip.strip().splitlines()[0].split(". Found from")[0] if skip else ""
+            if node := get_first_incompatible_cudagraph_node(aten):
+                held["unsafe"].append(at(node))
+            return make_boxed_func(aten.forward)
+
+        compiler = aot_autograd(fw_compiler=forward, bw_compiler=lambda graph, _: make_boxed_func(graph.forward))
+        return compiler(graph, inputs)
+
+    fn, args, kwargs = subject.fresh()
+    subject.caller(torch.compile(fn, backend=backend), args, kwargs)()
+    return found
+
+
+def on_cpu(node: torch.fx.Node, on_gpu: bool) -> bool:
+    """Whether its tensor lies on the CPU; without a GPU: whether it still would where the model is on one."""
+    value = node.meta.get("example_value")
+    if on_gpu:
+        return isinstance(value, torch.Tensor) and value.device.type == "cpu"
+    return node.target in ("cpu", "numpy") or (node.target in MAKERS and node.kwargs.get("device") is None)
+
+
+def at(node: torch.fx.Node) -> str:
+    """The operation, and the line of the model that it comes from."""
+    lines = re.findall(r'File "(.+)", line (\d+)', node.stack_trace or "")
+    where = f" ({lines[-1][0].rsplit('/', 1)[-1]}:{lines[-1][1]})" if lines else ""
+    return f"{getattr(node.target, '__name__', node.target)}{where}"
+
+
+if __name__ == "__main__":
+    from compile_inspect.main import main
+
+    sys.exit(main(phase="cuda_graphs"))

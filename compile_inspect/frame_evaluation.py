@@ -1,0 +1,170 @@
+"""PEP 523 at work: when a frame is compiled, its bytecode before and after, and what Dynamo tracked its locals as."""
+
+from __future__ import annotations
+
+import dis
+import linecache
+import re
+import sys
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
+from types import CodeType
+
+import torch
+
+from compile_inspect.dynamo_capture import at, is_own, listed
+from compile_inspect.logs import logs
+from compile_inspect.report import Phase
+from compile_inspect.subject import Subject
+from compile_inspect.watching import watch
+
+QUESTION = "When does Dynamo compile a frame, what becomes of its bytecode, and which functions does it leave alone?"
+LISTINGS = 6
+WORDS = {
+    "TensorVariable": "a tensor: operations on it become nodes",
+    "ConstantVariable": "computed while tracing: a constant of the graph",
+    "SymNodeVariable": "a number that stays a symbol, as a dynamic size",
+    "UnspecializedNNModuleVariable": "a module: its forward is traced, its parameters become inputs",
+    "UnspecializedBuiltinNNModuleVariable": "a module of torch.nn, traced as one of your own",
+    "UserFunctionVariable": "a Python function, traced into",
+    "TorchInGraphFunctionVariable": "a function of torch: a call of it is a node",
+    "UserDefinedObjectVariable": "an object: attributes that are read are guarded",
+    "LazyVariableTracker": "never used: neither traced nor guarded",
+}
+
+
+def finish(coroutine) -> None:
+    """Run a coroutine that waits for nothing; asyncio.run would not start within a notebook's loop."""
+    with suppress(StopIteration):
+        coroutine.send(None)
+
+
+# Name -> (source of fn, how what it returns is run to its end).
+KINDS: dict[str, tuple[str, Callable]] = {
+    "generator": ("def fn(x): yield x.sin()", list),
+    "coroutine": ("async def fn(x): return x.sin()", finish),
+    "coroutine that awaits": ("async def one(x): return x.sin()\nasync def fn(x): return await one(x)", finish),
+    "async generator": ("async def fn(x): yield x.sin()", lambda made: finish(made.__anext__())),
+    "function over a generator": ("def two(x): yield x.sin()\ndef fn(x): return sum(two(x))", lambda made: made),
+}
+
+
+@contextmanager
+def converted() -> Iterator[list[tuple[CodeType, CodeType]]]:
+    """(code, rewritten code) of each frame that Dynamo compiles within."""
+    from torch._dynamo.convert_frame import register_bytecode_hook
+
+    frames: list[tuple[CodeType, CodeType]] = []
+    handle = register_bytecode_hook(lambda old, new: frames.append((old, new)))
+    try:
+        yield frames
+    finally:
+        handle.remove()
+
+
+def entries_of(code: CodeType) -> list:
+    from torch._dynamo.eval_frame import _debug_get_cache_entry_list
+
+    return _debug_get_cache_entry_list(code)
+
+
+@contextmanager
+def tracked() -> Iterator[dict[str, dict[str, str]]]:
+    """{function of the user's: {local: class of its VariableTracker}}, as last seen before an instruction is traced."""
+    from torch._dynamo.symbolic_convert import InstructionTranslatorBase
+
+    found: dict[str, dict[str, str]] = {}
+    step = InstructionTranslatorBase.step
+
+    def watched(self):
+        if is_own(self.f_code.co_filename):
+            for name, value in self.symbolic_locals.items():
+                if value is not None and not name.startswith("__"):
+                    # Only asked for what it already holds: realizing a lazy one would guard it.
+                    value = value.realize() if getattr(value, "is_realized", bool)() else value
+                    function = getattr(self.f_code, "co_qualname", self.f_code.co_name)
+                    found.setdefault(function, {})[name] = type(value).__name__
+        return step(self)
+
+    InstructionTranslatorBase.step = watched
+    try:
+        yield found
+    finally:
+        InstructionTranslatorBase.step = step
+
+
+def look(subject: Subject, phase: Phase) -> None:
+    fn, args, kwargs = subject.fresh()
+    root = getattr(getattr(type(fn), "forward", fn), "__code__", None)
+    stages, started = [], time.perf_counter()
+    with converted() as frames, tracked() as trackers, logs():
+        call = subject.caller(torch.compile(fn, backend="eager"), args, kwargs)
+        for stage, does in {"torch.compile(model)": None, "first call": call, "second call": call}.items():
+            if does:
+                does()
+            seconds, started = time.perf_counter() - started, time.perf_counter()
+            codes = {code for code in [root, *(old for old, _ in frames)] if code is not None}
+            stages.append([stage, len(frames), sum(len(entries_of(code)) for code in codes), seconds])
+    (_, frames_before, before, _), (_, frames_after, after, _), _ = stages
+    phase.facts["compiled_at"] = {"entries_before_call": before, "entries_after_call": after,
+                                  "frames_before_call": frames_before, "frames_after_call": frames_after}  # fmt: skip
+    phase.table("when frames are compiled", ["after", "frames", "cache entries", "seconds"], stages)
+    look_at_bytecode(phase, frames)
+    phase.facts["trackers"] = trackers
+    rows = [[function, local, kind, WORDS.get(kind, "")]
+            for function, held in trackers.items() for local, kind in held.items()]  # fmt: skip
+    listed(phase, "what Dynamo tracks locals as", ["function", "local", "VariableTracker", "in words"], rows)
+    look_at_kinds(phase)
+    left = ", ".join(kind for kind, outcome in phase.facts["kinds"].items() if outcome == "eager")
+    resumed = ", ".join(each["at"] for each in phase.facts["resumes"])
+    phase.answer = (
+        f"at its first call: {before} cache entries after torch.compile, {after} after the call; {len(frames)} "
+        f"frame{'s' * (len(frames) != 1)} rewritten{f', resumed after a break at {resumed}' if resumed else ''}; "
+        f"of the kinds tried eager keeps {left}"
+    )
+
+
+def look_at_bytecode(phase: Phase, frames: list[tuple[CodeType, CodeType]]) -> None:
+    """Each frame before and after, what the rewritten one calls, and where the functions after a break go on."""
+    phase.facts["frames"], phase.facts["resumes"], rows = [], [], []
+    for i, (old, new) in enumerate(frames):
+        before, after = (len(list(dis.get_instructions(code))) for code in (old, new))
+        calls = [name for name in new.co_names if name.startswith(("__compiled_fn_", "__resume_at_"))]
+        resumed = re.match(r"torch_dynamo_resume_in_.*_at_(\d+)", old.co_name)
+        line = int(resumed[1]) if resumed else old.co_firstlineno
+        place, source = at(old.co_filename, line), linecache.getline(old.co_filename, line).strip()
+        phase.facts["frames"].append({"name": old.co_name, "before": before, "after": after, "calls": calls})
+        if resumed:
+            phase.facts["resumes"].append({"name": old.co_name, "at": place, "source": source})
+        short = ", ".join(re.sub(r"(__compiled_fn_\d+)_.*", r"\1", name) for name in calls)
+        rows.append([old.co_name, place, before, after, short])
+        if i < LISTINGS:
+            phase.code(f"{old.co_name}: bytecode before", dis.Bytecode(old).dis(), "text")
+            phase.code(f"{old.co_name}: bytecode after", dis.Bytecode(new).dis(), "text")
+    listed(phase, "rewritten frames, in instructions", ["frame", "line", "before", "after", "it calls"], rows)
+
+
+def look_at_kinds(phase: Phase) -> None:
+    """Tiny functions of ours, compiled and run to their end; the graphs that this makes are counted."""
+    phase.facts["kinds"], rows = {}, []
+    old = tuple(int(part) for part in torch.__version__.split(".")[:2]) < (2, 15)
+    for kind, (source, run) in KINDS.items():
+        if kind == "coroutine" and old:  # the process dies of it in 2.11, later: segmentation fault
+            phase.facts["kinds"][kind] = "not tried"
+            rows.append([kind, source, "not tried", None, "once compiled, it crashes torch 2.11"])
+            continue
+        exec(compile(source, __file__, "exec"), names := {})  # code without a file is inlined into a frame of torch's
+        with watch() as seen, logs():
+            run(torch.compile(names["fn"], backend="eager")(torch.ones(3)))
+        reasons = [*seen.counters.get("unimplemented", {}), *(frame.failure or "" for frame in seen.frames)]
+        reason = re.search(r"Explanation: (.*)", "\n".join(reasons))
+        phase.facts["kinds"][kind] = outcome = "compiled" if seen.graphs else "eager"
+        rows.append([kind, source, outcome, seen.graphs, reason[1] if reason else ""])
+    phase.table("kinds of functions", ["kind", "source", "", "graphs", "torch's reason"], rows)
+
+
+if __name__ == "__main__":
+    from compile_inspect.main import main
+
+    sys.exit(main(phase="frame_evaluation"))

@@ -1,0 +1,157 @@
+"""Graph breaks: where, why, what is left to eager, what that costs in a call, and the fix, tried where it can be."""
+
+from __future__ import annotations
+
+import sys
+import time
+from collections.abc import Callable
+from statistics import median
+
+import torch
+
+from compile_inspect.breaks import SPLIT, Break, find_breaks
+from compile_inspect.inspecting import reason_of
+from compile_inspect.report import Phase
+from compile_inspect.subject import Subject
+from compile_inspect.timing import time_model
+
+QUESTION = "Which lines break the graph, what does that cost, and how are they written without?"
+CALLS = 15  # whose median is told
+
+# What torch's reason, or the line, has in it; the mended form; and the settings with which it can be tried unchanged.
+FIXES: list[tuple[tuple[str, ...], str, dict[str, bool]]] = [
+    ((".item()", "Tensor.item", "aten._local_scalar_dense"),
+     "keep the number in its tensor (y / t instead of y / t.item()), or set "
+     "torch._dynamo.config.capture_scalar_outputs = True", {"capture_scalar_outputs": True}),
+    (("nonzero", "data-dependent shape", "ynamic shape operator", "masked_select", "unique"),
+     "select with torch.where on the whole tensor, or set torch._dynamo.config.capture_dynamic_output_shape_ops = True",
+     {"capture_dynamic_output_shape_ops": True, "capture_scalar_outputs": True}),
+    (("data-dependent branching", "generic_jump", "Data-dependent branch", "data dependent"),
+     "compute both sides and select with torch.where, or use torch.cond", {}),
+    (("print", "logging", "warnings.warn"),
+     "print only `if not torch.compiler.is_compiling()`, or add the function to "
+     "torch._dynamo.config.reorderable_logging_functions", {}),
+    (("numpy", ".cpu()", ".tolist()"), "stay in torch until the end: a NumPy array or a list needs the value now", {}),
+    (("torch.compiler.disable", "torch._dynamo.disable", "Skip calling"),
+     "leave the decorator out, or make the function a torch.library.custom_op: then it is one node of the graph", {}),
+    (("allow_rnn",), "set torch._dynamo.config.allow_rnn = True: an LSTM, GRU or RNN is one node then",
+     {"allow_rnn": True}),
+    (("manual_seed",), "seed once, before the compiled function is called", {}),
+    (("context manager",), "enter it outside the compiled function: Dynamo knows torch's context managers alone", {}),
+    (("generator",), "pass a list or a tuple instead of a generator", {}),
+    (("Observed exception",), "it raises while it is traced: mend that, or move it out of the compiled function", {}),
+    ((".backward(", "zero_grad(", ".step()"),
+     "compile the model alone, and call backward() and the optimizer outside: AOTAutograd compiles the backward", {}),
+    (("graph_break()",), "leave the call of torch._dynamo.graph_break() out, or that of the function that has it", {}),
+    (("C/C++", "builtin", "Attempted to call function marked as skipped", "skipfiles", "trace_rules", "not traceable"),
+     "make the call a torch.library.custom_op with a fake implementation: then it is one node of the graph", {}),
+]  # fmt: skip
+
+
+def fix_of(found: Break) -> tuple[str, dict[str, bool]]:
+    """The mended form of a break, and the settings that try it, by what torch says and what the line holds."""
+    for text in (found.source, found.reason):
+        for words, fix, settings in FIXES:
+            if any(word in text for word in words):
+                return fix, settings
+    if found.source.startswith(("if ", "elif ", "while ")):
+        return FIXES[2][1], {}
+    return f"torch says: {found.reason.rstrip('.')}; move it out of the compiled function", {}
+
+
+def look(subject: Subject, phase: Phase) -> None:
+    fn, args, kwargs = subject.fresh()
+    with subject.grad():
+        found = find_breaks(fn, *args, **kwargs)
+    phase.facts |= {"graphs": found.graphs, "operations": found.operations}
+    phase.facts["breaks"] = [
+        {"at": f"{each.file.rsplit('/', 1)[-1]}:{each.line}", "source": each.source, "reason": each.reason,
+         "lost": each.lost, "fix": fix_of(each)[0]} for each in found.breaks
+    ]  # fmt: skip
+    if not found.breaks:
+        none = "" if found.graphs else ": Dynamo finds no operation on tensors, or leaves the whole model to eager"
+        phase.answer = f"no line breaks it: graphs {found.graphs}, operations {found.operations}{none}"
+        return
+    rows = [[b["at"], b["source"], b["lost"], b["reason"]] for b in phase.facts["breaks"]]
+    phase.table("graph breaks", ["line", "source", "left to eager", "torch's reason"], rows)
+    whole, outside = time_outside(subject)
+    phase.facts |= {"compiled_ms": whole, "outside_ms": outside, "share": outside / whole}
+    phase.note(
+        f"A compiled call takes {whole:.3g} ms, {outside:.3g} ms of it outside the compiled graphs: in the lines that "
+        "break them, what is left to eager, and the guards and calls of the functions that go on after a break."
+    )
+    settings = {key: value for each in found.breaks for key, value in fix_of(each)[1].items()}
+    tried = try_settings(subject, phase, settings) if settings else ""
+    trial, cost = phase.facts.get("tried"), {"ms": outside, "share": outside / whole, "at_most": True}
+    if trial and not trial["breaks"]:  # what mending them all saved, which is less than what lies outside the graphs
+        saved = max(trial["before_ms"] - trial["ms"], 0.0)
+        cost = {"ms": saved, "share": saved / trial["before_ms"], "at_most": False}
+        phase.facts["share"] = cost["share"]
+    phase.facts["at_most"] = cost["at_most"]
+    cost |= {key: cost[key] / len(found.breaks) for key in ("ms", "share")}
+    for each, row in zip(found.breaks, phase.facts["breaks"], strict=True):
+        what, told = f"graph break at {row['at']} `{row['source']}`", tried if fix_of(each)[1] else ""
+        phase.finding(what, row["fix"], where=row["at"], tried=told, **cost)
+    worst = "" if all(each.lost == SPLIT for each in found.breaks) else "; after some, eager takes all that follows"
+    phase.answer = (
+        f"{len(found.breaks)} break{'s' * (len(found.breaks) > 1)}, {found.graphs} graph{'s' * (found.graphs != 1)}; "
+        f"{outside / whole:.0%} of a compiled call ({outside:.3g} of {whole:.3g} ms) lies outside them{worst}"
+    )
+
+
+def try_settings(subject: Subject, phase: Phase, settings: dict[str, bool]) -> str:
+    """The model again, unchanged, with these settings of Dynamo: breaks left, and the time of a call."""
+    names = ", ".join(f"{key} = True" for key in settings)
+    try:
+        with torch._dynamo.config.patch(settings), subject.grad():
+            fn, args, kwargs = subject.fresh()
+            left = find_breaks(fn, *args, **kwargs)
+        before, after = time_model(subject).ms, time_model(subject, settings).ms
+    except Exception as error:
+        phase.note(f"Tried: {names}: it fails: {reason_of(error)}")
+        return f"{names}: it fails."
+    phase.facts["tried"] = {"settings": list(settings), "breaks": len(left.breaks), "ms": after, "before_ms": before}
+    left = len(left.breaks)
+    said = f"{names}: {left} break{'s' * (left != 1)} left, {after:.3g} ms a call where it was {before:.3g}."
+    phase.note(f"Tried: {said}")
+    return said
+
+
+def time_outside(subject: Subject) -> tuple[float, float]:
+    """(milliseconds of a compiled call, those outside its graphs), medians; on a GPU each graph is waited for."""
+    inside = 0.0
+
+    def timed(graph: torch.fx.GraphModule, inputs: list) -> Callable:
+        compiled = torch._dynamo.lookup_backend("inductor")(graph, inputs)
+
+        def run(*values):
+            nonlocal inside
+            subject.synchronize()
+            started = time.perf_counter()
+            out = compiled(*values)
+            subject.synchronize()
+            inside += time.perf_counter() - started
+            return out
+
+        return run
+
+    fn, args, kwargs = subject.fresh()
+    call = subject.caller(torch.compile(fn, backend=timed), args, kwargs)
+    for _ in range(3):
+        call()
+    wholes, outsides = [], []
+    for _ in range(CALLS):
+        inside = 0.0
+        subject.synchronize()
+        started = time.perf_counter()
+        call()
+        subject.synchronize()
+        wholes.append((time.perf_counter() - started) * 1e3)
+        outsides.append(wholes[-1] - inside * 1e3)
+    return median(wholes), median(outsides)
+
+
+if __name__ == "__main__":
+    from compile_inspect.main import main
+
+    sys.exit(main(phase="graph_breaks"))

@@ -1,0 +1,205 @@
+"""What Inductor generates: fused kernels and their lines, what kept loops apart, the library calls between them."""
+
+from __future__ import annotations
+
+import re
+import sys
+from collections import Counter
+from collections.abc import Iterable
+
+import torch
+from torch import nn
+
+from compile_inspect.kernels import Lowered, Step, cut, lower
+from compile_inspect.logs import logs
+from compile_inspect.models import pointwise
+from compile_inspect.report import Phase, Skip
+from compile_inspect.subject import Subject
+
+QUESTION = "Which operations become one kernel, which do not, and which are left to a library?"
+ROWS = 40  # of a table
+LIBRARY = re.compile(
+    r"^extern_kernels\.|attention|conv|mkldnn|onednn|cudnn|quantized|_scaled_mm|lstm|gru|_fft|linalg|cholesky"
+    r"|rand|normal|bernoulli|DeviceCopy|copy_|view_as"
+)  # cuBLAS, cuDNN, oneDNN, MKL and their like; random numbers; copies between devices
+NO_LOOPS = (
+    "Inductor has no loops for it here: ATen's own kernel runs, and nothing is fused across it; move it out of a chain "
+    "of elementwise operations, or write it with operations that Inductor generates code for"
+)
+
+
+def look(subject: Subject, phase: Phase) -> None:
+    fn, args, kwargs = subject.fresh()
+    with logs(fusion=True, perf_hints=True, ir_pre_fusion=True, ir_post_fusion=True) as records:
+        graphs = lower(lambda backend: subject.caller(torch.compile(fn, backend=backend), args, kwargs)())
+    for graph in graphs:
+        if graph.error:
+            phase.note(f"Inductor cannot lower one graph: {graph.error}")
+    graphs = [graph for graph in graphs if not graph.error]
+    if not graphs:
+        raise Skip("no graph with operations was lowered by Inductor; see graph_breaks")
+    steps = [step for graph in graphs for step in graph.after]
+    before = [step for graph in graphs for step in graph.before]
+    extern, kernels, code = [step for step in steps if step.extern], kernels_of(graphs), "".join(g.code for g in graphs)
+    widths = [int(n) for n in re.findall(r"\+=static_cast<int64_t>\((\d+)L\)", code)] if "at::vec" in code else []
+    facts = {
+        "kernels": kernels, "operations": sum(graph.operations for graph in graphs),
+        "kernels_before": len(loops(before)), "kernels_after": len(loops(steps)), "bytes_before": moved(before),
+        "bytes_after": moved(steps), "extern": dict(Counter(step.extern for step in extern)),
+        "language": "triton" if "async_compile.triton" in code else "cpp", "vector_width": max(widths, default=None),
+        "not_fused": not_fused(records),
+    }  # fmt: skip
+    phase.facts |= facts
+    show(phase, graphs, extern)
+    indexing(phase, steps)
+    for name, title in (("ir_pre_fusion", "loop IR before fusion"), ("ir_post_fusion", "loop IR after fusion")):
+        phase.code(title, cut("\n".join(text for artifact, text in records if artifact == name)), "text")
+    for i, graph in enumerate(graphs[:ROWS]):
+        phase.code(f"generated code of graph {i}", cut(graph.code))
+    fallbacks(subject, phase, {s.extern: s for s in extern if "aten" in s.extern and not LIBRARY.search(s.extern)})
+    for hint in dict.fromkeys(text for artifact, text in records if artifact == "perf_hints"):
+        if not hint.startswith(("Skip comprehensive padding", "Using FallbackKernel")):
+            phase.finding("a performance hint of torch's", " ".join(hint.split())[:300])
+    examples(subject, phase)
+    wide = f", {max(widths)} numbers wide" if widths else ""
+    phase.answer = (
+        f"{facts['operations']} operators become {facts['kernels_before']} loops, fused to {facts['kernels_after']} in "
+        f"{sum(kernel['calls'] for kernel in kernels)} calls of {len(kernels)} {facts['language']} kernels{wide}: "
+        f"{moved(steps) / 1e6:.3g} MB moved, {moved(before) / 1e6:.3g} unfused; {len(extern)} extern calls"
+    )
+
+
+def loops(steps: Iterable[Step]) -> list[Step]:
+    return [step for step in steps if not step.extern]
+
+
+def moved(steps: Iterable[Step]) -> int:
+    return sum(step.bytes for step in loops(steps))
+
+
+def distinct(steps: Iterable[Step], what: str) -> list[str]:
+    return list(dict.fromkeys(each for step in steps for each in getattr(step, what)))
+
+
+def kernels_of(graphs: list[Lowered]) -> list[dict]:
+    """Each generated kernel once; each graph numbers its own from 0, so two may share a name."""
+    found: dict[tuple[int, str], dict] = {}
+    for i, graph in enumerate(graphs):
+        for name, steps in graph.kernels():
+            kernel = found.setdefault((i, name), {"name": name, "graph": i, "calls": 0, "steps": []})
+            kernel["calls"] += 1
+            kernel["steps"] += steps
+    for kernel in found.values():
+        steps = kernel.pop("steps")
+        kernel["loops"] = sum(step.parts for step in steps)
+        kernel |= {key: distinct(steps, key) for key in ("operations", "lines")}
+    return list(found.values())
+
+
+def not_fused(records: list[tuple[str, str]]) -> dict[str, int]:
+    """Torch's reasons, each with the pairs of loops and extern calls that it kept apart."""
+    graph, pairs = 0, set()
+    for artifact, text in records:
+        graph += artifact == "fusion" and "attempting fusion (1/" in text
+        if artifact == "fusion" and (held := re.match(r"cannot fuse (\S+) with (\S+): (.+)", text)):
+            pairs.add((graph, held[1], held[2], re.split(r"[(:\[{]| \d", held[3])[0].strip()))
+    return dict(Counter(reason for *_, reason in sorted(pairs)).most_common())
+
+
+def show(phase: Phase, graphs: list[Lowered], extern: list[Step]) -> None:
+    from torch._inductor.codecache import cache_dir
+
+    rows = [
+        [f"{i} {'backward' if graph.backward else 'forward'}", graph.operations, len(loops(graph.before)),
+         len(loops(graph.after)), len(graph.kernels()), len(graph.after) - len(loops(graph.after)),
+         moved(graph.before) / 1e6, moved(graph.after) / 1e6] for i, graph in enumerate(graphs)
+    ]  # fmt: skip
+    columns = ["graph", "operators", "loops", "after fusion", "kernel calls", "extern calls", "MB unfused", "MB fused"]
+    phase.table("from operators to kernels; MB are what the loops read and write", columns, rows[:ROWS])
+    phase.note(
+        "A pointwise operator is inlined into the loop that uses it as the graph is lowered; fusion then joins loops. "
+        "A C++ kernel is a function with all the loops between two extern calls; a Triton kernel is one fused loop. "
+        f"torch.compile writes the code below {cache_dir()}; TORCH_LOGS=output_code names the files."
+    )
+    rows = [[k["name"], k["calls"], k["loops"], ", ".join(k["operations"]), ", ".join(k["lines"])]
+            for k in phase.facts["kernels"]]  # fmt: skip
+    left = f"; {len(rows) - ROWS} more are left out" if len(rows) > ROWS else ""
+    phase.table(f"generated kernels{left}", ["kernel", "calls", "loops", "operations", "lines"], rows[:ROWS])
+    rows = []
+    for name, calls in phase.facts["extern"].items():
+        kind = "library" if LIBRARY.search(name) else "ATen's own kernel" if "aten" in name else "custom operator"
+        rows.append([name, calls, kind, ", ".join(distinct((s for s in extern if s.extern == name), "lines"))])
+    if rows:
+        phase.table("not generated: extern calls", ["function", "calls", "what it is", "lines"], rows[:ROWS])
+    if reasons := phase.facts["not_fused"]:
+        rows = [[reason, pairs] for reason, pairs in reasons.items()]
+        phase.table("why not fused, from torch's fusion log", ["torch's reason", "pairs"], rows[:ROWS])
+
+
+def indexing(phase: Phase, steps: list[Step]) -> None:
+    """The index expressions of the first fused loops, or of the first ones, in words."""
+    for step in sorted((step for step in steps if step.indexing), key=lambda step: step.parts < 2)[:1]:
+        sizes, indices = step.indexing
+        rows = [
+            [f"{name} = {index}", " ".join(map(str, filter(None, access))), in_words(index, sizes)]
+            for name, index, access in indices
+        ]
+        over = ", ".join(f"{var} < {size}" for var, size in sizes.items())
+        columns = ["index", "access", "meaning"]
+        phase.table(f"SymPy indexing of the first loops in {step.name}: {over}", columns, rows[:ROWS])
+
+
+def in_words(index, sizes: dict) -> str:
+    """What a SymPy index says of each loop variable: a stride, a broadcast; and of the indices that were loaded."""
+    index, said = index.expand(), []
+    for var in sizes:
+        stride = index.coeff(var)
+        if not index.has(var):
+            said.append(f"the same for each {var}")
+        elif (index - stride * var).has(var):
+            said.append(f"{var} through a division or a remainder")
+        else:
+            said.append(f"{var} is contiguous" if stride == 1 else f"a step of {var} is {stride} elements")
+    loaded = sorted(str(each) for each in index.free_symbols if str(each).startswith("indirect"))
+    return "; ".join([*said, *(f"{each} is an index that was loaded" for each in loaded)])
+
+
+def fallbacks(subject: Subject, phase: Phase, steps: dict[str, Step]) -> None:
+    """A finding for each ATen operator without loops, with its time in a call of the model in eager."""
+    if not steps:
+        return
+    from torch.profiler import ProfilerActivity, profile
+
+    fn, args, kwargs = subject.fresh()
+    call = subject.caller(fn, args, kwargs)
+    call()
+    with profile(activities=[ProfilerActivity.CPU] + [ProfilerActivity.CUDA] * subject.on_gpu, acc_events=True) as seen:
+        call()
+        subject.synchronize()
+    times = {e.key: (e.device_time_total if subject.on_gpu else e.cpu_time_total) / 1e3 for e in seen.key_averages()}
+    for name, step in steps.items():
+        operator = re.sub(r"^(torch\.ops\.)?aten\.|\.\w+$", "", name)
+        where = ", ".join(step.lines)
+        phase.finding(f"{operator} is not compiled", NO_LOOPS, where=where, ms=times.get(f"aten::{operator}"))
+
+
+def examples(subject: Subject, phase: Phase) -> None:
+    """The chapter's two: sin, mul and add; and a product with bias and ReLU."""
+    linear, rows = nn.Sequential(nn.Linear(256, 256), nn.ReLU()).to(subject.device), []
+    for name, (model, inputs) in {"sin_mul_add": pointwise(), "linear_relu": (linear, (torch.randn(64, 256),))}.items():
+        inputs = [each.to(subject.device) for each in inputs]
+        torch.compiler.reset()
+        with torch.no_grad():
+            graph = lower(lambda backend, m=model, x=inputs: torch.compile(m, backend=backend)(*x))[0]
+        generated, extern = len(graph.kernels()), dict(Counter(step.extern for step in graph.after if step.extern))
+        fused = ", ".join(distinct(loops(graph.after), "operations"))
+        rows.append([name, graph.operations, generated, fused, ", ".join(extern)])
+        claim = {"extern": extern, "generated": generated} if name == "linear_relu" else generated
+        phase.facts.setdefault("claims", {})[name] = claim
+    phase.table("two examples", ["example", "operators", "generated kernels", "what is in them", "extern calls"], rows)
+
+
+if __name__ == "__main__":
+    from compile_inspect.main import main
+
+    sys.exit(main(phase="inductor_codegen"))
