@@ -94,14 +94,16 @@ def sizes(h: Harness) -> tuple[Config, list[int], torch.Tensor]:
 
 
 def answer(table, seconds: dict[str, dict[int, float]]) -> str:
-    told = []
+    cold, calls = [], []
     for name, by_depth in seconds.items():
         way = name.removeprefix("torch.compile ")
-        cold = " and ".join(f"{s:.1f}" for s in by_depth.values())
-        told.append(f"{way} {cold} s, {table.by_host(EAGER, name)}")
+        cold.append(f"{way} {' and '.join(f'{s:.1f}' for s in by_depth.values())} s")
+        calls.append(f"{way} {table.over(EAGER, name):.2f}x ({table.over(EAGER, name, host=2):.2f}x)")
     depths = [*next(iter(seconds.values()))]
-    layers = " and ".join(map(str, depths))
-    return f"Compiling {layers} layers cold; a call of {depths[-1]} over eager: {'; '.join(told)}."
+    return (
+        f"Compiling {' and '.join(map(str, depths))} layers takes {', '.join(cold)}. "
+        f"A call of {depths[-1]}, over eager (host twice as fast): {', '.join(calls)}."
+    )
 
 
 def demo(h: Harness) -> None:

@@ -52,8 +52,7 @@ def test_the_answer_has_the_cost_of_an_item_and_the_hosts_share_of_it(host_bound
     ])  # fmt: skip
     host = " (host twice as fast: 1.00x)" if host_bound else ""
     assert graph_breaks.answer(rows, [table]) == (
-        f"Without the break a call is faster: at 32x1024 .item() 2.00x{host}, generator argument 4.00x, "
-        "which leaves the rest to eager."
+        f"Mended over broken, a call: at 32x1024 .item() 2.00x{host}, generator argument 4.00x, as eager runs the rest."
     )
 
 
