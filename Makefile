@@ -1,5 +1,6 @@
 # make run       the tour: one or two techniques of each topic, at quick sizes
 # make run-all   every technique, at quick sizes; run-full at the sizes worth timing
+# make report    docs/index.html, the chapter as one page, from results/; test-page tests it in a browser
 # make test      the tests; on a GPU box they run on the GPU (PYTEST_ARGS= adds those marked slow)
 # make studies   every lesson with its study, once, at the smallest sizes: they run
 # make lint      ruff, check and format
@@ -27,19 +28,40 @@ ON_CPU = $(if $(filter auto,$(WORKERS)),TORCHINDUCTOR_VEC_ISA_OK=1 $(FORKED) OMP
 # In processes that each start a thread for every core, the threads spin while they wait for one that does not run.
 PYTEST = $(if $(filter auto,$(WORKERS)),OMP_NUM_THREADS=1) $(1)/bin/python -m pytest -n $(WORKERS)
 
-.PHONY: run run-all run-full test test-oldest studies lint setup backends test-backends xla test-xla clean
+.PHONY: run run-all run-full report test test-page test-oldest studies lint setup backends test-backends xla \
+    test-xla clean
+
+# Each topic with these options, a record each, and the page of what they recorded, be it that they failed.
+RUN := build/run
+define RUN_TOPICS
+@rm -rf $(RUN); mkdir -p $(RUN); status=0; \
+for topic in $(TOPICS); do $(1) --json $(RUN)/$${topic%.py}.json || status=1; done; \
+$(BIN)/python -m companion report $(RUN) -o $(RUN)/report.html || status=1; exit $$status
+endef
 
 run: $(READY)
-	@status=0; for topic in $(TOPICS); do $(ON_CPU) $(BIN)/python $$topic --tour --quick || status=1; done; exit $$status
+	$(call RUN_TOPICS,$(ON_CPU) $(BIN)/python $$topic --tour --quick)
 
 run-all: $(READY)
-	@status=0; for topic in $(TOPICS); do $(ON_CPU) $(BIN)/python $$topic --quick || status=1; done; exit $$status
+	$(call RUN_TOPICS,$(ON_CPU) $(BIN)/python $$topic --quick)
 
 run-full: $(READY)
-	@status=0; for topic in $(TOPICS); do $(BIN)/python $$topic --full || status=1; done; exit $$status
+	$(call RUN_TOPICS,$(BIN)/python $$topic --full)
+
+report: $(READY)
+	$(BIN)/python -m companion report -o docs/index.html
 
 test: $(READY)
 	$(call PYTEST,$(VENV)) --dist worksteal $(PYTEST_ARGS)
+
+# In Chromium, which must be there, by playwright and with axe-core, which are put beside it.
+AXE := build/page/node_modules/axe-core/axe.min.js
+test-page: $(READY) $(AXE)
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check "playwright>=1.40,<2"
+	REQUIRE_BROWSER=1 $(BIN)/python -m pytest tests/companion/test_page_in_a_browser.py
+
+$(AXE):
+	npm install --silent --no-fund --no-audit --prefix build/page axe-core@4
 
 # Two topics at a time where there is no GPU to share. PyTorch/XLA's are run by test-xla, in its environment.
 STUDIED := $(filter-out torch_xla_examples.py,$(TOPICS))
@@ -61,7 +83,7 @@ $(READY): requirements.txt requirements-common.txt pyproject.toml
 
 # The text of the project and the tools that read records do not depend on torch.
 OLDEST_TESTS := $(patsubst %,tests/examples/%,common compiler triton fp8 tma test_budgets.py test_wrappers.py)
-OLDEST_TESTS += tests/harness tests/test_compile_inspect.py
+OLDEST_TESTS += tests/harness tests/compile_inspect tests/test_compile_inspect.py
 
 test-oldest: $(OLDEST_READY)
 	$(call PYTEST,$(OLDEST_VENV)) --dist worksteal $(PYTEST_ARGS) $(OLDEST_TESTS)

@@ -65,6 +65,13 @@ def _run(options: argparse.Namespace) -> int:
         from companion.claims import claims
 
         return claims(options.check)
+    if options.command == "report":
+        try:
+            from companion.report import report
+
+            return report(options.records, options.output, options.beside, options.check)
+        except ModuleNotFoundError as error:
+            raise ValueError(f"report needs {error.name}: pip install -r requirements-common.txt") from None
     if options.command == "readme":
         from companion.readme import readme
 
@@ -102,6 +109,18 @@ def _parser() -> argparse.ArgumentParser:
     )
     contribute.add_argument("--folder", metavar="NAME", help="of results/ (default: from the GPU's name)")
     contribute.add_argument("--force", action="store_true", help="replace a record that exists")
+    report = commands.add_parser("report", help="the chapter as one page: answers, pictures, kernels, tables")
+    report.add_argument(
+        "records", nargs="*", type=Path, metavar="RECORD",
+        help="what --json PATH wrote, or a folder of that (default: what README shows)",
+    )  # fmt: skip
+    report.add_argument("-o", "--output", type=Path, metavar="FILE", help="the page (default: report.html)")
+    report.add_argument(
+        "--beside", nargs="+", type=Path, default=[], metavar="MINE", help="records to draw beside these"
+    )
+    report.add_argument(
+        "--check", action="store_true", help="change nothing; exit 1 when docs/index.html is out of date"
+    )
     readme = commands.add_parser("readme", help="renew the tables of README.md and docs/ from docstrings and results/")
     readme.add_argument("--check", action="store_true", help="change nothing; exit 1 when they are out of date")
     readme.add_argument("--stale", action="store_true", help="only list what was recorded with older code")

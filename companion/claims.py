@@ -21,6 +21,7 @@ from harness.record import recorded
 from companion.readme import OLDER, OUTLINE, is_stale, machine_name, tables_of
 
 PAGE = "CLAIMS.md"
+INSPECTED = "compile_inspect"  # the topic of what `python -m compile_inspect.main --json` writes
 VERDICTS = ("holds", "holds only for", "does not hold", "not measured")
 
 
@@ -123,7 +124,7 @@ class Reader:
         self.known: dict[str, tuple[Topic, Technique]] = {
             t.name: (topic, t) for topic in found for t in topic.techniques
         }
-        self.root, self.read = root, {}
+        self.root, self.read, self.phases = root, {}, []
         self.machines, self.older = {}, False
 
     def __call__(self, name: str, study: bool = False) -> Evidence:
@@ -140,6 +141,15 @@ class Reader:
         self.older |= is_stale(technique, example, self.root)
         return Evidence(f"{name}{', study' if study else ''}", part)
 
+    def inspected(self, phase: str) -> Evidence:
+        """What a phase of compile_inspect recorded of the bundled model."""
+        part = recorded(INSPECTED, phase, self.root)
+        if part is None:
+            raise ValueError(f"{INSPECTED}: its phase {phase} is not recorded")
+        self.phases.append(phase)
+        self.machines[machine_name(part["machine"] | part["machine"]["host"])] = None
+        return Evidence(f"{INSPECTED}, {phase}", part)
+
     def torch(self, name: str) -> str:
         """The version of torch that a technique was recorded with."""
         topic, _ = self.known[name]
@@ -152,7 +162,7 @@ class Reader:
             topic, technique = self.known[name]
             python = ".venv-xla/bin/python" if technique.needs.xla else "python"
             lines.append(f"`{python} {topic.file} {name}{' --study' if study else ''}`")
-        return ", ".join(lines)
+        return ", ".join([*lines, *(f"`python -m {INSPECTED}.{phase}`" for phase in self.phases)])
 
 
 def verdict(claim: Claim, values: dict[str, Value]) -> str:
@@ -165,39 +175,66 @@ def verdict(claim: Claim, values: dict[str, Value]) -> str:
     return f"holds only for: {'; '.join(good)}" if good else "does not hold"
 
 
-def ledger_page(claims: dict[str, list[Claim]], found: list[Topic], root: Path = ROOT) -> str:
-    """CLAIMS.md, a table for each group of claims.
+class Judged(NamedTuple):
+    """A claim with what its records say: CLAIMS.md and the page tell it from this. `measured` is its values as text,
+    `older` whether one of the records was made with other code than today's."""
+
+    claim: Claim
+    measured: str
+    verdict: str
+    older: bool
+    commands: str
+    machines: tuple[str, ...]
+
+
+def judge(claims: dict[str, list[Claim]], found: list[Topic], root: Path = ROOT) -> dict[str, list[Judged]]:
+    """Every claim by its group, judged by the records below `root`.
 
     Raises ValueError, with the claim's id, where one reads what no record holds or names no section of the chapter.
     """
     outline = (root / OUTLINE).read_text(encoding="utf-8").splitlines()
     headings = {line.lstrip("#").strip() for line in outline if line.startswith("#")}
-    lines, counts, machines = [], Counter(), {}
-    for group, members in claims.items():
+    return {group: [_judged(claim, Reader(found, root), headings) for claim in claims[group]] for group in claims}
+
+
+def _judged(claim: Claim, reader: Reader, headings: set[str]) -> Judged:
+    try:
+        if claim.section not in headings:
+            raise ValueError(f"{OUTLINE} has no section {claim.section!r}")
+        values = claim.measured(reader) if claim.measured else {}
+    except ValueError as error:
+        raise ValueError(f"claim {claim.id}: {error}") from None
+    measured = "; ".join(f"{case}: {value.text}" if case else value.text for case, value in values.items())
+    measured = f"{claim.of}: {measured}" if claim.of else measured
+    said = verdict(claim, values)
+    return Judged(claim, measured, said, reader.older, reader.commands(), tuple(reader.machines))
+
+
+def tally(judged: dict[str, list[Judged]]) -> str:
+    """How many claims there are, and how many of each verdict."""
+    counts = Counter(each.verdict.split(":")[0] for members in judged.values() for each in members)
+    kinds = ", ".join(f"{counts[kind]} {kind}" for kind in VERDICTS if counts[kind])
+    return f"{counts.total()} claims: {kinds}."
+
+
+def ledger_page(claims: dict[str, list[Claim]], found: list[Topic], root: Path = ROOT) -> str:
+    """CLAIMS.md, a table for each group of claims. Raises ValueError as judge() does."""
+    judged = judge(claims, found, root)
+    lines = []
+    for group, members in judged.items():
         lines += [f"\n## {group}\n", "| the claim | measured | verdict | why | reproduce with |"]
         lines.append("| --- | --- | --- | --- | --- |")
-        for claim in members:
-            reader = Reader(found, root)
-            try:
-                if claim.section not in headings:
-                    raise ValueError(f"{OUTLINE} has no section {claim.section!r}")
-                values = claim.measured(reader) if claim.measured else {}
-            except ValueError as error:
-                raise ValueError(f"claim {claim.id}: {error}") from None
-            said = verdict(claim, values)
-            counts[said.split(":")[0]] += 1
-            machines |= reader.machines
-            measured = "; ".join(f"{case}: {value.text}" if case else value.text for case, value in values.items())
-            measured = (f"{claim.of}: {measured}" if claim.of else measured) + OLDER * reader.older
+        for each in members:
+            claim = each.claim
             cells = (
                 f'<a id="{claim.id}"></a>{claim.says} *({claim.section})*',
-                measured,
-                f"**{said}**",
+                each.measured + OLDER * each.older,
+                f"**{each.verdict}**",
                 claim.because,
-                reader.commands(),
+                each.commands,
             )
             lines.append("| " + " | ".join(cell.replace("|", "\\|") for cell in cells) + " |")
-    summary = ", ".join(f"{counts[kind]} {kind}" for kind in VERDICTS if counts[kind])
+    machines = dict.fromkeys(name for members in judged.values() for each in members for name in each.machines)
     return f"""# The chapter's claims
 
 What five texts on the PyTorch compiler and Triton ("the chapter", [docs/chapter.md](docs/chapter.md)) claim, in this
@@ -206,7 +243,7 @@ it. Those are read from the records in results/: {" and ".join(machines)}.
 A ratio that depends on the host is given for a host twice as fast, too, and a claim holds if it does on both. "Older
 code" marks what was recorded before the code last changed. This page is generated: `python -m companion claims`.
 
-{counts.total()} claims: {summary}.
+{tally(judged)}
 {chr(10).join(lines)}
 """
 

@@ -1,0 +1,459 @@
+"""The pictures of the page: what each shows, read from a record. companion/pictures.py draws them.
+
+A chart is numbers and a sentence that is made of them; nothing here is typed from a measurement. Where a record lacks
+what a chart needs there is no picture.
+"""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Callable
+from contextlib import suppress
+from itertools import cycle, islice, pairwise
+from typing import NamedTuple
+
+from harness.bench import Table
+
+from companion.readme import tables_of, told_rows
+
+
+class Series(NamedTuple):
+    """`points` are y by x: a number on lines, a name on bars. `look` is one of LOOKS, the same on every picture: 0 the
+    baseline, 1 what this repository answers with, 2 and 3 libraries."""
+
+    name: str
+    points: dict
+    look: int
+
+
+class Chart(NamedTuple):
+    """What a picture shows: of lines, horizontal bars or a roofline. `levels` are lines across, by their names."""
+
+    kind: str
+    title: str
+    x: str
+    y: str
+    series: list[Series]
+    sees: str
+    levels: dict[str, float] = {}
+    log: bool = False
+    form: str = "{:.2f}x"
+
+
+# --- what the charts of several techniques read
+
+
+def timed(part: dict | None, title: str | None = None) -> list[Table]:
+    return [table for table in tables_of(part or {"tables": []}) if table.timed and title in (None, table.title)]
+
+
+def looks(tables: list[Table]) -> dict[str, int]:
+    """The rows of tables of one baseline, each with its look."""
+    rows = {row.variant: row for table in tables for row in table.rows}
+    own = [name for name, row in rows.items() if row.ours and not row.peer]
+    told = next((told_rows(table)[0].variant for table in tables), None)
+    own.sort(key=lambda name: name != told)
+    rest = [name for name in rows if name not in own and name != tables[0].baseline]
+    ours, theirs = (1, 4, 5, 6, 7, 8), (2, 3, 7, 8, 5, 6)
+    if not own or tables[0].baseline in own:
+        theirs = range(1, 9)
+    found = dict(zip([*own, *rest], [*islice(cycle(ours), len(own)), *islice(cycle(theirs), len(rest))], strict=True))
+    return {tables[0].baseline: 0} | found
+
+
+def sizes(case: str) -> list[int]:
+    return [int(each) for each in re.findall(r"\d+", case.split()[0])]
+
+
+def speedups(part: dict, title: str | None = None, heading: str = "", only: str = "") -> Chart | None:
+    """How many times as fast as its baseline each row of the first table is, in all its cases, or in `only` some."""
+    tables = [table for table in timed(part, title) if only in table.case]
+    tables = [t for t in tables if (t.title, t.baseline) == (tables[0].title, tables[0].baseline) and len(t.rows) > 1]
+    if not tables:
+        return None
+    base, cases = tables[0].baseline, [table.case for table in tables]
+    rows = {name: look for name, look in looks(tables).items() if name != base}
+    over = {name: {t.case: t.over(base, name) for t in tables if name in t} for name in rows}
+    if len(cases) == 1:
+        series = [Series(cases[0], {name: over[name][cases[0]] for name in rows}, 1)]
+    elif len(rows) > max(3, len(cases)):
+        by_case = {case: {name: over[name][case] for name in rows if case in over[name]} for case in cases}
+        series = [Series(case, points, 1 + i) for i, (case, points) in enumerate(by_case.items())][:8]
+    else:
+        series = [Series(name, over[name], rows[name]) for name in rows]
+    every = [(value, name, case) for name, points in over.items() for case, value in points.items()]
+    (most, fast, there), (least, slow, here) = max(every), min(every)
+    at = (f" ({there})", f" ({here})") if len(cases) > 1 else ("", "")
+    sees = f"Against {base}, the fastest is {fast}{at[0]} at {most:.2f}x its speed"
+    sees += f", the slowest {slow}{at[1]} at {least:.2f}x." if len(every) > 1 else "."
+    title = heading or f"Times as fast as {base}" + (f", {cases[0]}" if len(cases) == 1 else "")
+    return Chart("bars", title, f"times as fast as {base}", "", series, sees, {base: 1.0}, most / least > 20)
+
+
+def rates(part: dict, titles: tuple[str, ...], unit: str, axis: str, size: Callable) -> Chart:
+    """TB/s or TFLOP/s of every variant against a size, of lesson and study, with the measured ceiling."""
+    tables = [table for each in (part, part.get("study")) for title in titles for table in timed(each, title)]
+    held = {size(table): table for table in reversed(tables) if size(table)}  # of two the lesson's
+    looked = looks(list(held.values()))
+    series = []
+    for name in looked:
+        points = {x: getattr(t[name], unit) for x, t in sorted(held.items()) if name in t and getattr(t[name], unit)}
+        series += [Series(name, points, looked[name])] * (len(points) > 1)
+    base, kind = tables[0].baseline, {"tbps": "TB/s", "tflops": "TFLOP/s"}[unit]
+    told = told_rows(tables[0])[0].variant
+    over = [table.over(base, told) for table in held.values() if told in table]
+    (low, *_, high) = sorted(held)
+    ceilings = part["machine"]["ceilings"]
+    top = ceilings["copy_tbps"] if unit == "tbps" else ceilings["gemm_tflops"].get("bfloat16")
+    levels = {f"measured ceiling, {top:.3g} {kind}": top} if top else {}
+    best = max(rate / top for rate in next(s for s in series if s.name == told).points.values()) if top else 0
+    sees = f"From {short(low)} to {short(high)} {told} runs at {min(over):.2f} to {max(over):.2f}x {base}'s speed"
+    sees += f", and reaches {best:.0%} of the measured ceiling." if top else "."
+    title = f"{kind} against {axis.split(' (')[0]}"
+    return Chart("lines", title, axis, kind, series, sees, levels, True)
+
+
+def columns(table: Table) -> int:
+    return sizes(table.case)[-1]
+
+
+def square(table: Table) -> int | None:
+    """The side of a product of square matrices; None of any other."""
+    found = sizes(table.case)
+    return found[0] if len(found) == 3 and len(set(found)) == 1 else None
+
+
+def bars(title: str, axis: str, series: list[Series], sees: str, log: bool = False, form: str = "{:,.0f}") -> Chart:
+    return Chart("bars", title, axis, "", series, sees, {}, log, form)
+
+
+def _list(names) -> str:
+    *most, last = names
+    return f"{', '.join(most)} and {last}" if most else last
+
+
+def short(n: float) -> str:
+    """1024 is 1K and 1048576 is 1M; what is no such number stands as it is."""
+    for unit, name in ((2**20, "M"), (2**10, "K")):
+        if n >= unit and len(text := f"{n / unit:g}") <= 4:
+            return f"{text}{name}"
+    return f"{n:,}"
+
+
+# --- compiler
+
+
+def when_it_helps(part: dict) -> Chart:
+    told = part["facts"]["predicted from the twin, the work and the rates; measured"]
+    bound = {case.rpartition(", ")[0]: cells["bound"] for case, cells in told.items()}
+    chart = speedups(part, "when_it_helps", "Speed-up over eager by batch x tokens")
+    named = {case: f"{case}, {kind}" for case, kind in bound.items()}
+    series = [s._replace(points={named[case]: y for case, y in s.points.items()}) for s in chart.series]
+    best = {
+        kind: max(y for s in chart.series for c, y in s.points.items() if bound[c] == kind) for kind in bound.values()
+    }
+    sees = "; ".join(f"where a call is {kind}, compiling gives up to {most:.2f}x" for kind, most in best.items())
+    return chart._replace(series=series, sees=sees[0].upper() + sees[1:] + ".")
+
+
+def break_even(part: dict) -> Chart:
+    paid: dict[str, dict[str, int]] = {}
+    for case, cells in part["facts"]["first calls"].items():
+        if found := re.fullmatch(r"in (\d+) calls", cells.get("paid", "")):
+            size, _, mode = case.rpartition(", ")
+            paid.setdefault(mode, {})[size] = int(found[1])
+    every = {(mode, size): calls for mode, sized in paid.items() for size, calls in sized.items()}
+    (first, at), (last, there) = min(every, key=every.get), max(every, key=every.get)
+    sees = (
+        f"{first} has paid for its compiling first, after {every[first, at]:,} calls at {at}; "
+        f"{last} last, after {every[last, there]:,} at {there}."
+    )
+    series = [Series(mode, sized, 1 + i) for i, (mode, sized) in enumerate(paid.items())]
+    return bars("Calls until compiling has paid", "calls, against eager", series, sees)
+
+
+def graphs_by_policy(part: dict) -> Chart:
+    fact, told = next((name, rows) for name, rows in part["facts"].items() if " sizes, x " in name)
+    points = {
+        policy + (f" ({waste:.2f} rows a useful row)" if (waste := cells["rows per useful row"]) > 1 else ""): cells[
+            "graphs"
+        ]
+        for policy, cells in told.items()
+    }
+    one = [policy for policy, count in points.items() if count == min(points.values())]
+    most = max(points, key=points.get)
+    sees = f"{_list(one)}: {min(points.values())} compilation for {fact.split(',')[0]}; {most}: {points[most]}."
+    return bars(f"Compilations by policy, {fact}", "graphs compiled", [Series(fact, points, 1)], sees)
+
+
+def cache_entries(part: dict) -> Chart:
+    told = part["facts"]["12 calls each: cache entries, and calls left to eager"]
+    written = {cause: cells["entries"] for cause, cells in told.items()}
+    mended = {cause: int(cells["mended"].rpartition(": ")[2]) for cause, cells in told.items()}
+    full = [cause for cause, cells in told.items() if cells["eager"]]
+    sees = f"Compiled again until the limit, then left to eager: {_list(full)}. " if full else ""
+    sees += f"Mended, the most entries of any is {max(mended.values())}."
+    series = [Series("as written", written, 2), Series("mended", mended, 1)]
+    return bars("Cache entries after 12 calls, by cause", "cache entries", series, sees)
+
+
+def compile_by_depth(part: dict) -> Chart:
+    by_depth: dict[str, dict[str, float]] = {}
+    for case, cells in part["facts"]["compiling, from an empty cache"].items():
+        depth, _, how = case.partition(", ")
+        by_depth.setdefault(depth, {})[how] = cells["cold s"]
+    (few, short), (many, deep) = (
+        min(by_depth.items(), key=lambda x: sizes(x[0])),
+        max(by_depth.items(), key=lambda x: sizes(x[0])),
+    )
+    grows = {how: deep[how] / short[how] for how in deep if how in short}
+    sees = (
+        f"From {few} to {many} the time to compile grows "
+        + _list([f"{x:.1f}x ({how})" for how, x in grows.items()])
+        + "."
+    )
+    series = [Series(depth, points, 1 + i) for i, (depth, points) in enumerate(by_depth.items())]
+    return bars("Time to compile by depth, from an empty cache", "seconds", series, sees, form="{:.1f} s")
+
+
+# --- Triton
+
+
+def stages(part: dict) -> Chart:
+    tables = timed(part, "pipelined_matmul")
+    series = []
+    for i, table in enumerate(tables):
+        points = {
+            int(r.variant.split()[0]): table.over(r.variant, "cuBLAS") for r in table.rows if r.variant[0].isdigit()
+        }
+        series.append(Series(table.case, points, 1 + i))
+    best = {each.name: min(each.points, key=each.points.get) for each in series}
+    told = [
+        f"{case} {n} stages ({s.points[1] / s.points[n]:.2f}x as fast as one)"
+        for s in series
+        for case, n in best.items()
+        if case == s.name
+    ]
+    sees = f"The least time is with: {'; '.join(told)}."
+    return Chart("lines", "Time against num_stages", "num_stages", "time, cuBLAS = 1", series, sees, {"cuBLAS": 1.0})
+
+
+def waves(part: dict) -> Chart:
+    sms = part["machine"]["sms"]
+
+    def busy(n: int, block: int) -> float:
+        tiles = math.ceil(n / 128) * math.ceil(n / block)
+        return 100 * tiles / sms / math.ceil(tiles / sms)
+
+    sides = range(1024, 8192 + 1, 512)
+    series = [Series(f"tiles of 128x{b}", {n: busy(n, b) for n in sides}, look) for b, look in ((256, 1), (128, 2))]
+    tiles = (4096 // 128) * (4096 // 256)
+    sees = (
+        f"Computed, not measured: {tiles} tiles of 128x256 at 4096 are {tiles / sms:.2f} waves of {sms} SMs, so "
+        f"{100 - busy(4096, 256):.0f}% of the time is idle in the last; at 8192 it is {100 - busy(8192, 256):.0f}%."
+    )
+    title = "Waves and tail of a persistent product, computed from tiles and SMs"
+    return Chart("lines", title, "rows = columns of the product", "% of SMs' time busy", series, sees)
+
+
+# --- FP8
+
+
+def representable(part: dict) -> Chart:
+    """Numbers of each format in a power of two: exact, by the formats' exponent and mantissa bits."""
+    told, series = part["facts"]["the formats"], []
+    for i, (name, cells) in enumerate(told.items()):
+        mantissa = round(-math.log2(cells["apart at 1"]))
+        lowest, least = (int(cells[key].removeprefix("2^")) for key in ("smallest normal", "smallest"))
+        points = {power: 2 ** (power - least) for power in range(least, lowest)}  # subnormal: equally far apart
+        top = math.floor(math.log2(cells["largest"]))
+        points |= dict.fromkeys(range(lowest, top), 2**mantissa)
+        points[top] = round((cells["largest"] / 2**top - 1) * 2**mantissa) + 1
+        if 2 * sum(points.values()) + 1 != cells["numbers"]:
+            raise ValueError(f"{name} does not have {cells['numbers']} numbers")
+        series.append(Series(name, points, 1 + i))
+    sees = "; ".join(
+        f"{s.name} has {max(s.points.values())} numbers in a power of two and reaches from 2^{min(s.points)} to "
+        f"{told[s.name]['largest']:,.0f}" for s in series
+    )  # fmt: skip
+    return Chart("lines", "Numbers representable in each power of two", "power of two", "numbers", series, sees + ".")
+
+
+def outliers(part: dict) -> Chart:
+    fact, told = next((k, v) for k, v in part["study"]["facts"].items() if k.startswith("SNR, dB, where one channel"))
+    title = fact.replace("SNR, dB,", "Signal to noise").replace(" by (", " (")
+    series = [
+        Series(recipe, {int(size.removeprefix("2**")): y for size, y in cells.items()}, i)
+        for i, (recipe, cells) in enumerate(told.items())
+    ]
+    last = max(series[0].points)
+    end = {each.name: each.points[last] for each in series[1:]}
+    best, worst = max(end, key=end.get), min(end, key=end.get)
+    sees = f"Beside an outlier of 2^{last}, FP8 keeps {end[best]:.1f} dB '{best}', and {end[worst]:.1f} '{worst}'."
+    return Chart("lines", title, "size of the outlier, 2^n", "dB", series, sees)
+
+
+def over_bfloat16(part: dict) -> Chart:
+    base = "cuBLAS bfloat16"
+    held = {}
+    for table in timed(part, "fp8_matmul") + timed(part.get("study"), "scales per tensor"):
+        held |= {square(table): table} if square(table) else {}
+    series = [
+        Series(name, {n: t.over(base, name) for n, t in sorted(held.items()) if name in t}, look)
+        for name, look in (("triton", 1), ("_scaled_mm", 2), ("persistent", 4), ("warp specialized", 5))
+    ]
+    gains = series[0].points
+    sees = "FP8 over bfloat16, triton: " + ", ".join(f"{gain:.2f}x at {n}" for n, gain in gains.items()) + "."
+    axis = "rows = columns = depth of the product"
+    return Chart(
+        "lines", "FP8 over bfloat16 by size", axis, f"times as fast as {base}", series, sees, {base: 1.0}, True
+    )
+
+
+# --- TMA
+
+
+def in_flight(part: dict) -> Chart:
+    fact, told = next((k, v) for k, v in part["study"]["facts"].items() if k.startswith("bytes in flight"))
+    points: dict[int, float] = {}
+    for cells in told.values():
+        kib = cells["KiB of loads in flight"]
+        points[kib] = max(cells["TB/s"], points.get(kib, 0.0))
+    copies = {t.baseline: t[t.baseline].tbps for t in timed(part["study"], "bytes in flight")}
+    levels = {f"{name}, {rate:.2f} TB/s": rate for name, rate in copies.items()}
+    enough = next(kib for kib, rate in sorted(points.items()) if rate > 0.98 * max(points.values()))
+    first = min(points)
+    sees = (
+        f"{first} KiB in flight an SM give {points[first]:.2f} TB/s; from {enough} KiB on, within 2% of the most, "
+        f"{max(points.values()):.2f} TB/s, more bytes in flight add little."
+    )
+    title = f"Bandwidth of TMA against bytes in flight, {fact.rpartition(', ')[2]}"
+    return Chart(
+        "lines", title, "KiB of loads in flight in an SM", "TB/s", [Series("TMA ring", points, 1)], sees, levels
+    )
+
+
+def gemm_steps(part: dict) -> Chart:
+    tables = timed(part, "tma_matmul") + timed(part.get("study"), "tma_matmul")
+    steps = ["pointers", "loads", "store", "parts"]
+    names = dict(zip(steps[1:], ("loads by TMA", "and stores by TMA", "and stores in parts"), strict=True))
+    gained = {step: {t.case: t.over(before, step) for t in tables} for before, step in pairwise(steps)}
+    series = [Series(names[step], points, 1 + i) for i, (step, points) in enumerate(gained.items())]
+    best = max(gained["loads"], key=gained["loads"].get)
+    after = [y for step in steps[2:] for y in gained[step].values()]
+    sees = (
+        f"Loads by TMA make the product up to {gained['loads'][best]:.2f}x as fast ({best}), "
+        f"{min(gained['loads'].values()):.2f}x at least; the further steps give {min(after):.2f} to {max(after):.2f}x."
+    )
+    axis = "times as fast as the step before"
+    return Chart("bars", "What each step of the product adds", axis, "", series, sees, {"the step before": 1.0})
+
+
+# --- XLA
+
+
+def compile_by_layers(part: dict) -> Chart:
+    told = part["facts"]["forward: compile s by layers"]
+    series = [
+        Series(name, {int(n): y for n, y in cells.items()}, 1 + i) for i, (name, cells) in enumerate(told.items())
+    ]
+    many = max(series[0].points)
+    sees = f"{many} layers compile in " + _list([f"{s.points[many]:.2f} s ({s.name})" for s in series]) + "."
+    return Chart("lines", "Time to compile against layers, forward", "layers", "seconds", series, sees)
+
+
+def programs_by_padding(part: dict) -> Chart:
+    told = next(rows for name, rows in part["facts"].items() if name.startswith("batches of "))
+    points = {
+        f"{policy} ({cells['wasted %']:.0f}% of rows wasted)": cells["compiles"] for policy, cells in told.items()
+    }
+    sees = "Programs compiled: " + _list([f"{count} with {policy}" for policy, count in points.items()]) + "."
+    return bars("Programs by padding policy, batches of 1 to 64", "programs", [Series("programs", points, 1)], sees)
+
+
+def totals(part: dict) -> Chart:
+    fact, told = next((k, v) for k, v in part["facts"].items() if k.startswith("total seconds by the number of calls"))
+    series = [
+        Series(name, {int(n.replace(",", "")): y for n, y in cells.items() if y}, i)
+        for i, (name, cells) in enumerate(told.items())
+    ]
+    first = {int(n.replace(",", "")): min(told, key=lambda name: told[name][n]) for n in told[series[0].name]}
+    sees = (
+        "Least seconds in all: "
+        + _list([f"{name} for {short(n)} call{'s' * (n > 1)}" for n, name in first.items()])
+        + "."
+    )
+    return Chart("lines", fact[0].upper() + fact[1:], "calls", "seconds, compiling included", series, sees, {}, True)
+
+
+# --- a topic
+
+
+def roofline(parts: list[dict]) -> Chart | None:
+    """Each technique's case nearest to its ceiling: FLOPs a byte and TFLOP/s, or TB/s where it only moves bytes."""
+    multiply, move, share, levels = {}, {}, {}, {}
+    for part in parts:
+        ceilings = part["machine"].get("ceilings") or {"copy_tbps": None, "gemm_tflops": {}}
+        found = {"copy": ceilings["copy_tbps"]} | ceilings["gemm_tflops"]
+        levels |= {name: max(rate, levels.get(name, 0)) for name, rate in found.items() if rate}
+        rows = [min(told_rows(table), key=lambda row: row.ms) for table in timed(part) if len(table.rows) > 1]
+        row = max(rows, key=lambda row: row.of_ceiling or 0, default=None)
+        if not (row and row.of_ceiling):
+            continue
+        if row.tflops and row.tbps:
+            multiply[part["name"]] = (row.tflops / row.tbps, row.tflops)
+        elif row.tbps:
+            move[part["name"]] = row.tbps
+        share[part["name"]] = row.of_ceiling
+    if "copy" not in levels or not multiply.keys() | move.keys():
+        return None
+    near, far = max(share, key=share.get), min(share, key=share.get)
+    sees = f"Of {len(share)} techniques {near} comes nearest to its measured ceiling, {share[near]:.0%}"
+    sees += f"; {far} stays furthest below, {share[far]:.0%}. Each stands at its best case." if near != far else "."
+    series = [Series("multiply", multiply, 1), Series("move", move, 1)]
+    return Chart("roof", "Roofline, with the measured ceilings", "FLOPs a byte", "TFLOP/s", series, sees, levels, True)
+
+
+PICTURES: dict[str, tuple[Callable[[dict], Chart | None], ...]] = {
+    "modes": (speedups, break_even),
+    "when_it_helps": (when_it_helps,),
+    "dynamic_shapes": (graphs_by_policy, lambda part: speedups(part, only="10 sizes")),
+    "recompilation": (cache_entries, speedups),
+    "regional_compilation": (compile_by_depth,),
+    "vector_add": (lambda part: rates(part, ("vector_add", "sizes"), "tbps", "elements (1K = 1024)", columns),),
+    "fused_add_relu_mul": (
+        lambda part: rates(part, ("fused_add_relu_mul", "sizes"), "tbps", "elements (1K = 1024)", columns),
+    ),
+    "softmax": (lambda part: rates(part, ("softmax", "row lengths"), "tbps", "columns of a row (1K = 1024)", columns),),
+    "layer_norm": (lambda part: rates(part, ("forward",), "tbps", "columns of a row (1K = 1024)", columns),),
+    "matmul": (lambda part: rates(part, ("matmul",), "tflops", "rows = columns = depth (1K = 1024)", square),),
+    "pipelined_matmul": (stages,),
+    "persistent_matmul": (
+        lambda part: rates(part, ("persistent_matmul",), "tflops", "rows = columns = depth (1K = 1024)", square),
+        waves,
+    ),
+    "formats": (representable,),
+    "accuracy": (outliers,),
+    "fp8_matmul": (over_bfloat16,),
+    "tma_copy": (in_flight, speedups),
+    "tma_matmul": (gemm_steps,),
+    "scan_layers": (compile_by_layers,),
+    "static_shapes": (programs_by_padding, speedups),
+    "compare": (totals,),
+}
+
+
+def charts_of(name: str, part: dict) -> list[Chart]:
+    """The pictures of a technique that its record holds the numbers of; of a technique without one of its own, and
+    where the record lacks what that needs, how many times as fast as its baseline each row is."""
+    return _drawable(PICTURES.get(name, ()), part) or _drawable([speedups], part)
+
+
+def _drawable(functions, part: dict) -> list[Chart]:
+    found = []
+    for read in functions:
+        with suppress(KeyError, IndexError, TypeError, ValueError, StopIteration):  # the record lacks it
+            found.append(read(part))
+    found = [chart._replace(series=[each for each in chart.series if each.points]) for chart in found if chart]
+    return [chart for chart in found if chart.series]

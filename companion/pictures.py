@@ -1,0 +1,230 @@
+"""Charts drawn as SVG for a page: text stays text, colours are the page's variables, and ids cannot collide.
+
+A series differs from the others by its marker, line or hatch as well as by its colour. What another GPU recorded is
+drawn into the same axes: hollow and dashed on lines, diamonds on bars.
+"""
+
+from __future__ import annotations
+
+import io
+import math
+import re
+from html import escape
+from textwrap import fill
+
+import matplotlib as mpl
+from matplotlib.axes import Axes
+from matplotlib.figure import Figure
+from matplotlib.lines import Line2D
+from matplotlib.ticker import FixedLocator, FuncFormatter, LogLocator, NullLocator
+
+from companion.charts import Chart, short
+
+# Stand-ins that matplotlib writes into the SVG, and the page's variables that take their places.
+COLOURS = {f"#0000{n:02x}": f"var(--c{n})" for n in range(1, 9)} | {"#0000f0": "var(--c0)"}
+INK, FAINT, PAPER = "#0100a0", "#0100a1", "#0100a2"
+COLOURS |= {INK: "var(--ink)", FAINT: "var(--faint)", PAPER: "var(--paper)"}
+LOOKS = (  # colour, marker, line, hatch
+    ("#0000f0", "s", "--", "....."), ("#000001", "o", "-", ""), ("#000002", "^", "-.", "////"),
+    ("#000003", "v", ":", "\\\\\\\\"), ("#000004", "D", "-", "xxxx"), ("#000005", "P", "--", "----"),
+    ("#000006", "X", "-.", "++++"), ("#000007", "<", ":", "||||"), ("#000008", ">", "-", "oooo"),
+)  # fmt: skip
+WIDTH = 6.4  # inches of 72 units: a phone shows it at three quarters of its size
+STYLE = {
+    "svg.fonttype": "none", "font.size": 10, "axes.spines.top": False, "axes.spines.right": False,
+    "axes.edgecolor": FAINT, "axes.labelcolor": INK, "xtick.color": INK, "ytick.color": INK, "text.color": INK,
+    "axes.titlesize": 10, "axes.titlelocation": "left", "hatch.linewidth": 0.6, "legend.frameon": False,
+    "legend.fontsize": 9.5, "axes.grid": True, "grid.color": FAINT, "grid.alpha": 0.35, "grid.linewidth": 0.6,
+    "axes.axisbelow": True, "lines.linewidth": 1.8, "lines.markersize": 5.5, "legend.handlelength": 2.6,
+}  # fmt: skip
+
+
+def draw(chart: Chart, mine: Chart | None = None, whose: str = "yours") -> str:
+    """The chart as an <svg> element; `mine` is the same of another record, drawn beside it and called `whose`."""
+    with mpl.rc_context(STYLE | {"svg.hashsalt": f"{chart.title}{chart.sees}"}):
+        figure = Figure(figsize=(WIDTH, 3.0))
+        kind = {"lines": _lines, "bars": _bars, "roof": _roof}[chart.kind]
+        left, right, handles = kind(figure, chart, mine)  # inches beside the axes; a layout engine takes twice as long
+        if mine:
+            handles.append(_key("diamond" if chart.kind == "bars" else "hollow", whose))
+        across = max(1, min(4, int(92 / (max((len(each.get_label()) for each in handles), default=0) + 9))))
+        rows = -(-len(handles) // across) if len(handles) > 1 or mine else 0
+        high = figure.get_figheight() + 0.19 * rows
+        figure.set_figheight(high)
+        figure.subplots_adjust(left / WIDTH, 0.48 / high, 1 - right / WIDTH, 1 - (0.12 + 0.19 * rows) / high)
+        if rows:
+            figure.legend(handles=handles, loc="upper left", ncols=across, borderaxespad=0, borderpad=0.1)
+        out = io.StringIO()
+        figure.savefig(out, format="svg", transparent=True)
+    return _inline(out.getvalue(), chart)
+
+
+def _inline(svg: str, chart: Chart) -> str:
+    """An SVG file as a part of a page."""
+    body = svg[svg.index("<svg") :].replace("xlink:href", "href")
+    for needless in (
+        r"<metadata>.*?</metadata>", r"<style.*?</style>", r"<!--.*?-->", r'<path d="[^"]*" style="fill: none"/>',
+        r"</?g\b[^>]*>", r' target="_blank"', r" font-family: [^;\"]*;?", r' transform="rotate\(-0 [^"]*"',
+    ):  # fmt: skip
+        body = re.sub(needless, "", body, flags=re.S)
+    for paint in ("fill", "stroke"):
+        body = re.sub(rf'\b{paint}="(#[0-9a-f]{{6}})"', rf'style="{paint}: \1"', body)
+    for stand_in, variable in COLOURS.items():
+        body = body.replace(stand_in, variable)
+    body = re.sub(r"\d+\.\d{3,}", lambda number: f"{float(number[0]):.2f}".rstrip("0").rstrip("."), body)
+    body = re.sub(r"\s+", " ", body).replace("> <", "><").replace("<defs></defs>", "").replace(' z "', 'z"')
+    body = body.replace('<a href="mark:', '<a aria-hidden="true" tabindex="-1" href="')
+    box = re.search(r'viewBox="[^"]*"', body)[0]
+    role = "group" if chart.kind == "roof" else "img"  # what holds links must not hide them
+    label = escape(f"{chart.title}. {chart.sees}", quote=True)
+    return f'<svg {box} role="{role}" aria-label="{label}">{body[body.index(">") + 1 :]}'.strip()
+
+
+def _key(kind: str, name: str) -> Line2D:
+    marker, line = {"hollow": ("o", (0, (3, 2))), "diamond": ("D", "none")}[kind]
+    return Line2D([], [], color=INK, marker=marker, linestyle=line, markerfacecolor=PAPER, label=name)
+
+
+def _levels(chart: Chart, line) -> list[Line2D]:
+    """Lines across, each with its name."""
+    styles = ((0, (6, 2)), (0, (1, 1.5)), (0, (4, 1, 1, 1)), (0, (2, 2)))
+    return [
+        line(value, color=INK, linewidth=1, linestyle=styles[i % 4], label=name)
+        for i, (name, value) in enumerate(chart.levels.items())
+    ]
+
+
+def _lines(figure: Figure, chart: Chart, mine: Chart | None) -> tuple[float, float, list]:
+    axes, handles = figure.subplots(), []
+    places = {each.name: each.look for each in chart.series}
+    shown = [(series, {}) for series in chart.series]
+    hollow = {"markerfacecolor": PAPER, "linestyle": (0, (3, 2)), "linewidth": 1.2}
+    shown += [(series, hollow) for series in (mine.series if mine else ()) if series.name in places]
+    for series, how in shown:
+        colour, marker, line, _ = LOOKS[places[series.name] % len(LOOKS)]
+        points = zip(*sorted(series.points.items()), strict=True)
+        handles += axes.plot(*points, color=colour, marker=marker, label=series.name, **{"linestyle": line} | how)
+    handles = handles[: len(places)] + _levels(chart, axes.axhline)
+    xs = sorted({x for series, _ in shown for x in series.points})
+    ys = [y for series, _ in shown for y in series.points.values()]
+    if chart.log:
+        axes.set_xscale("log")
+    if len(xs) <= 12:
+        ticks = xs[:1]
+        for x in xs:
+            ticks += [x] * (x > 1.9 * ticks[-1] if chart.log else x != ticks[-1])
+        axes.xaxis.set_major_locator(FixedLocator(ticks[:: 1 if len(ticks) < 9 else 2]))
+    axes.xaxis.set_major_formatter(FuncFormatter(lambda x, _: short(int(x)) if chart.log else f"{x:g}"))
+    if max(ys) > 50 * min(ys) > 0:
+        axes.set_yscale("log")
+        axes.yaxis.set_major_formatter(FuncFormatter(lambda y, _: f"{y:,g}"))
+    else:
+        axes.set_ylim(0, 1.06 * max(*ys, *chart.levels.values()))
+    for axis in (axes.xaxis, axes.yaxis):
+        axis.set_minor_locator(NullLocator())
+    axes.set(xlabel=chart.x, ylabel=chart.y)
+    return 0.75, 0.25, handles
+
+
+def _bars(figure: Figure, chart: Chart, mine: Chart | None) -> tuple[float, float, list]:
+    axes, handles = figure.subplots(), []
+    names = list(dict.fromkeys(name for series in chart.series for name in series.points))
+    theirs = [(each.name, name, y) for each in mine.series for name, y in each.points.items()] if mine else []
+    found = {frozenset((one, two)): y for one, two, y in theirs}  # of a single case, cases and rows change places
+    alone = {two: y for _, two, y in theirs} if mine and len(chart.series) == len(mine.series) == 1 else {}
+    high = 0.84 / len(chart.series)
+    start = 1.0 if chart.log and chart.levels else 0.0  # of ratios on a logarithmic axis
+    for i, series in enumerate(chart.series):
+        colour, _, _, hatch = LOOKS[series.look % len(LOOKS)]
+        at = [names.index(name) + (i - (len(chart.series) - 1) / 2) * high for name in series.points]
+        lengths = [y - start for y in series.points.values()]
+        how = {"color": colour, "hatch": hatch, "edgecolor": PAPER, "linewidth": 0, "label": series.name}
+        handles.append(axes.barh(at, lengths, 0.9 * high, start, **how))
+        for y, (name, x) in zip(at, series.points.items(), strict=True):
+            other = found.get(frozenset((series.name, name)), alone.get(name))
+            text, end = chart.form.format(x), max(x, start)
+            if other is not None:
+                axes.plot(other, y, "D", color=INK, markerfacecolor=PAPER, markersize=4.5)
+                text, end = f"{text}, yours {chart.form.format(other)}", max(end, other)
+            clear = {"facecolor": PAPER, "edgecolor": "none", "pad": 0.6} if chart.levels else None
+            axes.annotate(text, (end, y), (5, 0), textcoords="offset points", va="center", fontsize=9, bbox=clear)
+    axes.set_yticks(range(len(names)), [fill(name, 26) for name in names])
+    axes.invert_yaxis()
+    axes.grid(False, axis="y")
+    axes.tick_params(axis="y", length=0)
+    axes.margins(x=0.4 if mine else 0.12, y=0.02)
+    if chart.log:
+        axes.use_sticky_edges = False  # bars begin within the axes
+        axes.set_xscale("log")
+        axes.xaxis.set_major_formatter(FuncFormatter(lambda x, _: f"{x:,g}"))
+        axes.xaxis.set_minor_locator(NullLocator())
+    axes.set_xlabel(chart.x)
+    lines = [fill(name, 26).split("\n") for name in names]
+    group = max(0.19 * len(chart.series) + 0.1, 0.17 * max(map(len, lines)) + 0.06)
+    figure.set_figheight(0.65 + group * len(names))
+    longest = max(len(line) for each in lines for line in each)
+    return 0.25 + 0.077 * longest, 0.15, handles + _levels(chart, axes.axvline)
+
+
+def _roof(figure: Figure, chart: Chart, mine: Chart | None) -> tuple[float, float, list]:
+    """Products at their FLOPs a byte below the roofs; below that, what only moves bytes. Names lead to techniques."""
+    (multiply, move), roofs = (series.points for series in chart.series), dict(chart.levels)
+    other = [series.points for series in mine.series] if mine else [{}, {}]
+    copy, handles, dot = roofs.pop("copy"), [], {"marker": "o", "color": LOOKS[1][0], "linestyle": "none"}
+    high = [0.5 + max(2.6, 0.19 * len(multiply))] * bool(multiply) + [0.2 + 0.2 * len(move)] * bool(move)
+    figure.set_figheight(sum(high) + 0.9)
+    panels = list(figure.subplots(len(high), squeeze=False, height_ratios=high, gridspec_kw={"hspace": 0.4})[:, 0])
+    if multiply:
+        axes, xs, bottom = panels.pop(0), [x for x, _ in multiply.values()], min(y for _, y in multiply.values()) / 4
+        roofs = {name: rate for name, rate in roofs.items() if rate > bottom}
+        edges = [rate / copy for rate in roofs.values()]
+        first, last = min([*xs, *edges]) / 2, 2 * max([*xs, *edges])
+        for (name, rate), line in zip(roofs.items(), ("-", "--", ":", "-.", (0, (5, 1))), strict=False):
+            label, roof = f"{name} {rate:.0f} TFLOP/s", [min(rate, first * copy), rate, rate]
+            handles += axes.plot([first, rate / copy, last], roof, color=INK, lw=1.1, linestyle=line, label=label)
+        for name, (x, y) in multiply.items():
+            axes.plot(x, y, url=f"mark:#{name}", **dot)
+        for x, y in other[0].values():
+            axes.plot(x, y, markerfacecolor=PAPER, **dot)
+        axes.set(xscale="log", yscale="log", xlabel=chart.x, ylabel=chart.y)
+        axes.set_ylim(bottom=bottom)
+        _name_at_the_right(axes, multiply)
+        for axis in (axes.xaxis, axes.yaxis):
+            axis.set_major_formatter(FuncFormatter(lambda x, _: f"{x:,g}"))
+            axis.set_minor_locator(NullLocator())
+        axes.yaxis.set_major_locator(
+            LogLocator(subs=(1, 2, 5) if roofs and max(roofs.values()) < 100 * bottom else (1,))
+        )
+    if move:
+        axes, names = panels.pop(0), sorted(move, key=move.get)
+        axes.hlines(range(len(names)), 0, [move[name] for name in names], color=FAINT, linewidth=1)
+        for i, name in enumerate(names):
+            axes.plot(move[name], i, url=f"mark:#{name}", **dot)
+            if name in other[1]:
+                axes.plot(other[1][name], i, markerfacecolor=PAPER, **dot)
+        label = f"copy {copy:.2f} TB/s"
+        handles.append(axes.axvline(copy, color=INK, linewidth=1, linestyle=(0, (1, 1.5)), label=label))
+        axes.set_yticks(range(len(names)), names)
+        for name, label in zip(names, axes.get_yticklabels(), strict=True):
+            label.set_url(f"#{name}")
+        axes.set(xlabel="TB/s", xlim=(0, 1.08 * max(copy, *move.values(), *other[1].values())))
+        axes.margins(y=0.6 / len(names))
+    left, right = (max(map(len, names), default=0) for names in (move, multiply))
+    return max(0.75, 0.25 + 0.077 * left), 0.25 + 0.077 * right, handles
+
+
+def _name_at_the_right(axes: Axes, points: dict[str, tuple[float, float]]) -> None:
+    """Names in a column, in the order of their points' heights, none above another, each with a line to its point."""
+    (low, top), apart = axes.get_ylim(), 0.98 / max(len(points), 13)
+    names = sorted(points, key=lambda name: points[name][1])
+    heights, at, limit = [], -1.0, 1.0
+    for name in names:
+        heights.append(at := max(at + apart, math.log(points[name][1] / low) / math.log(top / low)))
+    for i in reversed(range(len(names))):
+        heights[i] = limit = min(limit, heights[i])
+        limit -= apart
+    for name, height in zip(names, heights, strict=True):
+        axes.annotate(
+            name, points[name], (1.03, height), textcoords="axes fraction", va="center", url=f"#{name}",
+            arrowprops={"arrowstyle": "-", "color": FAINT, "linewidth": 0.7, "shrinkB": 4},
+        )  # fmt: skip

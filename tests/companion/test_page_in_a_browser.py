@@ -1,0 +1,191 @@
+"""docs/index.html in headless Chromium: it works by mouse and keyboard, in light, dark and print, and by axe's rules.
+
+`make test-page` installs what this needs and sets REQUIRE_BROWSER, with which nothing is skipped.
+"""
+
+import os
+from importlib.util import find_spec
+from pathlib import Path
+
+from harness.catalog import ROOT
+
+import pytest
+
+from tests.compile_inspect.test_main import filled
+
+CHROMIUM = Path("/usr/bin/chromium")
+AXE = ROOT / "build/page/node_modules/axe-core/axe.min.js"
+PAGE = (ROOT / "docs/index.html").as_uri()
+OFF = ("gpu", "background-networking", "component-update", "sync")
+FLAGS = ["--headless", "--no-sandbox", "--no-first-run", *(f"--disable-{each}" for each in OFF)]
+SCHEMES, WIDTHS = ("light", "dark"), (360, 1400)
+MISSING = [
+    *(["playwright (make test-page)"] * (find_spec("playwright") is None)),
+    *([str(CHROMIUM)] * (not CHROMIUM.exists())),
+    *(["axe-core (make test-page)"] * (not AXE.is_file())),
+]
+LACKING = bool(MISSING) and not os.environ.get("REQUIRE_BROWSER")
+pytestmark = [pytest.mark.slow, pytest.mark.skipif(LACKING, reason=f"needs {', '.join(MISSING)}")]
+
+
+@pytest.fixture(scope="module")
+def browser():
+    from playwright.sync_api import sync_playwright
+
+    with sync_playwright() as play:
+        started = play.chromium.launch(executable_path=str(CHROMIUM), args=FLAGS)
+        yield started
+        started.close()
+
+
+@pytest.fixture
+def visit(browser):
+    """Opens the page; afterwards nothing may have gone to the console or to the network."""
+    said, asked, contexts, urls = [], [], [], set()
+
+    def opened(width=1400, scheme="light", url=PAGE):
+        urls.add(url)
+        context = browser.new_context(viewport={"width": width, "height": 900}, color_scheme=scheme)
+        contexts.append(context)
+        page = context.new_page()
+        page.on("console", lambda message: said.append(message.text))
+        page.on("pageerror", lambda error: said.append(str(error)))
+        page.on("request", lambda request: asked.append(request.url))
+        page.goto(url)
+        return page
+
+    yield opened
+    for context in contexts:
+        context.close()
+    assert said == []
+    assert {url for url in asked if not url.startswith("data:")} <= urls
+
+
+def test_it_opens_in_under_a_second(visit):
+    page = visit()
+    times = []
+    for _ in range(5):
+        page.reload()
+        times.append(page.evaluate("performance.getEntriesByType('navigation')[0].domContentLoadedEventEnd"))
+    assert min(times) < 1000, times
+
+
+@pytest.mark.parametrize("scheme", SCHEMES)
+@pytest.mark.parametrize("width", WIDTHS)
+@pytest.mark.parametrize("which", ["chapter", "compile_inspect"])
+def test_axe_finds_nothing_of_level_a_or_aa(visit, width, scheme, which, tmp_path):
+    url = PAGE
+    if which == "compile_inspect":
+        filled().html(tmp_path / "inspected.html")
+        url = (tmp_path / "inspected.html").as_uri()
+    page = visit(width, scheme, url)
+    assert page.evaluate("document.documentElement.scrollWidth") <= width
+    page.evaluate("document.querySelectorAll('details:not(.study)').forEach(each => each.open = true)")
+    page.wait_for_timeout(300)  # until what scrolls has been found
+    page.add_script_tag(content=AXE.read_text(encoding="utf-8"))
+    tags = ["wcag2a", "wcag2aa", "wcag21a", "wcag21aa", "wcag22aa"]
+    found = page.evaluate("tags => axe.run({runOnly: tags, resultTypes: ['violations']})", tags)
+    told = [(each["id"], each["nodes"][0]["html"][:200], len(each["nodes"])) for each in found["violations"]]
+    assert told == []
+
+
+@pytest.mark.parametrize("width", WIDTHS)
+def test_nothing_but_boxes_scrolls_sideways(visit, width):
+    page = visit(width)
+    page.evaluate("document.querySelectorAll('details').forEach(each => each.open = true)")
+    assert page.evaluate("document.documentElement.scrollWidth") <= width
+    assert page.locator("figure svg").first.bounding_box()["width"] > 300
+
+
+def test_tables_sort_by_number_and_by_name(visit):
+    page = visit()
+    table = page.locator("#matmul table.sort").first
+    head = table.locator("th", has_text="TFLOP/s")
+    column = head.evaluate("each => each.cellIndex")
+
+    def values():
+        return table.locator("tbody tr").evaluate_all("(rows, i) => rows.map(row => +row.cells[i].dataset.v)", column)
+
+    before = values()
+    head.get_by_role("button").click()
+    assert values() == sorted(before)
+    assert head.get_attribute("aria-sort") == "ascending"
+    head.get_by_role("button").press("Enter")  # by the keyboard, too
+    assert values() == sorted(before, reverse=True)
+    assert head.get_attribute("aria-sort") == "descending"
+    table.locator("th", has_text="variant").get_by_role("button").click()
+    names = table.locator("tbody td:nth-child(2)").all_inner_texts()
+    assert names == sorted(names, key=str.lower)
+    assert table.locator("[aria-sort]").count() == 1
+
+
+@pytest.mark.parametrize(
+    ("words", "leads_to"),
+    [
+        ("is TMA faster than ordinary loads, and when?", "tma_matmul"), ("softmax", "softmax"),
+        ("should I pad my batches or use dynamic shapes?", "dynamic_shapes"), ("again and again", "recompilation"),
+        ("which compile mode for a single-token decode?", "modes"), ("is FP8 worth it for a 4096 GEMM", "fp8_matmul"),
+        ("why does my function compile again and again?", "recompilation"),
+    ],
+)  # fmt: skip
+def test_search_finds_by_name_question_and_symptom(visit, words, leads_to):
+    page = visit()
+    page.keyboard.press("/")
+    page.keyboard.type(words)
+    assert page.locator("#found a[href]").evaluate_all(f"all => all.some(a => a.hash === '#{leads_to}')")
+    page.locator(f"#found a[href='#{leads_to}']").click()
+    assert page.url.endswith(f"#{leads_to}")
+    assert page.locator("#found").is_hidden()
+    assert (
+        page.locator(f"#{leads_to} h3").first.bounding_box()["y"] > page.locator("header").bounding_box()["height"] - 1
+    )
+
+
+def test_what_is_not_found_is_said_and_escape_closes(visit):
+    page = visit(360)
+    page.locator("#q").fill("xylophone quartz")
+    assert page.get_by_role("status").inner_text() == "0 found"
+    page.keyboard.press("Escape")
+    assert page.locator("#found").is_hidden()
+    page.locator("#q").fill("tma copy")
+    page.keyboard.press("ArrowDown")
+    page.keyboard.press("Enter")
+    assert page.url.endswith("#tma_copy")
+
+
+def test_the_keyboard_reaches_everything_and_shows_where_it_is(visit):
+    page = visit()
+    page.keyboard.press("Tab")
+    assert page.evaluate("document.activeElement.className") == "skip"
+    assert page.locator(".skip").bounding_box()["y"] >= 0
+    page.keyboard.press("Enter")
+    assert page.evaluate("document.activeElement.id") == "main"
+    for _ in range(3):
+        page.keyboard.press("Tab")
+    shown = page.evaluate("getComputedStyle(document.activeElement).outlineStyle")
+    assert (page.evaluate("document.activeElement.tagName"), shown) == ("A", "solid")
+    roof = page.locator("#triton_examples figure svg a").last
+    roof.focus()
+    page.keyboard.press("Enter")
+    assert "#" in page.url
+    boxes = page.locator(".wide").evaluate_all(
+        "all => all.filter(b => b.scrollWidth > b.clientWidth && b.tabIndex < 0)"
+    )
+    assert boxes == []
+
+
+def test_print_hides_nothing_that_matters(visit):
+    page = visit()
+    assert page.locator("details.code:not([open])").count() > 0
+    page.emulate_media(media="print")
+    page.wait_for_function("!document.querySelector('details.code:not([open])')")
+    assert page.locator("header").is_hidden()
+    assert page.locator("#matmul pre").first.is_visible()
+    assert page.locator("#claims table").first.is_visible()
+    assert page.evaluate("getComputedStyle(document.body).backgroundColor") == "rgb(255, 255, 255)"
+
+
+def test_colours_of_series_follow_the_scheme(visit):
+    script = "getComputedStyle(document.querySelector('#matmul figure path[style*=c1]')).stroke"
+    light, dark = (visit(scheme=scheme).evaluate(script) for scheme in SCHEMES)
+    assert light != dark

@@ -1,0 +1,317 @@
+"""The page: its numbers are the records', its links lead somewhere, and any record gives a page or one sentence."""
+
+import copy
+import json
+import re
+from html.parser import HTMLParser
+from pathlib import Path
+
+from harness.catalog import ROOT, topics
+from harness.record import ExampleRecord, load
+
+import pytest
+
+from companion import charts, report
+from companion.__main__ import main
+from companion.claims import judge
+from companion.ledger import CLAIMS
+
+H200, CPU = ROOT / "results/h200", ROOT / "results/cpu"
+TMA = H200 / "triton_tma_blackwell.json"
+
+
+class Page(HTMLParser):
+    """The parts of a page that the tests ask for."""
+
+    def __init__(self, text: str) -> None:
+        super().__init__()
+        self.text, self.ids, self.links, self.pictures, self.cells, self.tables = text, [], [], [], [], 0
+        self.feed(text)
+
+    def handle_starttag(self, tag, attrs):
+        held = dict(attrs)
+        self.ids += [held["id"]] if "id" in held else []
+        self.links += [held[name] for name in ("href", "src") if name in held]
+        self.pictures += [held] if tag == "svg" else []
+        self.cells += [held["data-v"]] if "data-v" in held else []
+        self.tables += tag == "table"
+
+    def article(self, name: str) -> str:
+        return self.text[self.text.index(f'<article id="{name}"') :].partition("</article>")[0]
+
+
+def made(path: Path, *argv) -> Page:
+    assert main(["report", *map(str, argv), "-o", str(path)]) == 0
+    return Page(path.read_text(encoding="utf-8"))
+
+
+@pytest.fixture(scope="module")
+def whole(tmp_path_factory) -> Page:
+    """The page of docs/index.html, made anew."""
+    return made(tmp_path_factory.mktemp("page") / "index.html", H200, CPU)
+
+
+@pytest.fixture
+def undrawn(monkeypatch):
+    """Pages without what takes most of the time to make: pictures, and the ledger."""
+    monkeypatch.setattr("companion.pictures.draw", lambda chart, mine, whose: "<svg></svg>")
+    monkeypatch.setattr(report, "judge", lambda *_: {})
+
+
+def examples() -> list[dict]:
+    return [each for folder in (H200, CPU) for path in sorted(folder.glob("*.json")) for each in load(path)["examples"]]
+
+
+def test_the_page_in_docs_is_up_to_date(capsys):
+    assert main(["report", "--check"]) == 0, capsys.readouterr().err
+
+
+def test_a_page_is_out_of_date_when_what_it_says_changes_but_not_by_the_mark_of_older_code(
+    tmp_path, monkeypatch, undrawn
+):
+    path = tmp_path / "page.html"
+    page = made(path, TMA)
+    assert main(["report", str(TMA), "-o", str(path), "--check"]) == 0
+    monkeypatch.setattr(report, "is_stale", lambda *_: True)
+    marked = made(tmp_path / "marked.html", TMA)
+    assert marked.text.count(">older code<") > page.text.count(">older code<")
+    assert main(["report", str(TMA), "-o", str(path), "--check"]) == 0
+    record = json.loads(TMA.read_text())
+    record["examples"][0]["tables"][0]["rows"][0]["ms"] += 0.01
+    (tmp_path / TMA.name).write_text(json.dumps(record))
+    assert main(["report", str(tmp_path / TMA.name), "-o", str(path), "--check"]) == 1
+    assert main(["report", str(TMA), "-o", str(tmp_path / "none.html"), "--check"]) == 1
+    monkeypatch.setattr(report, "code_of", lambda source: [])
+    assert main(["report", str(TMA), "-o", str(path), "--check"]) == 1
+
+
+def test_the_numbers_on_the_page_are_the_records(whole):
+    for example in examples():
+        article = whole.article(example["name"])
+        assert example["answer"] in re.sub("&#39;|&#34;", lambda m: {"&#39;": "'", "&#34;": '"'}[m[0]], article)
+        shown = {*Page(article).cells}
+        for part in filter(None, (example, example.get("study"))):
+            for row in (row for table in part["tables"] for row in table["rows"] if row["ms"]):
+                for key in ("ms", "tbps", "tflops", "of_ceiling", "speedup", "gpu_ms"):
+                    assert not row.get(key) or f"{row[key]:.6g}" in shown, (example["name"], row["variant"], key)
+    assert whole.tables > 100
+
+
+def test_charts_hold_recorded_numbers_and_a_sentence_of_them():
+    found = {example["name"]: (example, charts.charts_of(example["name"], example)) for example in examples()}
+    for name, functions in charts.PICTURES.items():
+        assert len(found[name][1]) == len(functions), f"{name}: the record no longer has what its picture needs"
+    for name, (example, drawn) in found.items():
+        recorded = json.dumps(example)
+        assert bool(drawn) == any(len(table.rows) > 1 for table in charts.timed(example)) or drawn, name
+        for chart in drawn:
+            assert chart.sees.endswith("."), chart
+            assert all(each.points for each in chart.series), chart
+            if chart.y in ("TB/s", "TFLOP/s"):
+                assert all(str(y) in recorded for each in chart.series for y in each.points.values()), chart.title
+            if chart.x.startswith("times as fast as ") and name not in charts.PICTURES:  # every row, in every case
+                first = charts.timed(example)[0]
+                rows = sum(len(t.rows) - 1 for t in charts.timed(example, first.title) if t.baseline == first.baseline)
+                assert sum(len(each.points) for each in chart.series) == rows, name
+    softmax, (rates,) = found["softmax"]
+    row = softmax["tables"][1]["rows"][-1]
+    assert next(each for each in rates.series if each.name == "triton").points[4096] == row["tbps"]
+    tma, (flight, _) = found["tma_copy"]
+    cells = next(v for k, v in tma["study"]["facts"].items() if k.startswith("bytes in flight"))["ring 1 x 1"]
+    assert flight.series[0].points[cells["KiB of loads in flight"]] == cells["TB/s"]
+    assert f"{cells['TB/s']:.2f} TB/s" in flight.sees
+
+
+def test_the_sentence_of_a_picture_follows_its_values():
+    example = copy.deepcopy(next(each for each in load(TMA)["examples"] if each["name"] == "what_is_tma"))
+    (before,) = charts.charts_of("what_is_tma", example)
+    for row in example["tables"][0]["rows"]:
+        row["speedup"] = 1 / row["speedup"]
+    (after,) = charts.charts_of("what_is_tma", example)
+    assert before.sees != after.sees
+    assert max(before.series[0].points, key=before.series[0].points.get) in before.sees
+
+
+@pytest.mark.parametrize("name", ["tma_copy", "fp8_matmul", "recompilation", "formats"])
+def test_without_what_a_picture_needs_there_is_none(name):
+    example = next(each for each in examples() if each["name"] == name)
+    assert charts.charts_of(name, example | {"facts": {}, "tables": [], "study": None}) == []
+
+
+def test_every_link_and_anchor_leads_somewhere(whole):
+    assert len(whole.ids) == len({*whole.ids} | {*()}), "an id twice"
+    names = {technique.name for topic in topics() for technique in topic.techniques}
+    assert names <= {*whole.ids}
+    assert {f"claim-{each.claim.id}" for group in judge(CLAIMS, topics()).values() for each in group} <= {*whole.ids}
+    for link in whole.links:
+        if link.startswith("#"):
+            assert link[1:] in whole.ids, link
+        elif not link.startswith("data:"):
+            assert "://" not in link, link
+    index = Page((ROOT / "docs/index.html").read_text(encoding="utf-8"))
+    files = [link for link in index.links if not link.startswith(("#", "data:"))]
+    assert len(files) > 100
+    assert not [link for link in files if not (ROOT / "docs" / link).is_file()]
+
+
+def test_each_picture_has_a_name_and_a_sentence(whole):
+    captions = re.findall(r"<figcaption><b>(.+?)</b> (.+?)</figcaption>", whole.text, re.S)
+    assert len(whole.pictures) == len(captions) > 50
+    for picture in whole.pictures:
+        assert picture["role"] == ("group" if picture["aria-label"].startswith("Roofline") else "img")
+        assert len(picture["aria-label"]) > 40
+    assert "font-family" not in "".join(re.findall(r"<text[^>]*>", whole.text))
+    assert not re.findall(r"#0[01]00[0-9a-f]{2}\b", whole.text), "a stand-in for a colour was left"
+    roofs = [svg for svg in re.findall(r"<svg.*?</svg>", whole.text, re.S) if 'role="group"' in svg[:200]]
+    assert len(roofs) == 4  # of the GPU's topics
+    assert {"matmul", "softmax"} <= {*re.findall(r'<a href="#(\w+)"', roofs[1])}
+
+
+def test_the_page_is_one_file_without_network_and_small(whole):
+    assert len(whole.text.encode()) < 2_000_000
+    assert not re.search(r"<link[^>]+stylesheet|<script[^>]+src|@import|url\((?!#)", whole.text)
+    for what in ("it compiles again and again", "is FP8 worth it", "Exercise", "What the chapter claims"):
+        assert what in whole.text
+    assert whole.text.index("Something is wrong") < whole.text.index("in reading order")
+    kernel = whole.article("vector_add")
+    assert "def </span>" not in kernel
+    assert "vector_add_kernel" in kernel
+    assert "sm_80" in whole.article("softmax")
+
+
+def test_another_gpu_is_drawn_and_told_beside(tmp_path):
+    page = made(tmp_path / "page.html", TMA, "--beside", ROOT / "results/h100" / TMA.name)
+    mine = next(each for each in load(ROOT / "results/h100" / TMA.name)["examples"] if each["name"] == "tma_matmul")
+    article = page.article("tma_matmul")
+    assert "yours, x cuBLAS" in article
+    assert f"{mine['tables'][0]['rows'][1]['speedup']:.6g}" in Page(article).cells
+    assert "Yours: NVIDIA H100" in article
+    assert article.count(", yours ") > 3
+    assert article.count("yours: NVIDIA H100") == article.count("<svg")
+
+
+# --- records of every kind
+
+
+def record(tmp_path, **changed) -> Path:
+    """A record of the TMA topic, changed: `example` is what its first technique becomes."""
+    held = json.loads(TMA.read_text())
+    held["examples"] = held["examples"][:2]
+    held["examples"][0] |= changed.pop("example", {})
+    path = tmp_path / "record.json"
+    path.write_text(json.dumps(held | changed))
+    return path
+
+
+def untimed(table: dict) -> dict:
+    times = dict.fromkeys(("ms", "p20", "p80", "tbps", "tflops", "of_ceiling", "speedup", "enqueue_us", "gpu_ms"))
+    return table | {"rows": [row | times for row in table["rows"]]}
+
+
+def test_a_run_on_a_cpu_says_what_it_does_not_know(tmp_path, undrawn):
+    held = json.loads(TMA.read_text())
+    for each in held["examples"]:
+        cpu = {
+            "gpu": None,
+            "sms": None,
+            "ceilings": {"copy_tbps": None, "gemm_tflops": {}},
+            "host": {"cpu": "x", "cores": 2},
+        }
+        each["machine"] |= cpu
+        each |= {
+            "answer": None,
+            "tables": [untimed(table) for table in each["tables"]],
+            "study": None,
+            "sizes": "interpreted",
+        }
+    path = tmp_path / "cpu.json"
+    path.write_text(json.dumps(held | {"gpu": None}))
+    page = made(tmp_path / "page.html", path)
+    article = page.article("tma_copy")
+    assert "Nothing was timed in this run" in page.text
+    assert "Not timed here" in article
+    assert "Recorded on an NVIDIA H200" in article  # as such
+    assert "checks passed" in article
+    assert "copy_ring_kernel" in article
+    assert "cp.async.bulk" in article
+    assert "<svg" not in article
+
+
+@pytest.mark.parametrize(
+    ("changed", "said"),
+    [
+        ({"example": {"machine": {"gpu": "A GPU of tomorrow", "torch": "9"}}}, "A GPU of tomorrow"),
+        ({"running": "tma_copy"}, "The run had not ended with this technique"),
+        ({"example": {"status": "failed", "reason": "Error: no\nmore", "answer": None}}, "Failed: Error: no."),
+        ({"example": {"status": "skipped", "reason": "needs sm_100"}}, "Skipped: needs sm_100."),
+        ({"examples": []}, "Not in this record."),
+        ({"examples": [{"name": "what_is_tma"}, {"name": "of_old"}]}, "no longer in the repository: of_old"),
+    ],
+)  # fmt: skip
+def test_a_record_that_is_not_whole_gives_a_page(tmp_path, undrawn, changed, said):
+    page = made(tmp_path / "page.html", record(tmp_path, **changed))
+    assert said in page.text
+    assert page.text.count("<article") == 8
+
+
+def test_what_cannot_be_read_is_one_sentence(tmp_path, capsys, undrawn):
+    (tmp_path / "broken.json").write_text('{"schema": 2,')
+    (tmp_path / "old.json").write_text('{"schema": 1, "examples": []}')
+    (tmp_path / "empty").mkdir()
+    (tmp_path / "made.json").write_text(TMA.read_text())
+    for argv, message in (
+        (["broken.json"], "broken.json: not JSON"),
+        (["old.json"], "old.json: not a record of schema 2"),
+        (["empty"], "empty: holds no record"),
+        (["none.json"], "none.json: No such file or directory"),
+        ([TMA, "made.json"], "a second record of triton_tma_blackwell; put it beside the first"),
+        (
+            [TMA, "-o", tmp_path / "nowhere" / "page.html"],
+            "page.html: No such file or directory; name another file with -o",
+        ),
+        ([TMA, "-o", tmp_path], "Is a directory"),
+        ([TMA, "--beside", "broken.json"], "broken.json: not JSON"),
+    ):
+        paths = [tmp_path / each if isinstance(each, str) and each[0] != "-" else each for each in argv]
+        assert main(["report", *map(str, paths)]) == 2, argv
+        error = capsys.readouterr().err
+        assert message in error
+        assert error.count("\n") == 1
+    for changed, message in (
+        ({"topic": "of_nothing"}, "its topic 'of_nothing' is none of this repository's"),
+        ({"example": {"tables": [{"title": "x"}]}}, "what_is_tma cannot be read"),
+        ({"example": {"facts": [1]}}, "what_is_tma cannot be read"),
+    ):
+        assert main(["report", str(record(tmp_path, **changed)), "-o", str(tmp_path / "x.html")]) == 2
+        error = capsys.readouterr().err
+        assert message in error
+        assert error.count("\n") == 1
+
+
+def test_what_a_lesson_shows():
+    kernel = "@triton.jit(x=1)\ndef kernel(a):\n    # why\n    return a\n"
+    source = f"import torch\n\n\ndef helper(h):\n    pass\n\n\n{kernel}\n\ndef demo(h):\n    pass\n"
+    (shown,) = report.code_of(source)
+    assert shown["source"] == kernel.rstrip()
+    plain = "def f(x): pass\ndef g(h: Harness): pass\ndef reference(x): pass\ndef later(): pass\ndef demo(h): f(h)\n"
+    assert [each["name"] for each in report.code_of(plain)] == ["f", "g"]
+    long = plain.replace("def f(x): pass", "def f(x):" + "\n    x += 1" * 15)
+    assert [each["name"] for each in report.code_of(long)] == ["f"]
+    for topic in topics():
+        for technique in topic.techniques:
+            code = report.code_of(technique.path.read_text())
+            assert code, technique.file
+            assert sum(each["source"].count("\n") for each in code) < 130, technique.file
+
+
+def test_evidence_is_told_by_architecture():
+    codegen = [{"sm": sm, "found": {"wgmma": 4, "st": 0} if sm == 90 else {"mma.sync": 2}} for sm in (80, 90, 120)]
+    assert report.evidence(codegen) == [("sm_80, sm_120", "mma.sync"), ("sm_90", "wgmma")]
+    assert report.evidence([{"sm": 80, "found": {}}]) == [("sm_80", "not supported")]
+
+
+def test_an_example_of_names_alone_is_filled_in(tmp_path):
+    path = tmp_path / "r.json"
+    path.write_text(json.dumps({"schema": 2, "topic": "t", "gpu": None, "running": None, "examples": [{"name": "a"}]}))
+    (example,) = report.gather([path])["t"]["examples"]
+    assert example.keys() >= ExampleRecord("a").as_dict().keys()
