@@ -43,7 +43,8 @@ class Finding:
 
     @property
     def rank(self) -> tuple:
-        return (not self.urgent, self.ms is None, -(self.ms or 0.0), self.seconds is None, -(self.seconds or 0.0))
+        # What costs nothing measurable in a call comes after what costs seconds once.
+        return (not self.urgent, not self.ms, -(self.ms or 0.0), self.seconds is None, -(self.seconds or 0.0))
 
 
 @dataclass
