@@ -355,6 +355,11 @@ def stale_examples(root: Path = ROOT) -> list[str]:
         record = load(path)
         for example in record["examples"]:
             technique = known.get((record["topic"], example["name"]))
-            if technique is None or is_stale(technique, example, root):
+            phase = root / record["topic"] / f"{example['name']}.py"  # of compile_inspect, which is no topic
+            if technique is None and phase.is_file():
+                old = example["sources"] != sources_hash(phase, root=root)
+            else:
+                old = technique is None or is_stale(technique, example, root)
+            if old:
                 found.append(f"{path.relative_to(root)}: {example['name']}")
     return found

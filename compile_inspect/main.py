@@ -225,7 +225,7 @@ def work(options: argparse.Namespace) -> int:
 
 def write_record(report: Report, argv: list[str], path: Path) -> None:
     """The report as a record of the topic compile_inspect, an example for each phase. Raises ValueError and OSError."""
-    record = importlib.import_module("harness.record")
+    record, sources = importlib.import_module("harness.record"), importlib.import_module("harness.sources")
     commit, dirty = record.git_state()
     described = report.machine | {"host": {"cpu": platform.processor() or platform.machine(), "cores": os.cpu_count()}}
     described["triton"] = version("triton") if importlib.util.find_spec("triton") else None
@@ -236,7 +236,7 @@ def write_record(report: Report, argv: list[str], path: Path) -> None:
             record.ExampleRecord(
                 phase.name, status, phase.reason or None, phase.seconds, commit=commit, dirty=dirty,
                 command=" ".join(["python -m compile_inspect.main", *argv]), machine=described, sizes="full",
-                question=phase.question, answer=phase.answer or None, facts=phase.facts | {"model": report.model},
+                sources=sources.sources_hash(Path(__file__).with_name(f"{phase.name}.py")), question=phase.question, answer=phase.answer or None, facts=phase.facts | {"model": report.model},
                 conclusions=[f"{each.what}: {each.cost}. {each.fix}" for each in phase.findings],
             ),
             list(PHASES),
