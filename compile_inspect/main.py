@@ -236,7 +236,8 @@ def write_record(report: Report, argv: list[str], path: Path) -> None:
             record.ExampleRecord(
                 phase.name, status, phase.reason or None, phase.seconds, commit=commit, dirty=dirty,
                 command=" ".join(["python -m compile_inspect.main", *argv]), machine=described, sizes="full",
-                sources=sources.sources_hash(Path(__file__).with_name(f"{phase.name}.py")), question=phase.question, answer=phase.answer or None, facts=phase.facts | {"model": report.model},
+                sources=sources.sources_hash(Path(__file__).with_name(f"{phase.name}.py")),
+                question=phase.question, answer=phase.answer or None, facts=phase.facts | {"model": report.model},
                 conclusions=[f"{each.what}: {each.cost}. {each.fix}" for each in phase.findings],
             ),
             list(PHASES),
