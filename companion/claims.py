@@ -22,7 +22,8 @@ from companion.readme import OLDER, OUTLINE, is_stale, machine_name, tables_of
 
 PAGE = "CLAIMS.md"
 INSPECTED = "compile_inspect"  # the topic of what `python -m compile_inspect.main --json` writes
-VERDICTS = ("holds", "holds only for", "does not hold", "not measured")
+VERDICTS = {"holds": "hold", "holds only for": "hold only for named cases", "does not hold": "do not hold",
+            "not measured": "are not measured"}  # fmt: skip
 
 
 class Value(NamedTuple):
@@ -213,7 +214,7 @@ def _judged(claim: Claim, reader: Reader, headings: set[str]) -> Judged:
 def tally(judged: dict[str, list[Judged]]) -> str:
     """How many claims there are, and how many of each verdict."""
     counts = Counter(each.verdict.split(":")[0] for members in judged.values() for each in members)
-    kinds = ", ".join(f"{counts[kind]} {kind}" for kind in VERDICTS if counts[kind])
+    kinds = ", ".join(f"{counts[kind]} {said}" for kind, said in VERDICTS.items() if counts[kind])
     return f"{counts.total()} claims: {kinds}."
 
 
