@@ -5,8 +5,8 @@
 
 The phases run in a process of their own, the worker, which sends each phase as it grows. One that takes longer than
 `--timeout`, or is killed, ends as such with what it had seen, and the next phase starts in a new worker. What the model
-prints goes to a file and is shown at the end if the model fails. Exit status: 0; 1 where a phase failed; 2, with one
-sentence, where the model cannot be had or called; 130 after ctrl-C, with what was seen until then.
+prints is kept out of the report; of a worker that is lost the last line is told. Exit status: 0; 1 where a phase
+failed; 2, with one sentence, where the model cannot be had or called; 130 after ctrl-C, with what was seen until then.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ def parser(phase: str | None) -> argparse.ArgumentParser:
     parser.add_argument(
         "--model", default="decoder", metavar="WHAT",
         help="pkg.module:name or file.py:name: a function, an nn.Module, a class or a factory without arguments; "
-        "or one of the bundled decoder (default), mlp, pointwise",
+        "or one of the bundled decoder (default), mlp, pointwise, planted",
     )  # fmt: skip
     parser.add_argument(
         "--input", action="append", default=[], metavar="SHAPE[:DTYPE]",
@@ -113,9 +113,9 @@ def supervise(options: argparse.Namespace, argv: list[str], report: Report, log:
             for kind, held in worker.messages(max(options.timeout, LOADING), options.timeout):
                 if kind == "error":
                     print(f"error: {held}", file=sys.stderr)
-                    return 2
+                    return 1 if report.phases else 2  # a model that can be had once only: what was seen is kept
                 if kind == "machine":
-                    report.machine = held
+                    report.machine, worker.current = held, Phase(todo[0])
                     continue
                 phase = Phase.from_dict(held)
                 if kind == "lost":
@@ -125,6 +125,7 @@ def supervise(options: argparse.Namespace, argv: list[str], report: Report, log:
                     continue
                 report.phases.append(phase)
                 todo.remove(phase.name)
+                worker.current = Phase(todo[0]) if todo else None
                 print("\n".join(phase_lines(phase, options.verbose)), flush=True)
                 status = max(status, int(phase.status in ("failed", "timed out")))
         except KeyboardInterrupt:
@@ -166,14 +167,15 @@ class Worker:
                 seconds = timeout if name else loading
                 yield self._lost(f"timed out: it took longer than {seconds:g} s; --timeout allows more")
                 return
-            if line is None:
+            if line is None:  # before it said that it is done, be it with status 0, as after os._exit(0)
                 code = self.process.wait()
-                if code:
-                    by = f"killed by signal {-code}" if code < 0 else f"ended with status {code}"
-                    memory = "; most likely out of memory: try smaller inputs" if code == -signal.SIGKILL else ""
-                    yield self._lost(f"failed: the process was {by}{memory}{self._tail()}")
+                by = f"was killed by signal {-code}" if code < 0 else f"ended with status {code}"
+                memory = "; most likely out of memory: try smaller inputs" if code == -signal.SIGKILL else ""
+                yield self._lost(f"failed: the process {by}{memory}{self._tail()}")
                 return
             kind, held = json.loads(line)
+            if kind == "done":
+                return
             if kind == "machine":
                 deadline = time.monotonic() + timeout
             if kind == "phase" and held["name"] != name:
@@ -220,6 +222,7 @@ def work(options: argparse.Namespace) -> int:
     send("machine", machine(subject))
     for name in options.phases:
         run_phase(name, subject, lambda phase: send("phase", phase.as_dict()))
+    send("done", None)
     return 0
 
 

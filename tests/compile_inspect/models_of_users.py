@@ -66,6 +66,14 @@ def is_killed_later(x):
     return x + 1
 
 
+def leaves_quietly_later(x):
+    global calls
+    calls += 1
+    if calls > 1:
+        os._exit(0)
+    return x + 1
+
+
 def takes_too_much_memory(x):
     return x + torch.empty(10**13)
 

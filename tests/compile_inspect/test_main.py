@@ -42,6 +42,12 @@ def test_a_worker_that_is_killed_is_told(capsys):
     assert "FAILED: the process was killed by signal 9; most likely out of memory" in capsys.readouterr().out
 
 
+def test_a_worker_that_ends_without_a_word_is_told_once_a_phase(capsys):
+    model = ("--model", f"{FILE}:leaves_quietly_later", "--input", "4")
+    assert run(*model, "--phases", "dynamo_capture", "guards") == 1
+    assert capsys.readouterr().out.count("FAILED: the process ended with status 0") == 2
+
+
 @pytest.mark.parametrize(
     ("model", "says"),
     [
