@@ -123,10 +123,10 @@ def answer(found: dict[str, dict], table: Table) -> str:
     timed = {name: next(row.variant for row in table.rows if row.variant.endswith(f" {name}")) for name in TIMED}
     speed = {name: f"{table.over('torch bfloat16', variant):.2f}x" for name, variant in timed.items()}
     return (
-        f"{min(plain):.0f} to {max(plain):.0f} dB on plain data. Of 5 hard kinds, {tensor} cost over "
-        f"{BROKEN_DB:g} dB (worst token included) per tensor (e5m2: {e5m2}), {row} per row, {of_128} in blocks of 128, "
-        f"{of_32} of 32 (2**n). Over bfloat16{' (float32 matmul)' * ('float32' in timed['per row'])}: "
-        f"{speed['per tensor']} per tensor, {speed['per row']} per row, {speed['1x128 by 128x128']} in blocks."
+        f"{min(plain):.0f} to {max(plain):.0f} dB on plain data. Of 5 with outliers, tails or growth, {tensor} lose "
+        f"over {BROKEN_DB:g} dB per tensor (e5m2: {e5m2}), {row} per row, {of_128} in blocks of 128, {of_32} of 32. "
+        f"Speed{' (float32 matmul)' * ('float32' in timed['per row'])} over bfloat16: {speed['per tensor']} per "
+        f"tensor, {speed['per row']} per row, {speed['1x128 by 128x128']} in blocks."
     )
 
 

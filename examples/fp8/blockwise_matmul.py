@@ -193,10 +193,10 @@ def compare(h: Harness, inputs: tuple, variants: dict[str, Callable], **options)
 def answer(tables: list, plain: list, K: int, errors: dict) -> str:
     library, zero, one = tables[0].baseline, *errors.values()
     times = [f"{1 / table.over('fp8_matmul', 'triton'):.2f}x ({table.case.split('x')[0]})" for table in plain]
-    rms = ", ".join(f"{name} {zero[name]:.0e} / {one[name]:.0e}" for name in ("unpromoted", "promoted", ROUNDED))
     return (
         f"Scales along K take {' and '.join(times)} fp8_matmul's time, at {geomean(tables, library, 'triton'):.2f}x "
-        f"the speed of {library}. Relative rms error (K = {K}, mean 0 / 1): {rms}."
+        f"the speed of {library}. Relative rms error of K = {K}: {zero['promoted']:.0e} promoted, without "
+        f"{zero['unpromoted']:.0e} ({one['unpromoted']:.0e} where inputs have mean 1)."
     )
 
 
