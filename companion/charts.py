@@ -17,10 +17,13 @@ from harness.bench import Table
 
 from companion.readme import tables_of, told_rows
 
+DRAWN = "event by event"  # ends the name of a fact that is drawn, and is no table of the page
+
 
 class Series(NamedTuple):
-    """`points` are y by x: a number on lines, a name on bars. `look` is one of LOOKS, the same on every picture: 0 the
-    baseline, 1 what this repository answers with, 2 and 3 libraries."""
+    """`points` are y by x: a number on lines, a name on bars; on a map a number by "batch x tokens"; on a timeline
+    [start, end] pairs by lane. `look` is one of LOOKS, the same on every picture: 0 the baseline, 1 what this
+    repository answers with, 2 and 3 libraries; on a timeline 0 is waiting."""
 
     name: str
     points: dict
@@ -28,7 +31,8 @@ class Series(NamedTuple):
 
 
 class Chart(NamedTuple):
-    """What a picture shows: of lines, horizontal bars or a roofline. `levels` are lines across, by their names."""
+    """What a picture shows: lines, horizontal bars, a roofline, a timeline or a map. `levels` are lines across, by
+    their names."""
 
     kind: str
     title: str
@@ -155,6 +159,50 @@ def when_it_helps(part: dict) -> Chart:
     }
     sees = "; ".join(f"where a call is {kind}, compiling gives up to {most:.2f}x" for kind, most in best.items())
     return chart._replace(series=series, sees=sees[0].upper() + sees[1:] + ".")
+
+
+def speed_up_map(part: dict) -> Chart:
+    cells = part["study"]["facts"]["eager against compiled by batch x tokens"]
+    looks, gains = {"launch-bound": 0, "compute-bound": 1, "bandwidth-bound": 2}, {}
+    for case, cell in cells.items():
+        gains.setdefault(cell["bound"], {})[case.split()[0]] = cell["x eager"]
+    said = []
+    for bound, each in gains.items():
+        few, many = (f(math.prod(sizes(case)) for case in each) for f in (min, max))
+        most, least = max(each, key=each.get), min(each, key=each.get)
+        said.append(
+            f"{bound} ({short(few)} to {short(many)} tokens a call): compiled {each[least]:.2f}x ({least}) to "
+            f"{each[most]:.2f}x ({most}) eager"
+        )
+    series = [Series(bound, each, looks[bound]) for bound, each in gains.items()]
+    sees = "; ".join(said)
+    sees = f"{sees[0].upper()}{sees[1:]}. A thick border is launch-bound: eager's host takes longer than its GPU."
+    return Chart("map", "Speed-up over eager by batch and tokens", "tokens", "batch", series, sees)
+
+
+def launch_gaps(part: dict) -> Chart:
+    facts = part["study"]["facts"]
+    events = facts[f"start and duration of kernels in us, {DRAWN}"]
+    rows = next(each for name, each in facts.items() if name.startswith("consecutive kernels of a call"))
+    lanes, said = {}, []
+    for name, each in events.items():
+        row, pairs = rows[name], zip(each[::2], each[1::2], strict=True)
+        several = row["kernels"] > 1
+        lane = f"{name}: gaps {row['gaps %']:.0f}% of the time" if several else f"{name}: one kernel a call"
+        lanes[lane] = [[start, round(start + took, 2)] for start, took in pairs]
+        if several:
+            said.append(f"{name} runs {row['running us']:.0f} us and waits {row['gaps us']:.0f} us")
+    (one, first), (other, second) = list(rows.items())[:2]
+    closed = 1 - second["gaps us"] / first["gaps us"]
+    change = f"has {closed:.0%} less" if closed > 0 else f"has {-closed:.0%} more"
+    seen, alone = first["us a call, profiled"], first["us a call"]
+    longer = ": gaps are shorter than drawn" if seen > 1.02 * alone else ""
+    sees = (
+        f"Of {first['kernels']} kernels in a row {_list(said)}: {other} {change} time in gaps than {one}. Under "
+        f"torch.profiler a call of {one} takes {seen:,.0f} us, without it {alone:,.0f}{longer}."
+    )
+    axis = "us from the first of these kernels"
+    return Chart("timeline", "Gaps between kernels", axis, "", [Series("a kernel runs", lanes, 1)], sees)
 
 
 def break_even(part: dict) -> Chart:
@@ -350,6 +398,38 @@ def gemm_steps(part: dict) -> Chart:
     return Chart("bars", "What each step of the product adds", axis, "", series, sees, {"the step before": 1.0})
 
 
+def partitions(part: dict) -> Chart:
+    facts = part["study"]["facts"]
+    held: dict[str, dict[str, list]] = {}
+    for name, each in facts[f"cycles from the first event, {DRAWN}"].items():
+        lane, _, what = name.partition(": ")
+        held.setdefault(what, {})[lane] = [list(pair) for pair in zip(each[::2], each[1::2], strict=True)]
+    busy: dict[str, dict[str, float]] = {"MMA": {}, "waits": {}}  # of the time from a lane's first event to its last
+    for what, shares in busy.items():
+        for lane, each in held[what].items():
+            own = [at for lanes in held.values() for pair in lanes.get(lane, ()) for at in pair]
+            shares[lane] = sum(b - a for a, b in each) / (max(own) - min(own))
+    hidden = whole = 0
+    for lane, stores in held["epilogue"].items():
+        others = [span for other, each in held["MMA"].items() if other != lane for span in each]
+        for a, b in (span for span in stores if span[0] < max(others)[1]):  # what runs beside the last is not recorded
+            hidden += sum(max(0, min(b, d) - max(a, c)) for c, d in others)
+            whole += b - a
+    hidden /= whole
+    sees = (
+        "MMAs take " + _list([f"{share:.0%} ({lane})" for lane, share in busy["MMA"].items()]) + " of the time; "
+        f"the producer waits for {busy['waits']['producer']:.0%} of its own. During {hidden:.0%} of the epilogues' "
+        f"time the other consumer multiplies: they are mostly {'hidden' if hidden > 0.5 else 'exposed'}."
+    )
+    (table,) = timed(part["study"], "timeline")
+    cost = table["clocks read"].ms / table["no clock read"].ms - 1
+    sees += f" Reading the clocks changes the kernel's time by {cost:+.1%}."
+    looks = {"waits": 0, "starts loads": 1, "MMA": 2, "epilogue": 3}
+    series = [Series(what, held[what], look) for what, look in looks.items()]
+    title = f"What each partition does in a program's first two tiles, {table.case}"
+    return Chart("timeline", title, "cycles of the SM", "", series, sees)
+
+
 # --- XLA
 
 
@@ -417,7 +497,8 @@ def roofline(parts: list[dict]) -> Chart | None:
 
 PICTURES: dict[str, tuple[Callable[[dict], Chart | None], ...]] = {
     "modes": (speedups, break_even),
-    "when_it_helps": (when_it_helps,),
+    "when_it_helps": (when_it_helps, speed_up_map),
+    "cuda_graphs": (launch_gaps, speedups),
     "dynamic_shapes": (graphs_by_policy, lambda part: speedups(part, only="10 sizes")),
     "recompilation": (cache_entries, speedups),
     "regional_compilation": (compile_by_depth,),
@@ -438,6 +519,7 @@ PICTURES: dict[str, tuple[Callable[[dict], Chart | None], ...]] = {
     "fp8_matmul": (over_bfloat16,),
     "tma_copy": (in_flight, speedups),
     "tma_matmul": (gemm_steps,),
+    "gluon_matmul": (partitions, speedups),
     "scan_layers": (compile_by_layers,),
     "static_shapes": (programs_by_padding, speedups),
     "compare": (totals,),
@@ -453,7 +535,7 @@ def charts_of(name: str, part: dict) -> list[Chart]:
 def _drawable(functions, part: dict) -> list[Chart]:
     found = []
     for read in functions:
-        with suppress(KeyError, IndexError, TypeError, ValueError, StopIteration):  # the record lacks it
+        with suppress(LookupError, TypeError, ValueError, StopIteration, ZeroDivisionError):  # the record lacks it
             found.append(read(part))
     found = [chart._replace(series=[each for each in chart.series if each.points]) for chart in found if chart]
     return [chart for chart in found if chart.series]

@@ -70,6 +70,15 @@ def many_models(read) -> dict[str, Value]:
     return gains(models, 1.5, 1.7, "inference, ") | gains(steps, 1.5, 1.7, "training, ")
 
 
+def fp8_models(read) -> dict[str, Value]:
+    """For fp8-large-models, once the study is recorded: FP8 over the same model compiled in bfloat16."""
+    evidence = read("fp8_matmul", study=True)
+    found = {}
+    for row in ("FP8 per tensor", "FP8 per row"):
+        found |= gains(evidence.ratios("whole models", "torch.compile bfloat16", row), 1.02, prefix=f"{row}, ")
+    return found
+
+
 def compiled_when(read) -> dict[str, Value]:
     entries = read.inspected("frame_evaluation").fact("compiled_at")
     before, after = entries["entries_before_call"], entries["entries_after_call"]

@@ -1,7 +1,8 @@
 """Charts drawn as SVG for a page: text stays text, colours are the page's variables, and ids cannot collide.
 
 A series differs from the others by its marker, line or hatch as well as by its colour. What another GPU recorded is
-drawn into the same axes: hollow and dashed on lines, diamonds on bars.
+drawn into the same axes: hollow and dashed on lines, diamonds on bars, lanes of its own on a timeline, a second number
+on a map.
 """
 
 from __future__ import annotations
@@ -14,11 +15,13 @@ from textwrap import fill
 
 import matplotlib as mpl
 from matplotlib.axes import Axes
+from matplotlib.colors import to_rgba
 from matplotlib.figure import Figure
 from matplotlib.lines import Line2D
+from matplotlib.patches import Patch, Rectangle
 from matplotlib.ticker import FixedLocator, FuncFormatter, LogLocator, NullLocator
 
-from companion.charts import Chart, short
+from companion.charts import Chart, short, sizes
 
 # Stand-ins that matplotlib writes into the SVG, and the page's variables that take their places.
 COLOURS = {f"#0000{n:02x}": f"var(--c{n})" for n in range(1, 9)} | {"#0000f0": "var(--c0)"}
@@ -43,12 +46,12 @@ def draw(chart: Chart, mine: Chart | None = None, whose: str = "yours") -> str:
     """The chart as an <svg> element; `mine` is the same of another record, drawn beside it and called `whose`."""
     with mpl.rc_context(STYLE | {"svg.hashsalt": f"{chart.title}{chart.sees}"}):
         figure = Figure(figsize=(WIDTH, 3.0))
-        kind = {"lines": _lines, "bars": _bars, "roof": _roof}[chart.kind]
+        kind = {"lines": _lines, "bars": _bars, "roof": _roof, "timeline": _timeline, "map": _map}[chart.kind]
         left, right, handles = kind(figure, chart, mine)  # inches beside the axes; a layout engine takes twice as long
-        if mine:
+        if mine and chart.kind not in ("timeline", "map"):  # whose lanes and cells say so
             handles.append(_key("diamond" if chart.kind == "bars" else "hollow", whose))
         across = max(1, min(4, int(92 / (max((len(each.get_label()) for each in handles), default=0) + 9))))
-        rows = -(-len(handles) // across) if len(handles) > 1 or mine else 0
+        rows = -(-len(handles) // across) if len(handles) > 1 or mine or chart.kind == "map" else 0
         high = figure.get_figheight() + 0.19 * rows
         figure.set_figheight(high)
         figure.subplots_adjust(left / WIDTH, 0.48 / high, 1 - right / WIDTH, 1 - (0.12 + 0.19 * rows) / high)
@@ -164,6 +167,64 @@ def _bars(figure: Figure, chart: Chart, mine: Chart | None) -> tuple[float, floa
     figure.set_figheight(0.65 + group * len(names))
     longest = max(len(line) for each in lines for line in each)
     return 0.25 + 0.077 * longest, 0.15, handles + _levels(chart, axes.axvline)
+
+
+def _timeline(figure: Figure, chart: Chart, mine: Chart | None) -> tuple[float, float, list]:
+    """A lane for each name, a bar for each [start, end]; waiting is thinner."""
+    axes = figure.subplots()
+    shown = [(each, "") for each in chart.series] + [(each, ", yours") for each in (mine.series if mine else ())]
+    lanes = list(dict.fromkeys(name + whose for series, whose in shown for name in series.points))
+    handles = []
+    for series, whose in shown:
+        colour, _, _, hatch = LOOKS[series.look % len(LOOKS)]
+        high = 0.7 if series.look else 0.3
+        how = {"facecolor": colour, "hatch": hatch, "edgecolor": PAPER, "linewidth": 0.5}
+        if len(chart.series) == 1:
+            how |= {"edgecolor": colour, "linewidth": 0.4}  # or the shortest could not be seen
+        handles += [] if whose else [Patch(**how, label=series.name)]
+        for name, spans in series.points.items():
+            starts, ends = zip(*spans, strict=True)
+            lengths = [end - start for start, end in spans]
+            axes.barh([lanes.index(name + whose)] * len(ends), lengths, high, starts, **how)
+    names = [fill(lane, 22) for lane in lanes]
+    axes.set_yticks(range(len(lanes)), names)
+    axes.invert_yaxis()
+    axes.grid(False, axis="y")
+    axes.tick_params(axis="y", length=0)
+    axes.xaxis.set_major_formatter(FuncFormatter(lambda x, _: f"{x:,g}"))
+    axes.set(xlabel=chart.x)
+    lines = [name.split("\n") for name in names]
+    figure.set_figheight(0.65 + max(0.42, 0.17 * max(map(len, lines)) + 0.08) * len(lanes))
+    return 0.25 + 0.077 * max(len(line) for each in lines for line in each), 0.15, handles
+
+
+def _map(figure: Figure, chart: Chart, mine: Chart | None) -> tuple[float, float, list]:
+    """A cell for each "rows x columns" with its number, darker where that is larger, and its series' border."""
+    axes, handles = figure.subplots(), []
+    values = [value for series in chart.series for value in series.points.values()]
+    theirs = {case: value for series in (mine.series if mine else ()) for case, value in series.points.items()}
+    rows, columns = (sorted({sizes(case)[i] for series in chart.series for case in series.points}) for i in (0, 1))
+    low, wide = min(values), max(values) - min(values) or 1
+    for series in chart.series:
+        border = ((INK, 2.4, "-"), (FAINT, 0.8, "-"), (INK, 1.2, "--"))[series.look % 3]
+        border = dict(zip(("edgecolor", "linewidth", "linestyle"), border, strict=True))
+        handles.append(Patch(**border, fill=False, label=series.name))
+        for case, value in series.points.items():
+            y, x = (each.index(n) for each, n in zip((rows, columns), sizes(case), strict=True))
+            shade = to_rgba(LOOKS[1][0], 0.06 + 0.42 * (value - low) / wide)
+            axes.add_patch(Rectangle((x - 0.46, y - 0.44), 0.92, 0.88, facecolor=shade, **border))
+            text = chart.form.format(value)
+            text += f"\nyours {chart.form.format(theirs[case])}" if case in theirs else ""
+            axes.text(x, y, text, ha="center", va="center", fontsize=9)
+    axes.set_xticks(range(len(columns)), [f"{n:,}" for n in columns])
+    axes.set_yticks(range(len(rows)), [f"{n:,}" for n in rows])
+    axes.set(xlabel=chart.x, ylabel=chart.y, xlim=(-0.5, len(columns) - 0.5), ylim=(-0.5, len(rows) - 0.5))
+    axes.invert_yaxis()
+    axes.grid(False)
+    axes.tick_params(length=0)
+    axes.spines[:].set_visible(False)
+    figure.set_figheight(0.65 + (0.5 if theirs else 0.38) * len(rows))
+    return 0.75, 0.15, handles
 
 
 def _roof(figure: Figure, chart: Chart, mine: Chart | None) -> tuple[float, float, list]:

@@ -21,7 +21,7 @@ from harness.catalog import ROOT, Technique, Topic, topics
 from harness.console import noise, of_calls
 from harness.record import REFERENCES, ExampleRecord, as_run, load, recorded_answer
 
-from companion.charts import Chart, charts_of, roofline
+from companion.charts import DRAWN, Chart, charts_of, roofline
 from companion.claims import judge, tally
 from companion.ledger import CLAIMS
 from companion.readme import is_stale, machine_name, tables_of, told_rows
@@ -265,7 +265,7 @@ def _part(part: dict, mine: dict | None) -> dict:
     return {
         "checks": checks,
         "tables": [grid(group, others if mine else None) for group in groups],
-        "facts": [fact_grid(name, value) for name, value in part["facts"].items()],
+        "facts": [fact_grid(name, value) for name, value in part["facts"].items() if not name.endswith(DRAWN)],
         "conclusions": part["conclusions"],
     }
 

@@ -17,7 +17,7 @@ Question   What does the compiler do for a matmul on Hopper, and what does doing
 Needs      triton, sm_90
 Wins when  the compiler's schedule leaves the tensor cores idle, and one architecture is enough.
 Variants   gluon_matmul_ring.py (all warps load and multiply together: one buffer, then the ring)
-Study      studies/tma/gluon_matmul.py
+Study      studies/tma/gluon_matmul.py, studies/tma/gluon_matmul_timeline.py
 Source     chapter section "Warp Specialization", whose loop has no partitions; Gluon tutorials 05 (wgmma) and 08 (warp
            specialization); CUTLASS's ping-pong kernels
 """

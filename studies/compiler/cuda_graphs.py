@@ -1,13 +1,30 @@
-"""cuda_graphs, measured: results of reduce-overhead that are read after the next call."""
+"""cuda_graphs, measured: the gaps between kernels, and results of reduce-overhead that are read after the next call.
+
+Gaps are seen by torch.profiler, which slows launches: gaps are longer under it. Each call's time without it stands
+beside its time with it.
+"""
 
 from __future__ import annotations
 
+import os
+import statistics
+import time
+from functools import partial
+from unittest.mock import patch
+
 from harness import Harness, Skip
+from harness.hardware import whole_call_ms
 
 import torch
+from torch.autograd import DeviceType
+from torch.profiler import ProfilerActivity, profile
 
 from examples.common.shown import require
-from examples.compiler.cuda_graphs import WIDTH, make_chain, which
+from examples.compiler.cuda_graphs import EAGER, FUSED, STEPS, WARM_UP, WIDTH, Captured, make_chain, which
+
+REPLAYED = "CUDA graph replayed"
+CALLS, SHOWN = 4, 20  # profiled calls, of which the last is shown; kernels of it, from its middle
+EVENTS = "start and duration of kernels in us, event by event"
 
 
 def study(h: Harness) -> None:
@@ -15,6 +32,60 @@ def study(h: Harness) -> None:
         raise Skip("needs a GPU: a CPU has no CUDA graphs")
     if not h.profile:
         kept_outputs(h)
+    if h.timing and not h.profile and not h.SANITIZED:
+        launch_gaps(h)
+
+
+def launch_gaps(h: Harness) -> None:
+    """The kernels of one call in the profiler's times: launched one by one, replayed, and fused into one."""
+    torch.compiler.reset()
+    chain, x = make_chain(h), h.randn(WIDTH)
+    captured = Captured(chain, x)
+    calls = {EAGER: partial(chain, x), REPLAYED: captured.graph.replay}
+    calls[FUSED] = partial(torch.compile(chain, fullgraph=True), x)
+    for call in calls.values():
+        for _ in range(WARM_UP):
+            call()
+    alone = {name: 1000 * statistics.median(ms for ms, _ in whole_call_ms(call, 25)) for name, call in calls.items()}
+    beside = {}
+    # One profile for all, and CUPTI stays ready after it: its end and a second start have crashed beside CUDA graphs.
+    with patch.dict(os.environ, TEARDOWN_CUPTI="0"), profile(activities=[ProfilerActivity.CUDA]) as seen:
+        for name, call in calls.items():
+            call()  # the profiler's first
+            torch.cuda.synchronize()
+            started = time.perf_counter()
+            for _ in range(CALLS - 1):
+                call()
+            torch.cuda.synchronize()
+            beside[name] = (time.perf_counter() - started) * 1e6 / (CALLS - 1)
+    found = sorted(
+        (each.time_range.start, each.time_range.end)
+        for each in seen.events()
+        if each.device_type == DeviceType.CUDA and not each.name.startswith(("Memcpy", "Memset"))
+    )
+    one_by_one = CALLS * STEPS  # kernels of eager, and as many of the graph
+    rest = len(found) - 2 * one_by_one
+    require(rest > 0 and rest % CALLS == 0, f"the profiler saw {len(found)} kernels; more than {2 * one_by_one} ran")
+    middle = slice(one_by_one - (STEPS + SHOWN) // 2, one_by_one - (STEPS - SHOWN) // 2)
+    kernels = {EAGER: found[:one_by_one][middle], REPLAYED: found[one_by_one:][middle], FUSED: found[-rest // CALLS :]}
+    events, rows = {}, {}
+    for name, each in kernels.items():
+        first, busy = each[0][0], sum(end - start for start, end in each)
+        whole = each[-1][1] - first
+        events[name] = [round(at, 2) for start, end in each for at in (start - first, end - start)]
+        rows[name] = {
+            "kernels": len(each), "running us": round(busy, 1), "gaps us": round(whole - busy, 1),
+            "gaps %": round(100 * (1 - busy / whole), 1), "us a call": round(alone[name], 1),
+            "us a call, profiled": round(beside[name], 1),
+        }  # fmt: skip
+    h.record.facts[EVENTS] = events  # for the page's picture; what is printed is the sum
+    h.table(f"consecutive kernels of a call under torch.profiler, {SHOWN} where there are as many", rows)
+    slowed = beside[EAGER] / alone[EAGER]
+    h.say(
+        f"under the profiler an eager call takes {beside[EAGER]:.0f} us, without it {alone[EAGER]:.0f}: "
+        + (f"it slows launches {slowed:.2f}x, and lengthens these gaps" if slowed > 1.02 else "these gaps are real")
+    )
+    torch.compiler.reset()
 
 
 def kept_outputs(h: Harness) -> None:

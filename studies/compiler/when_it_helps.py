@@ -1,12 +1,30 @@
-"""when_it_helps, further: one operation by itself, and after how many calls compiling has paid for itself."""
+"""when_it_helps, further: one operation by itself, after how many calls compiling has paid for itself, and a map.
+
+The map is eager against compiled over batch x tokens, on a GPU. One function with dynamic=True serves all cells: sizes
+of 1 are always specialized, so that it compiles up to four times instead of once for each cell, and its kernels may be
+a little slower than the lesson's, which are compiled for one size each.
+"""
 
 from __future__ import annotations
 
+import statistics
+from dataclasses import replace
+from functools import partial
+
 from harness import Harness, Timing, Work
+from harness.hardware import enqueue_ms, gpu_busy_ms, whole_call_ms
 
 import torch
+import torch._dynamo
 
-from examples.compiler.when_it_helps import EAGER
+from examples.common.shown import require
+from examples.common.transformer import TINY, WIDE, Transformer, steps
+from examples.compiler.when_it_helps import EAGER, bound_of
+
+BATCHES, TOKENS = (1, 2, 8, 32), (1, 16, 128, 512, 2048)
+MAP = "eager against compiled by batch x tokens"
+BLOCK_MS = 20  # of whole calls, one of three
+FAR = 0.05  # of the logits' norm: two bfloat16 runs are nearer to each other, zeros are not
 
 
 def scaled(x: torch.Tensor) -> torch.Tensor:
@@ -42,3 +60,44 @@ def study(h: Harness) -> None:
                 paid[table.case] = "never"
     h.fact("the first call has paid for itself after", paid)
     one_operation(h)
+    if h.device.type != "cuda":
+        h.say("no map of batch x tokens: it needs a GPU, which works while the host launches")
+    elif h.timing and not h.profile and not h.SANITIZED:
+        with torch.no_grad(), torch._dynamo.config.patch(recompile_limit=len(BATCHES) * len(TOKENS)):
+            speed_up_map(h)
+
+
+def measure(fn, tokens: torch.Tensor) -> tuple[float, float, float]:
+    """Milliseconds of a call, of the host's part of it and of the GPU's; see harness.bench."""
+    call = partial(fn, tokens)
+    alone = enqueue_ms(call)
+    whole, launches = (statistics.median(each) for each in zip(*whole_call_ms(call, BLOCK_MS), strict=True))
+    return whole, min(alone, launches), min(whole, gpu_busy_ms(call, alone))
+
+
+def speed_up_map(h: Harness) -> None:
+    config = replace(h.pick(quick=TINY, full=WIDE), layers=2)
+    model = Transformer.random(config, h.device, torch.bfloat16, h.seed)
+    copy, product = (next(t for t in h.lesson if t.title == f"rate of {what}") for what in ("copying", "multiplying"))
+    rates = copy.rows[0].tbps * 1e9, product.rows[0].tflops * 1e9  # a millisecond
+    torch.compiler.reset()
+    compiled, rows = torch.compile(model, dynamic=True), {}
+    for batch in h.pick(quick=BATCHES[:2], full=BATCHES):
+        for tokens in h.pick(quick=TOKENS[:3], full=TOKENS):
+            x = h.randint(config.vocab, batch, tokens)
+            with h.progress(f"{batch}x{tokens} tokens"):
+                want, got = (fn(x).double() for fn in (model, compiled))
+                off = ((got - want).norm() / want.norm()).item()
+                require(off < FAR, f"compiled, {batch}x{tokens} tokens: {off:.1%} from eager's logits")
+                (ms, host, gpu), (ms_c, host_c, gpu_c) = (measure(fn, x) for fn in (model, compiled))
+            work = steps(config, batch, tokens, 2)
+            rows[f"{batch}x{tokens} tokens"] = {
+                "bound": "launch-bound" if host > gpu else bound_of(work, rates, 0.0), "x eager": round(ms / ms_c, 3),
+                "eager ms": round(ms, 3), "host ms": round(host, 3), "GPU ms": round(gpu, 3),
+                "compiled ms": round(ms_c, 3), "its host ms": round(host_c, 3), "its GPU ms": round(gpu_c, 3),
+            }  # fmt: skip
+    h.table(MAP, rows)
+    for bound in dict.fromkeys(row["bound"] for row in rows.values()):
+        gains = [row["x eager"] for row in rows.values() if row["bound"] == bound]
+        h.say(f"{len(gains)} of {len(rows)} sizes are {bound} in eager: compiled {min(gains):.2f} to {max(gains):.2f}x")
+    torch.compiler.reset()
