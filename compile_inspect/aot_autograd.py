@@ -2,21 +2,22 @@
 
 from __future__ import annotations
 
-import sys
+import math
 import time
 from collections.abc import Callable
 
 import torch
 
-from compile_inspect.inspecting import reason_of
-from compile_inspect.kernels import VIEWS, copied, cut, line_of, lower, operation_of
+from compile_inspect.kernels import VIEWS, lower
+from compile_inspect.main import main
+from compile_inspect.nodes import aot_backend, copied, line_of, operation_of, operations
 from compile_inspect.partition import _split
 from compile_inspect.report import Phase, Skip
 from compile_inspect.subject import Subject, parameters, tensors_of
+from compile_inspect.timing import once
 
 QUESTION = "What becomes of a training step: its graphs, what forward saves for backward, autograd's own cost?"
-ROWS = 40  # of a table
-ROUNDS, BUDGET = 15, 2.0  # calls whose fastest is told, as overheads are compared, and the seconds that they may take
+ROUNDS, BUDGET = 17, 2.0  # calls whose fastest, but for the first two, is told; and the seconds that they may take
 MANY, LEAST = 4, 2**20  # saved activations of this many times the parameters' bytes, and above 1 MiB, are a finding
 PARTS, HALF = ("joint", "forward", "backward"), "min-cut, budget 0.5"
 
@@ -34,49 +35,26 @@ def look(subject: Subject, phase: Phase) -> None:
     largest = max(graphs, key=lambda graph: len(operations(graph.get("joint", graph.get("forward")))))
     for part in filter(largest.get, PARTS):
         of = " of the largest one" * (len(graphs) > 1)
-        phase.code(f"{part} graph{of}", cut(largest[part].print_readable(print_output=False)))
+        phase.code(f"{part} graph{of}", largest[part].print_readable(print_output=False))
     phase.facts |= {"saved": [], "saved_bytes": {}, "autograd_ms": {}}
-    try:
+    with phase.noted("The levels of operators cannot be traced"):  # operators without fakes, or that depend on data
         ladder(phase, graphs)
-    except Exception as error:  # operators without fake implementations, or that depend on data
-        phase.note(f"The levels of operators cannot be traced: {reason_of(error)}")
-    if not any("cuts" in graph for graph in graphs):
+    graphs = [graph for graph in graphs if "cuts" in graph]
+    if not graphs:
         phase.note("Nothing in it requires a gradient, parameter or input: there are forward graphs alone.")
         phase.answer = f"nothing requires a gradient: {total['forward']} operations forward, and no joint graph"
         return
-    sizes = show_saved(subject, phase, [graph for graph in graphs if "cuts" in graph], held)
+    sizes = show_saved(subject, phase, graphs, held)
     phase.answer = (
         f"a joint graph of {total['joint']} operations is cut into forward {total['forward']} and backward "
         f"{total['backward']}; {len(phase.facts['saved'])} tensors, {sizes['min-cut'] / 1e6:.3g} MB, are saved, by the "
         f"default partitioner {sizes['default'] / 1e6:.3g} MB"
     )
-    try:
-        times = time_autograd(subject, phase)
-    except Exception as error:  # a model that is not made for training
-        times = phase.note(f"Its backward cannot be timed: {reason_of(error)}")
-    if times:
-        phase.answer += "; autograd walks {} nodes for eager's {}, backward takes {:.3g} ms for {:.3g}".format(
-            *(times[name][key] for key in ("nodes", "backward") for name in ("aot", "eager"))
-        )
-
-
-def operations(graph: torch.fx.GraphModule | None) -> list[str]:
-    """What is called, without the getitems that unpack tuples."""
-    nodes = graph.graph.nodes if graph is not None else ()
-    return [str(n.target) for n in nodes if n.op.startswith("call") and "getitem" not in str(n.target)]
-
-
-def backend_of(partition: Callable, forward: Callable = lambda graph: None, table: dict | None = None) -> Callable:
-    """AOTAutograd with nothing behind it: each operation of its graphs is a call from Python."""
-    from functorch.compile import make_boxed_func
-    from torch._dynamo.backends.common import aot_autograd
-
-    def compiler(graph, _):
-        forward(graph)
-        return make_boxed_func(graph.forward)
-
-    return aot_autograd(fw_compiler=compiler, bw_compiler=lambda graph, _: make_boxed_func(graph.forward),
-                        partition_fn=partition, decompositions=table or {})  # fmt: skip
+    with phase.noted("Its backward cannot be timed"):  # a model that is not made for training
+        if times := time_autograd(subject, phase):
+            phase.answer += "; autograd walks {} nodes for eager's {}, backward takes {:.3g} ms for {:.3g}".format(
+                *(times[name][key] for key in ("nodes", "backward") for name in ("aot", "eager"))
+            )
 
 
 def parts_of(graph: torch.fx.GraphModule, inputs: list, graphs: list[dict], held: int) -> Callable:
@@ -100,7 +78,9 @@ def parts_of(graph: torch.fx.GraphModule, inputs: list, graphs: list[dict], held
         found.update(zip(PARTS, (joint, *parts), strict=True), cuts=cuts, saved=saved_of(*parts))
         return parts
 
-    return backend_of(partition, lambda part: found.setdefault("forward", part), select_decomp_table())(graph, inputs)
+    table = select_decomp_table()
+    backend = aot_backend(lambda part: found.setdefault("forward", part), partition_fn=partition, decompositions=table)
+    return backend(graph, inputs)
 
 
 def saved_of(forward: torch.fx.GraphModule, backward: torch.fx.GraphModule) -> list[dict]:
@@ -130,9 +110,8 @@ def show_saved(subject: Subject, phase: Phase, graphs: list[dict], held: int) ->
     sizes = phase.facts["saved_bytes"] = {row[0]: row[-1] for row in rows}
     saved = phase.facts["saved"] = sorted((t for g in graphs for t in g["saved"]), key=lambda tensor: -tensor["bytes"])
     phase.table("partitioners", ["partitioner", "joint", "forward", "backward", "saved tensors", "saved bytes"], rows)
-    left = f"; {len(saved) - ROWS} smaller ones are left out" if len(saved) > ROWS else ""
-    cells = [[t["name"], "x".join(map(str, t["shape"])), t["bytes"], t["operation"], t["line"]] for t in saved[:ROWS]]
-    phase.table(f"saved for backward (min-cut){left}", ["tensor", "shape", "bytes", "made by", "line"], cells)
+    cells = [[t["name"], "x".join(map(str, t["shape"])), t["bytes"], t["operation"], t["line"]] for t in saved]
+    phase.table("saved for backward (min-cut)", ["tensor", "shape", "bytes", "made by", "line"], cells)
     if subject.train and HALF in sizes:
         phase.finding(
             f"forward saves {sizes['min-cut'] / 1e6:.3g} MB for backward; the parameters have {held / 1e6:.3g} MB",
@@ -196,17 +175,17 @@ def time_autograd(subject: Subject, phase: Phase) -> dict:
     from functorch.compile import default_partition
 
     fn, args, kwargs = subject.fresh()
-    calls = {"eager": fn, "aot": torch.compile(fn, backend=backend_of(default_partition))}
-    runs, ends = {name: [] for name in calls}, None
-    while ends is None or len(runs["aot"]) < 3 or (len(runs["aot"]) < ROUNDS and time.perf_counter() < ends):
-        for name, call in calls.items():
+    compiled = torch.compile(fn, backend=aot_backend(lambda graph: None, partition_fn=default_partition))
+    runs, until = {"eager": [], "aot": []}, math.inf
+    while len(runs["aot"]) < 5 or (len(runs["aot"]) < ROUNDS and time.perf_counter() < until):
+        for name, call in (("eager", fn), ("aot", compiled)):
             if not (run := one_step(lambda call=call: call(*args, **kwargs), subject)):
                 return {}
             runs[name].append(run)
-        if ends is None and len(runs["aot"]) == 2:  # both have settled
-            runs, ends = {name: [] for name in calls}, time.perf_counter() + BUDGET
+        if len(runs["aot"]) == 2:  # both have settled
+            until = time.perf_counter() + BUDGET
     times = phase.facts["autograd_ms"] = {
-        name: {key: min(run[key] for run in steps) for key in steps[0]} for name, steps in runs.items()
+        name: {key: min(run[key] for run in steps[2:]) for key in steps[0]} for name, steps in runs.items()
     }
     rows = [[title, t["no_grad"], t["forward"], t["forward"] - t["no_grad"], t["backward"], t["nodes"]]
             for title, t in zip(("eager", "AOTAutograd alone"), times.values(), strict=True)]  # fmt: skip
@@ -222,17 +201,10 @@ def time_autograd(subject: Subject, phase: Phase) -> dict:
 def one_step(call: Callable, subject: Subject) -> dict:
     """One forward without a gradient, one with, and its backward; empty where no output has a gradient."""
 
-    def timed(work: Callable) -> tuple[float, object]:
-        subject.synchronize()
-        started = time.perf_counter()
-        out = work()
-        subject.synchronize()
-        return (time.perf_counter() - started) * 1e3, out
-
     with torch.no_grad():
-        no_grad, _ = timed(call)
+        no_grad = once(call, subject)[0]
     with torch.enable_grad():
-        forward, out = timed(call)
+        forward, _, out = once(call, subject)
         floats = [each for each in tensors_of(out) if each.requires_grad]
         nodes, todo = set(), [each.grad_fn for each in floats]
         while todo:
@@ -243,11 +215,9 @@ def one_step(call: Callable, subject: Subject) -> dict:
         if not leaves:
             return {}
         ones = [torch.ones_like(each) for each in floats]  # grad, not backward: it leaves the model's .grad alone
-        backward, _ = timed(lambda: torch.autograd.grad(floats, leaves, ones, allow_unused=True))
+        backward = once(lambda: torch.autograd.grad(floats, leaves, ones, allow_unused=True), subject)[0]
     return {"no_grad": no_grad, "forward": forward, "backward": backward, "nodes": len(nodes) - len(leaves)}
 
 
 if __name__ == "__main__":
-    from compile_inspect.main import main
-
-    sys.exit(main(phase="aot_autograd"))
+    raise SystemExit(main(phase="aot_autograd"))

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import sys
 import time
 from collections import Counter
 from collections.abc import Callable
@@ -12,10 +11,10 @@ from dataclasses import dataclass
 import torch
 from torch import nn
 
-from compile_inspect.errors import Results, error_ratio, results
+from compile_inspect.errors import Results, error_ratio, references, results
 from compile_inspect.fresh import fresh_cache, warm_up
-from compile_inspect.inspecting import reason_of
-from compile_inspect.report import Phase
+from compile_inspect.main import main
+from compile_inspect.report import Phase, reason_of
 from compile_inspect.seconds import seconds_by_part
 from compile_inspect.subject import Subject
 from compile_inspect.timing import Timed, time_calls
@@ -38,16 +37,11 @@ class Run:
 
 def look(subject: Subject, phase: Phase) -> None:
     warm_up(subject.device)
-    numbers = torch.get_rng_state if not subject.on_gpu else lambda: torch.cuda.get_rng_state(subject.device)
-    torch.manual_seed(0)
+    (_, exact, steady), runs, errors, rows = references(subject), {}, {}, []
     with torch.compiler.set_stance("force_eager"):  # also what the model compiles inside
-        untouched, again = numbers(), results(subject)
-        draws = not torch.equal(numbers(), untouched)
-        eager, exact = run(subject, lambda fn: fn), results(subject, double=True)
-    steady = error_ratio(again, eager.tensors, None) <= 1
-    runs, errors, rows = {"none": eager}, {}, []
+        eager = runs["none"] = run(subject, lambda fn: fn)
     # Dropout draws what eager draws only if Inductor leaves that to torch, which is slower.
-    with torch._inductor.config.patch(fallback_random=draws), fresh_cache():
+    with torch._inductor.config.patch(fallback_random=True), fresh_cache():
         for name in ("eager", "aot_eager", "inductor"):
             try:
                 with watch() as seen:
@@ -55,8 +49,12 @@ def look(subject: Subject, phase: Phase) -> None:
             except Exception as error:
                 runs[name] = Run(failure=reason_of(error))
     for name, each in runs.items():
-        errors[name] = math.inf if each.failure else error_ratio(each.tensors, eager.tensors, exact) if steady else 0.0
-        equal = f"fails: {each.failure}" if each.failure else "not compared" if not steady else errors[name] <= 1
+        errors[name], equal = 0.0, "not compared"
+        if each.failure:
+            errors[name], equal = math.inf, f"fails: {each.failure}"
+        elif steady:
+            errors[name] = error_ratio(each.tensors, eager.tensors, exact)
+            equal = errors[name] <= 1
         times = [each.first_s, each.timed.ms, eager.timed.ms / each.timed.ms] if each.timed else [None] * 3
         rows.append([name, *times, errors[name], equal])
     columns = ["backend", "first call, s", "a call, ms", "x eager", "error / allowed", "equal"]
@@ -66,30 +64,29 @@ def look(subject: Subject, phase: Phase) -> None:
     inductor, wrong = runs["inductor"], next((name for name in runs if errors[name] > 1), None)
     phase.facts |= {"errors": {name: min(error, 1e9) for name, error in errors.items()}, "float64": exact is not None,
                     "steady": steady, "eager_ms": eager.timed.ms, "wrong": wrong, "graphs": seen.graphs}  # fmt: skip
-    says = "fails" if wrong and runs[wrong].failure else "returns another result than plain eager"
+    right = "each backend returns what eager returns" if steady and eager.tensors else "nothing to compare"
     if wrong:
-        phase.finding(f'backend="{wrong}" {says}', "run the phase triage: it finds the operation", urgent=True)
+        right = f'backend="{wrong}" {"fails" if runs[wrong].failure else "returns another result than plain eager"}'
+        phase.finding(right, "run the phase triage: it finds the operation", urgent=True)
     if inductor.failure:
-        phase.answer = f"{wrong} fails: {inductor.failure}"
+        phase.answer = f"{wrong} fails: {runs[wrong].failure or inductor.failure}"
         return
     if not seen.graphs:
         phase.answer = "Dynamo captures no graph: torch.compile leaves the whole model to eager; see graph_breaks"
         return
-    ms, gain = inductor.timed.ms, eager.timed.ms - inductor.timed.ms
-    paid = max(0, math.ceil((inductor.first_s - eager.first_s) * 1e3 / gain)) if gain > 0 else None
-    parts = inductor.parts | {"everything else": inductor.first_s - sum(inductor.parts.values())}
-    phase.facts |= {"compiled_ms": ms, "speedup": eager.timed.ms / ms, "break_even_calls": paid}
-    phase.facts |= {"first_call_s": inductor.first_s, "parts": parts}
-    phase.bars(f"the first call's {inductor.first_s:.3g} s, with an empty cache", "s", parts)
+    ms, first, gain = inductor.timed.ms, inductor.first_s, eager.timed.ms - inductor.timed.ms
+    paid = max(0, math.ceil((first - eager.first_s) * 1e3 / gain)) if gain > 0 else None
+    parts = inductor.parts | {"everything else": first - sum(inductor.parts.values())}
+    phase.facts |= {"compiled_ms": ms, "speedup": eager.timed.ms / ms, "break_even_calls": paid,
+                    "first_call_s": first, "parts": parts}  # fmt: skip
+    phase.bars(f"the first call's {first:.3g} s, with an empty cache", "s", parts)
     phase.note(
         "What the first compilation of a process or machine costs any model (imports, the C++ header) is not in it."
     )
     one_block(subject, phase)
     most, after = max(parts, key=parts.get), "never paid" if paid is None else f"paid after {paid:,} calls"
-    right = "each backend returns what eager returns" if steady and eager.tensors else "nothing to compare"
-    right = f'backend="{wrong}" {says}' if wrong else right
     phase.answer = (
-        f"{right}; the first call takes {inductor.first_s:.3g} s, {parts[most] / inductor.first_s:.0%} of it {most}; "
+        f"{right}; the first call takes {first:.3g} s, {parts[most] / first:.0%} of it {most}; "
         f"later ones {ms:.3g} ms, eager {eager.timed.ms:.3g} ms: {after}"
     )
 
@@ -138,23 +135,17 @@ def one_block(subject: Subject, phase: Phase) -> None:
         return model
 
     fix = f"compile one block: for block in {f'model.{path}' if path else 'model'}: block.compile()"
-    try:
-        with fresh_cache():
-            tried = run(subject, regional)
-    except Exception as error:
-        phase.note(f"Tried: {fix}: it fails: {reason_of(error)}")
-        return
-    first, ms = phase.facts["first_call_s"], phase.facts["compiled_ms"]
-    phase.facts["regional"] = {"blocks": len(blocks), "path": path, "first_call_s": tried.first_s, "ms": tried.timed.ms}
-    said = f"the first call takes {tried.first_s:.3g} s for {first:.3g}, a call {tried.timed.ms:.3g} ms for {ms:.3g}"
-    if tried.first_s < 0.8 * first and tried.timed.ms < 1.25 * ms:
-        what = f"each of the {len(blocks)} {type(blocks[0]).__name__} is compiled anew"
-        phase.finding(what, fix, seconds=first - tried.first_s, tried=said)
-    else:
-        phase.note(f"Tried, without gain: {fix}: {said}.")
+    with phase.noted(f"Tried: {fix}: it fails"), fresh_cache():
+        tried, first, ms = run(subject, regional), phase.facts["first_call_s"], phase.facts["compiled_ms"]
+        now, after = tried.first_s, tried.timed.ms
+        phase.facts["regional"] = {"blocks": len(blocks), "path": path, "first_call_s": now, "ms": after}
+        said = f"the first call takes {now:.3g} s for {first:.3g}, a call {after:.3g} ms for {ms:.3g}"
+        if now < 0.8 * first and after < 1.25 * ms:
+            what = f"each of the {len(blocks)} {type(blocks[0]).__name__} is compiled anew"
+            phase.finding(what, fix, seconds=first - now, tried=said)
+        else:
+            phase.note(f"Tried, without gain: {fix}: {said}.")
 
 
 if __name__ == "__main__":
-    from compile_inspect.main import main
-
-    sys.exit(main(phase="basics"))
+    raise SystemExit(main(phase="basics"))

@@ -2,20 +2,18 @@
 
 from __future__ import annotations
 
-import re
-import sys
 from collections.abc import Callable
 
 import torch
 
-from compile_inspect.breaks import find_breaks
 from compile_inspect.code import cuda_graphs_held, kernels_run
-from compile_inspect.fresh import warm_up
-from compile_inspect.inspecting import reason_of
+from compile_inspect.graph_breaks import breaks_of
 from compile_inspect.logs import logs
-from compile_inspect.report import Phase, Skip
+from compile_inspect.main import main
+from compile_inspect.nodes import aot_backend, line_of, name_of
+from compile_inspect.report import Phase, Skip, reason_of
 from compile_inspect.subject import Subject
-from compile_inspect.timing import time_calls
+from compile_inspect.timing import profiled, time_calls
 from compile_inspect.watching import watch
 
 QUESTION = "Can CUDA graphs launch the model's kernels, what keeps a graph from it, and what do they give?"
@@ -33,9 +31,8 @@ FIXES = {
 
 def look(subject: Subject, phase: Phase) -> None:
     try:
+        breaks = breaks_of(subject).breaks
         with subject.grad():
-            fn, args, kwargs = subject.fresh()
-            breaks = find_breaks(fn, *args, **kwargs).breaks
             graphs = graphs_of(subject)
     except Exception as error:
         raise Skip(f"Dynamo or AOTAutograd fails: {reason_of(error)}; see the phase triage") from error
@@ -44,20 +41,17 @@ def look(subject: Subject, phase: Phase) -> None:
         phase.answer = "there is nothing to record: Dynamo captures no graph of it"
         return
     keys = ("writes_to", "on_cpu", "unsafe")
-    rows = [[i, graph["operations"], *(", ".join(graph[key]) for key in keys)] for i, graph in enumerate(graphs[:40])]
-    more = f", the first 40 of {len(graphs)}" if len(graphs) > 40 else ""
-    phase.table(f"graphs: each is a CUDA graph of its own, launched apart{more}",
+    rows = [[i, graph["operations"], *(", ".join(graph[key]) for key in keys)] for i, graph in enumerate(graphs)]
+    phase.table("graphs: each is a CUDA graph of its own, launched apart",
                 ["graph", "operations", "writes to inputs", "on the CPU", "not to be recorded"], rows)  # fmt: skip
     if breaks:
         phase.note(f"What breaks the model into graphs: {'; '.join(map(str, breaks[:5]))} (see graph_breaks).")
-    hindered = sum(any(graph[key] for key in keys) for graph in graphs)
-    phase.facts["hindered"] = hindered
+    hindered = phase.facts["hindered"] = sum(any(graph[key] for key in keys) for graph in graphs)
     if not subject.on_gpu:
         phase.note(f"torch's own check of the first graph: {graphs[0]['skip'] or 'nothing is in the way'}.")
         kept = f"{hindered} kept from it, whole or in part" if hindered else "and nothing seen here keeps one from it"
         phase.answer = f"nothing was recorded, there is no GPU; on one, {len(graphs)} would be recorded apart, {kept}"
         return
-    warm_up(subject.device)
     default, recorded = measure(subject, None), measure(subject, "reduce-overhead")
     phase.facts |= {"default": default, "reduce_overhead": recorded, "recorded": recorded["held"]}
     names = {"ms": "a call, ms", "host_ms": "host, ms", "idle": "GPU idle, share", "kernels": "kernels",
@@ -79,46 +73,43 @@ def look(subject: Subject, phase: Phase) -> None:
 
 def measure(subject: Subject, mode: str | None) -> dict:
     """Calls on the GPU in this mode: times, kernels, idle time, graphs and memory held, skips and their reasons."""
-    fn, args, kwargs = subject.fresh()
-    torch.cuda.empty_cache()
-    before = torch.cuda.memory_reserved(subject.device)
-    call = subject.caller(torch.compile(fn, mode=mode), args, kwargs)
-    with logs(cudagraphs=True, perf_hints=True) as records, watch() as seen:
-        timed = time_calls(call, subject)
-    reserved = (torch.cuda.memory_reserved(subject.device) - before) / 2**20
+    call = subject.compiled(mode=mode)
+    with torch.cuda.device(subject.device):
+        with logs(cudagraphs=True, perf_hints=True) as records, watch() as seen:
+            timed = time_calls(call, subject)
+        # A CUDA graph's memory is a pool of its own; pool (0, 0) is the allocator's.
+        pools = [each for each in torch.cuda.memory_snapshot() if tuple(each["segment_pool_id"]) != (0, 0)]
+        reserved = sum(each["total_size"] for each in pools) / 2**20
+        names, launched = kernels_run(call)
+        idle = max(0.0, 1 - busy_ms(call, subject) / timed.ms)
+        held = cuda_graphs_held()
     lines = [text.strip().splitlines()[0] for _, text in records if "skipping cudagraph" in text.lower()]
-    names, launched = kernels_run(call)
     return {"ms": timed.ms, "host_ms": timed.host_ms, "reserved": reserved, "kernels": len(names), "launched": launched,
-            "held": cuda_graphs_held(), "idle": idle_share(call), "reasons": list(dict.fromkeys(lines)),
+            "held": held, "idle": idle, "reasons": list(dict.fromkeys(lines)),
             "skips": seen.counters.get("inductor", {}).get("cudagraph_skips", 0)}  # fmt: skip
 
 
-def idle_share(call: Callable[[], object]) -> float:
-    """The share of a call, from its first kernel to the end of its last, in which the GPU runs none."""
-    from torch.profiler import ProfilerActivity, profile
-
-    torch.cuda.synchronize()
-    with profile(activities=[ProfilerActivity.CPU, ProfilerActivity.CUDA], acc_events=True) as seen:
-        call()
-        torch.cuda.synchronize()
+def busy_ms(call: Callable[[], object], subject: Subject) -> float:
+    """Milliseconds of a call in which the GPU runs a kernel or copies; the profiler slows the host, not these."""
     ran = sorted(
-        (event.time_range.start, event.time_range.end) for event in seen.events()
-        if event.device_type == torch.autograd.DeviceType.CUDA and not getattr(event, "is_user_annotation", False)
+        (event.time_range.start, event.time_range.end) for event in profiled(call, subject).events()
+        if event.device_type == torch.autograd.DeviceType.CUDA and not event.is_user_annotation
     )  # fmt: skip
-    idle, until = 0.0, ran[0][0] if ran else 0.0
+    busy = until = 0.0
     for start, end in ran:
-        idle, until = idle + max(0.0, start - until), max(until, end)
-    return idle / (until - ran[0][0]) if ran and until > ran[0][0] else 0.0
+        busy, until = busy + max(0.0, end - max(start, until)), max(until, end)
+    return busy / 1e3
 
 
 def graphs_of(subject: Subject) -> list[dict]:
     """Each graph of a call: operations, inputs it writes to, what lies on the CPU, what CUDA graphs do not allow."""
-    from functorch.compile import make_boxed_func
-    from torch._dynamo.backends.common import aot_autograd
     from torch._dynamo.backends.cudagraphs import check_multiple_devices_or_any_cpu_nodes, get_device_node_mapping
     from torch._inductor.utils import get_first_incompatible_cudagraph_node
 
     found = []
+
+    def at(node: torch.fx.Node) -> str:
+        return f"{name_of(node)} ({line_of(node)})"
 
     def backend(graph: torch.fx.GraphModule, inputs: list) -> Callable:
         nodes = [node for node in graph.graph.nodes if node.op.startswith("call_")]
@@ -129,9 +120,9 @@ def graphs_of(subject: Subject) -> list[dict]:
         if any(isinstance(each, torch.SymInt) for each in inputs):
             held["unsafe"].append("dynamic sizes: each is recorded anew")
 
-        def forward(aten: torch.fx.GraphModule, _) -> Callable:
+        def forward(aten: torch.fx.GraphModule) -> None:
             meta = torch._guards.TracingContext.get().fw_metadata
-            static = set(getattr(meta, "static_input_indices", None) or ())
+            static = set(meta.static_input_indices or ())
             held["writes_to"] = [
                 names[i] if i < len(names) else f"input {i}" for i, info in enumerate(meta.input_info)
                 if info.mutates_data and i not in static
@@ -140,13 +131,10 @@ def graphs_of(subject: Subject) -> list[dict]:
             held["skip"] = skip.strip().splitlines()[0].split(". Found from")[0] if skip else ""
             if node := get_first_incompatible_cudagraph_node(aten):
                 held["unsafe"].append(at(node))
-            return make_boxed_func(aten.forward)
 
-        compiler = aot_autograd(fw_compiler=forward, bw_compiler=lambda graph, _: make_boxed_func(graph.forward))
-        return compiler(graph, inputs)
+        return aot_backend(forward)(graph, inputs)
 
-    fn, args, kwargs = subject.fresh()
-    subject.caller(torch.compile(fn, backend=backend), args, kwargs)()
+    subject.compiled(backend=backend)()
     return found
 
 
@@ -158,14 +146,5 @@ def on_cpu(node: torch.fx.Node, on_gpu: bool) -> bool:
     return node.target in ("cpu", "numpy") or (node.target in MAKERS and node.kwargs.get("device") is None)
 
 
-def at(node: torch.fx.Node) -> str:
-    """The operation, and the line of the model that it comes from."""
-    lines = re.findall(r'File "(.+)", line (\d+)', node.stack_trace or "")
-    where = f" ({lines[-1][0].rsplit('/', 1)[-1]}:{lines[-1][1]})" if lines else ""
-    return f"{getattr(node.target, '__name__', node.target)}{where}"
-
-
 if __name__ == "__main__":
-    from compile_inspect.main import main
-
-    sys.exit(main(phase="cuda_graphs"))
+    raise SystemExit(main(phase="cuda_graphs"))

@@ -4,43 +4,20 @@ from __future__ import annotations
 
 import linecache
 import re
-import sys
 from collections import Counter
-from pathlib import Path
 
 import torch
 
-from compile_inspect.breaks import NOT_THE_USERS, find_breaks
+from compile_inspect.graph_breaks import breaks_of
 from compile_inspect.logs import logs
+from compile_inspect.main import main
+from compile_inspect.nodes import at, is_own, own_line, target_of
 from compile_inspect.report import Phase, Skip
 from compile_inspect.subject import Subject
 from compile_inspect.watching import watch
 
 QUESTION = "Which graphs does Dynamo capture, and is a line of Python a node of them?"
-ROWS, CODES = 40, 6  # of a table, and listings
-
-
-def listed(phase: Phase, title: str, columns: list[str], rows: list[list]) -> None:
-    """A table; a long one says how many rows it leaves out, and none is shown without rows."""
-    if rows:
-        phase.table(title if len(rows) <= ROWS else f"{title} (the first {ROWS} of {len(rows)})", columns, rows[:ROWS])
-
-
-def is_own(file: str) -> bool:
-    """Whether a file is neither torch's nor Python's."""
-    return not file.startswith("<") and not str(Path(file).resolve()).startswith(NOT_THE_USERS)
-
-
-def at(file: str, line: int) -> str:
-    return f"{Path(file).name}:{line}"
-
-
-def target_of(node: torch.fx.Node) -> str:
-    """What a node calls, by its full name."""
-    if isinstance(node.target, str) or type(node.target).__module__ == "torch._ops":
-        return f"Tensor.{node.target}" if node.op == "call_method" else str(node.target)
-    module = getattr(node.target, "__module__", None) or "torch"
-    return f"{module.lstrip('_')}.{getattr(node.target, '__name__', node.target)}"
+CODES = 6  # listings
 
 
 def described(name: str, value: object) -> dict:
@@ -63,12 +40,11 @@ def look(subject: Subject, phase: Phase) -> None:
         torch.compile(fn, backend=backend)(*args, **kwargs)
     if not graphs:
         failures = [frame.failure for frame in seen.frames if frame.failure]
-        why = [*failures, *seen.counters.get("unimplemented", {}), "no operation on tensors is called"][0].splitlines()[
-            0
-        ]
+        why = [*failures, *seen.counters.get("unimplemented", {}), "no operation on tensors is called"][0]
+        said = f"Dynamo captures no graph: {why.splitlines()[0]}"
         if not failures:
-            raise Skip(f"Dynamo captures no graph: {why}")
-        phase.note(f"Dynamo captures no graph: {why}")
+            raise Skip(said)
+        phase.note(said)
     phase.facts["graphs"], calls, rows, nodes = [], [], [], []
     for i, (graph, given) in enumerate(zip(graphs, inputs, strict=True)):
         own = [node for node in graph.graph.nodes if node.op.startswith("call_")]
@@ -76,38 +52,36 @@ def look(subject: Subject, phase: Phase) -> None:
         calls += own
         rows += [[i, *each.values()] for each in sorted(given, key=lambda each: each["parameter"])]
         nodes += [[i, n.op, n.name, target_of(n), str(n.args)] for n in graph.graph.nodes if n.op != "placeholder"]
-    listed(phase, "inputs, as a backend gets them", ["graph", "name", "type", "dtype", "shape", "parameter"], rows)
-    listed(phase, "nodes, without the inputs", ["graph", "opcode", "name", "target", "args"], nodes)
+    phase.table("inputs, as a backend gets them", ["graph", "name", "type", "dtype", "shape", "parameter"], rows)
+    phase.table("nodes, without the inputs", ["graph", "opcode", "name", "target", "args"], nodes)
     for i, graph in enumerate(graphs[:CODES]):
         phase.code(f"graph {i} of {len(graphs)}", graph.print_readable(print_output=False))
     phase.facts["operations_by_target"] = counted = dict(Counter(map(target_of, calls)).most_common())
-    listed(phase, "operations by target", ["target", "operations"], [list(each) for each in counted.items()])
+    phase.table("operations by target", ["target", "operations"], [list(each) for each in counted.items()])
     # The header of a function is traced too, and is no statement.
     traced = (re.match(r"TRACE starts_line (.+):(\d+) in .*\n(?!\s*(async )?def )", text) for _, text in records)
     look_at_lines(phase, calls, {(match[1], int(match[2])) for match in traced if match and is_own(match[1])})
     look_at_explain(subject, phase)
     each, missed = phase.facts["nodes_per_line"], phase.facts["missed_by_explain"]
     said = f"of {sum(each.values())} lines traced {each.get('1', 0)} became one node, {each.get('0', 0)} none"
-    most = f", {sum(each.values()) - each.get('1', 0) - each.get('0', 0)} several" if each else ""
-    phase.answer = f"{len(graphs)} graph{'s' * (len(graphs) != 1)}, {len(calls)} operations; {said}{most}" + (
-        f"; explain() misses the break at {', '.join(missed)}" if missed else ""
-    )
+    said += f", {sum(each.values()) - each.get('1', 0) - each.get('0', 0)} several" if each else ""
+    said += f"; explain() misses the break at {', '.join(missed)}" if missed else ""
+    phase.answer = f"{len(graphs)} graph{'s' * (len(graphs) != 1)}, {len(calls)} operations; {said}"
 
 
 def look_at_lines(phase: Phase, calls: list[torch.fx.Node], traced: set[tuple[str, int]]) -> None:
     """Source line -> nodes: the innermost line of the user's own code; lines that became none are there too."""
     lines: dict[tuple[str, int], list[str]] = {line: [] for line in traced}
     for node in calls:
-        stack = re.findall(r'File "(.+)", line (\d+)', node.meta.get("stack_trace") or "")
-        if own := [(file, int(line)) for file, line in stack if is_own(file)]:
-            lines.setdefault(own[-1], []).append(node.name)
+        if own := own_line(node):
+            lines.setdefault(own, []).append(node.name)
     phase.facts["lines"] = [
         {"at": at(*line), "source": linecache.getline(*line).strip(), "nodes": lines[line]} for line in sorted(lines)
     ]
     phase.facts["nodes_per_line"] = {str(n): count for n, count in sorted(Counter(map(len, lines.values())).items())}
     rows = [[x["at"], x["source"], len(x["nodes"]), ", ".join(x["nodes"])] for x in phase.facts["lines"]]
     title = "source line -> nodes; a line that runs twice has those of both runs"
-    listed(phase, title, ["line", "source", "nodes", "names"], rows)
+    phase.table(title, ["line", "source", "nodes", "names"], rows)
 
 
 def look_at_explain(subject: Subject, phase: Phase) -> None:
@@ -115,8 +89,7 @@ def look_at_explain(subject: Subject, phase: Phase) -> None:
     fn, args, kwargs = subject.fresh()
     with subject.grad():
         said = torch._dynamo.explain(fn)(*args, **kwargs)
-        fn, args, kwargs = subject.fresh()
-        found = find_breaks(fn, *args, **kwargs)
+    found = breaks_of(subject)
     known = {(frame.filename, frame.lineno) for each in said.break_reasons for frame in each.user_stack}
     missed = [at(each.file, each.line) for each in found.breaks if (each.file, each.line) not in known]
     phase.facts["missed_by_explain"] = missed
@@ -132,6 +105,4 @@ def look_at_explain(subject: Subject, phase: Phase) -> None:
 
 
 if __name__ == "__main__":
-    from compile_inspect.main import main
-
-    sys.exit(main(phase="dynamo_capture"))
+    raise SystemExit(main(phase="dynamo_capture"))

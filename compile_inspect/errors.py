@@ -29,32 +29,35 @@ def results(
     fn, args, kwargs = subject.fresh()
     if double and subject.shared:  # the user's own model, which stays as it is
         return None
-    if double:
-        for module in modules_of(fn):
-            module.double()
-        args, kwargs = tree_map(as_double, (args, kwargs))
-    torch.manual_seed(0)  # dropout draws the same numbers, where the compiler is told to leave them to torch
     try:
-        out = Results(part for each in tensors_of(subject.caller(wrap(fn), args, kwargs)()) for part in dense(each))
-    except Exception:
+        if double:
+            for module in modules_of(fn):
+                module.double()
+            args, kwargs = tree_map(as_double, (args, kwargs))
+        torch.manual_seed(0)  # dropout draws the same numbers, where the compiler is told to leave them to torch
+        out = Results(map(dense, tensors_of(subject.caller(wrap(fn), args, kwargs)())))
+    except Exception:  # of a float64 run, for memory too
         if double:
             return None
         raise
     out.outputs = len(out)
     if subject.train:
-        leaves = [*parameters(fn), *(leaf for leaf in tensors_of((args, list(kwargs.values()))))]
-        out += [leaf.grad for leaf in leaves if leaf.grad is not None]
+        out += [leaf.grad for leaf in [*parameters(fn), *tensors_of((args, kwargs))] if leaf.grad is not None]
     out[:] = [tensor.detach() for tensor in out]
     return out
 
 
-def dense(tensor: torch.Tensor) -> list[torch.Tensor]:
-    """What can be compared: the parts of a nested tensor, a complex one in pairs, a sparse or quantized one whole."""
-    if tensor.is_nested:
-        return list(tensor.unbind())
-    tensor = tensor.dequantize() if tensor.is_quantized else tensor
+def references(subject: Subject) -> tuple[Results, Results | None, bool]:
+    """(what eager returns, what it returns in float64, whether it returns the same again)."""
+    with torch.compiler.set_stance("force_eager"):  # also what the model compiles inside
+        eager, exact, again = results(subject), results(subject, double=True), results(subject)
+    return eager, exact, error_ratio(again, eager, None) <= 1
+
+
+def dense(tensor: torch.Tensor) -> torch.Tensor:
+    """What can be compared: a complex tensor in pairs, a sparse one whole."""
     tensor = tensor if tensor.layout == torch.strided else tensor.to_dense()
-    return [torch.view_as_real(tensor.resolve_conj()) if tensor.is_complex() else tensor]
+    return torch.view_as_real(tensor.resolve_conj()) if tensor.is_complex() else tensor
 
 
 def as_double(leaf):

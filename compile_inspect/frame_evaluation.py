@@ -5,33 +5,23 @@ from __future__ import annotations
 import dis
 import linecache
 import re
-import sys
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from types import CodeType
+from unittest.mock import patch
 
 import torch
 
-from compile_inspect.dynamo_capture import at, is_own, listed
 from compile_inspect.logs import logs
+from compile_inspect.main import main
+from compile_inspect.nodes import at, is_own
 from compile_inspect.report import Phase
 from compile_inspect.subject import Subject
 from compile_inspect.watching import watch
 
 QUESTION = "When does Dynamo compile a frame, what becomes of its bytecode, and which functions does it leave alone?"
 LISTINGS = 6
-WORDS = {
-    "TensorVariable": "a tensor: operations on it become nodes",
-    "ConstantVariable": "computed while tracing: a constant of the graph",
-    "SymNodeVariable": "a number that stays a symbol, as a dynamic size",
-    "UnspecializedNNModuleVariable": "a module: its forward is traced, its parameters become inputs",
-    "UnspecializedBuiltinNNModuleVariable": "a module of torch.nn, traced as one of your own",
-    "UserFunctionVariable": "a Python function, traced into",
-    "TorchInGraphFunctionVariable": "a function of torch: a call of it is a node",
-    "UserDefinedObjectVariable": "an object: attributes that are read are guarded",
-    "LazyVariableTracker": "never used: neither traced nor guarded",
-}
 
 
 def finish(coroutine) -> None:
@@ -87,11 +77,8 @@ def tracked() -> Iterator[dict[str, dict[str, str]]]:
                     found.setdefault(function, {})[name] = type(value).__name__
         return step(self)
 
-    InstructionTranslatorBase.step = watched
-    try:
+    with patch.object(InstructionTranslatorBase, "step", watched):
         yield found
-    finally:
-        InstructionTranslatorBase.step = step
 
 
 def look(subject: Subject, phase: Phase) -> None:
@@ -112,9 +99,8 @@ def look(subject: Subject, phase: Phase) -> None:
     phase.table("when frames are compiled", ["after", "frames", "cache entries", "seconds"], stages)
     look_at_bytecode(phase, frames)
     phase.facts["trackers"] = trackers
-    rows = [[function, local, kind, WORDS.get(kind, "")]
-            for function, held in trackers.items() for local, kind in held.items()]  # fmt: skip
-    listed(phase, "what Dynamo tracks locals as", ["function", "local", "VariableTracker", "in words"], rows)
+    rows = [[function, *each] for function, held in trackers.items() for each in held.items()]
+    phase.table("what Dynamo tracks locals as", ["function", "local", "VariableTracker"], rows)
     look_at_kinds(phase)
     left = ", ".join(kind for kind, outcome in phase.facts["kinds"].items() if outcome == "eager")
     resumed = ", ".join(each["at"] for each in phase.facts["resumes"])
@@ -140,9 +126,9 @@ def look_at_bytecode(phase: Phase, frames: list[tuple[CodeType, CodeType]]) -> N
         short = ", ".join(re.sub(r"(__compiled_fn_\d+)_.*", r"\1", name) for name in calls)
         rows.append([old.co_name, place, before, after, short])
         if i < LISTINGS:
-            phase.code(f"{old.co_name}: bytecode before", dis.Bytecode(old).dis(), "text")
-            phase.code(f"{old.co_name}: bytecode after", dis.Bytecode(new).dis(), "text")
-    listed(phase, "rewritten frames, in instructions", ["frame", "line", "before", "after", "it calls"], rows)
+            phase.code(f"{old.co_name}: bytecode before", dis.Bytecode(old).dis())
+            phase.code(f"{old.co_name}: bytecode after", dis.Bytecode(new).dis())
+    phase.table("rewritten frames, in instructions", ["frame", "line", "before", "after", "it calls"], rows)
 
 
 def look_at_kinds(phase: Phase) -> None:
@@ -165,6 +151,4 @@ def look_at_kinds(phase: Phase) -> None:
 
 
 if __name__ == "__main__":
-    from compile_inspect.main import main
-
-    sys.exit(main(phase="frame_evaluation"))
+    raise SystemExit(main(phase="frame_evaluation"))

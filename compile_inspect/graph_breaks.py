@@ -2,18 +2,17 @@
 
 from __future__ import annotations
 
-import sys
-import time
 from collections.abc import Callable
 from statistics import median
 
 import torch
 
-from compile_inspect.breaks import SPLIT, Break, find_breaks
-from compile_inspect.inspecting import reason_of
+from compile_inspect.breaks import SPLIT, Break, Breaks, find_breaks
+from compile_inspect.main import main
+from compile_inspect.nodes import at
 from compile_inspect.report import Phase
 from compile_inspect.subject import Subject
-from compile_inspect.timing import time_model
+from compile_inspect.timing import once, time_calls
 
 QUESTION = "Which lines break the graph, what does that cost, and how are they written without?"
 CALLS = 15  # whose median is told
@@ -60,63 +59,68 @@ def fix_of(found: Break) -> tuple[str, dict[str, bool]]:
 
 
 def look(subject: Subject, phase: Phase) -> None:
-    fn, args, kwargs = subject.fresh()
-    with subject.grad():
-        found = find_breaks(fn, *args, **kwargs)
+    found = breaks_of(subject)
+    count = len(found.breaks)
     phase.facts |= {"graphs": found.graphs, "operations": found.operations}
-    phase.facts["breaks"] = [
-        {"at": f"{each.file.rsplit('/', 1)[-1]}:{each.line}", "source": each.source, "reason": each.reason,
-         "lost": each.lost, "fix": fix_of(each)[0]} for each in found.breaks
+    phase.facts["breaks"] = breaks = [
+        {"at": at(each.file, each.line), "source": each.source, "reason": each.reason, "lost": each.lost,
+         "fix": fix_of(each)[0]} for each in found.breaks
     ]  # fmt: skip
-    if not found.breaks:
+    if not breaks:
         none = "" if found.graphs else ": Dynamo finds no operation on tensors, or leaves the whole model to eager"
         phase.answer = f"no line breaks it: graphs {found.graphs}, operations {found.operations}{none}"
         return
-    rows = [[b["at"], b["source"], b["lost"], b["reason"]] for b in phase.facts["breaks"]]
+    rows = [[b["at"], b["source"], b["lost"], b["reason"]] for b in breaks]
     phase.table("graph breaks", ["line", "source", "left to eager", "torch's reason"], rows)
     whole, outside = time_outside(subject)
-    phase.facts |= {"compiled_ms": whole, "outside_ms": outside, "share": outside / whole}
+    phase.facts |= {"compiled_ms": whole, "outside_ms": outside, "share": outside / whole, "at_most": True}
     phase.note(
         f"A compiled call takes {whole:.3g} ms, {outside:.3g} ms of it outside the compiled graphs: in the lines that "
         "break them, what is left to eager, and the guards and calls of the functions that go on after a break."
     )
-    settings = {key: value for each in found.breaks for key, value in fix_of(each)[1].items()}
-    tried = try_settings(subject, phase, settings) if settings else ""
-    trial, cost = phase.facts.get("tried"), {"ms": outside, "share": outside / whole, "at_most": True}
+    saved, tried = outside, try_settings(subject, phase, found.breaks)
+    trial = phase.facts.get("tried")
     if trial and not trial["breaks"]:  # what mending them all saved, which is less than what lies outside the graphs
         saved = max(trial["before_ms"] - trial["ms"], 0.0)
-        cost = {"ms": saved, "share": saved / trial["before_ms"], "at_most": False}
-        phase.facts["share"] = cost["share"]
-    phase.facts["at_most"] = cost["at_most"]
-    cost |= {key: cost[key] / len(found.breaks) for key in ("ms", "share")}
-    for each, row in zip(found.breaks, phase.facts["breaks"], strict=True):
-        what, told = f"graph break at {row['at']} `{row['source']}`", tried if fix_of(each)[1] else ""
-        phase.finding(what, row["fix"], where=row["at"], tried=told, **cost)
+        phase.facts |= {"share": saved / trial["before_ms"], "at_most": False}
+    cost = {"ms": saved / count, "share": phase.facts["share"] / count, "at_most": phase.facts["at_most"]}
+    for each, row in zip(found.breaks, breaks, strict=True):
+        what, said = f"graph break at {row['at']} `{row['source']}`", tried if fix_of(each)[1] else ""
+        phase.finding(what, row["fix"], where=row["at"], tried=said, **cost)
     worst = "" if all(each.lost == SPLIT for each in found.breaks) else "; after some, eager takes all that follows"
     phase.answer = (
-        f"{len(found.breaks)} break{'s' * (len(found.breaks) > 1)}, {found.graphs} graph{'s' * (found.graphs != 1)}; "
+        f"{count} break{'s' * (count > 1)}, {found.graphs} graph{'s' * (found.graphs != 1)}; "
         f"{outside / whole:.0%} of a compiled call ({outside:.3g} of {whole:.3g} ms) lies outside them{worst}"
     )
 
 
-def try_settings(subject: Subject, phase: Phase, settings: dict[str, bool]) -> str:
-    """The model again, unchanged, with these settings of Dynamo: breaks left, and the time of a call."""
-    names = ", ".join(f"{key} = True" for key in settings)
-    try:
-        with torch._dynamo.config.patch(settings), subject.grad():
-            fn, args, kwargs = subject.fresh()
-            left = find_breaks(fn, *args, **kwargs)
+def breaks_of(subject: Subject) -> Breaks:
+    fn, args, kwargs = subject.fresh()
+    with subject.grad():
+        return find_breaks(fn, *args, **kwargs)
+
+
+def try_settings(subject: Subject, phase: Phase, breaks: list[Break]) -> str:
+    """The model again, unchanged, with the settings that mend these breaks: the breaks left, and the time of a call."""
+    settings = {key: value for each in breaks for key, value in fix_of(each)[1].items()}
+    if not settings:
+        return ""
+
+    def timed(settings: dict[str, bool]) -> float:
+        with torch._dynamo.config.patch(settings):
+            return time_calls(subject.compiled(), subject).ms
+
+    said = ", ".join(f"{key} = True" for key in settings)
+    with phase.noted(f"Tried: {said}: it fails"):
+        with torch._dynamo.config.patch(settings):
+            left = len(breaks_of(subject).breaks)
         # In turns, and the better of two: on a busy host calls of one process settle at different speeds.
-        turns = [(time_model(subject).ms, time_model(subject, settings).ms) for _ in range(2)]
-        before, after = (min(each) for each in zip(*turns, strict=True))
-    except Exception as error:
-        phase.note(f"Tried: {names}: it fails: {reason_of(error)}")
-        return f"{names}: it fails."
-    phase.facts["tried"] = {"settings": list(settings), "breaks": len(left.breaks), "ms": after, "before_ms": before}
-    left = len(left.breaks)
-    said = f"{names}: {left} break{'s' * (left != 1)} left, {after:.3g} ms a call where it was {before:.3g}."
-    phase.note(f"Tried: {said}")
-    return said
+        before, after = map(min, zip(*((timed({}), timed(settings)) for _ in range(2)), strict=True))
+        phase.facts["tried"] = {"settings": list(settings), "breaks": left, "ms": after, "before_ms": before}
+        said += f": {left} break{'s' * (left != 1)} left, {after:.3g} ms a call where it was {before:.3g}."
+        phase.note(f"Tried: {said}")
+        return said
+    return f"{said}: it fails."
 
 
 def time_outside(subject: Subject) -> tuple[float, float]:
@@ -128,32 +132,19 @@ def time_outside(subject: Subject) -> tuple[float, float]:
 
         def run(*values):
             nonlocal inside
-            subject.synchronize()
-            started = time.perf_counter()
-            out = compiled(*values)
-            subject.synchronize()
-            inside += time.perf_counter() - started
+            ms, _, out = once(lambda: compiled(*values), subject)
+            inside += ms
             return out
 
         return run
 
-    fn, args, kwargs = subject.fresh()
-    call = subject.caller(torch.compile(fn, backend=timed), args, kwargs)
-    for _ in range(3):
-        call()
-    wholes, outsides = [], []
-    for _ in range(CALLS):
+    call, times = subject.compiled(backend=timed), []
+    for _ in range(3 + CALLS):
         inside = 0.0
-        subject.synchronize()
-        started = time.perf_counter()
-        call()
-        subject.synchronize()
-        wholes.append((time.perf_counter() - started) * 1e3)
-        outsides.append(wholes[-1] - inside * 1e3)
-    return median(wholes), median(outsides)
+        whole = once(call, subject)[0]
+        times.append((whole, whole - inside))
+    return tuple(map(median, zip(*times[3:], strict=True)))
 
 
 if __name__ == "__main__":
-    from compile_inspect.main import main
-
-    sys.exit(main(phase="graph_breaks"))
+    raise SystemExit(main(phase="graph_breaks"))

@@ -3,27 +3,24 @@
 from __future__ import annotations
 
 import re
-import sys
-import time
 from collections import Counter
 from collections.abc import Callable
 from itertools import zip_longest
+from types import CodeType
 
 import torch
-from torch.utils._pytree import tree_leaves, tree_map
 
-from compile_inspect.dynamo_capture import listed
 from compile_inspect.frame_evaluation import converted, entries_of
 from compile_inspect.fresh import own_code
-from compile_inspect.inspecting import reason_of
 from compile_inspect.logs import logs
+from compile_inspect.main import main
 from compile_inspect.report import Phase, Skip
-from compile_inspect.subject import Subject
-from compile_inspect.timing import time_calls
+from compile_inspect.subject import Subject, batch_of, resized
+from compile_inspect.timing import once, time_calls
 from compile_inspect.watching import Compiled, watch
 
 QUESTION = "What does a call check before it runs compiled code, what does that cost, and what makes it compile again?"
-DEAR, ROUNDS, CALLS, LINES = 0.05, 7, 20, 400  # share of a call that is a finding; turns, calls of each; lines shown
+DEAR, ROUNDS, CALLS = 0.05, 7, 20  # share of a call that is a finding; turns, and calls of each
 TENSOR = re.compile(r"check_tensor\((.+), (\w+), DispatchKeySet\((\w+)\b.*?\), torch\.(\w+), device=(\w+), "
                     r"requires_grad=(\w+), size=(\[.*?\]), stride=(\[.*?\])\)")  # fmt: skip
 FIXES = {"mark_dynamic": "torch._dynamo.mark_dynamic(x, 0) on the inputs before the first call",
@@ -65,7 +62,9 @@ def of_shapes(entry) -> list[str]:
 def look(subject: Subject, phase: Phase) -> None:
     look_at_entries(subject, phase)
     look_at_example(phase)
-    batch, facts = batch_of(subject, phase), phase.facts
+    batch, facts = batch_of(subject) or 0, phase.facts
+    facts["recompilation"] = None
+    batch = batch if batch and takes_another(subject, phase, batch) else 0
     counts = look_at_symbols(subject, phase, batch)
     said = look_at_recompilation(subject, phase, batch, counts) if batch else "another batch size was not tried"
     guards, entries = sum(each["guards"] for each in facts["entries"]), len(facts["entries"])
@@ -75,8 +74,7 @@ def look(subject: Subject, phase: Phase) -> None:
 
 def look_at_entries(subject: Subject, phase: Phase) -> None:
     """The guard tree of each cache entry, and what it takes in each call."""
-    fn, args, kwargs = subject.fresh()
-    call = subject.caller(torch.compile(fn, backend="eager"), args, kwargs)
+    call = subject.compiled(backend="eager")
     with converted() as frames, logs():
         call()
     entries = [(code.co_name, entry) for code in dict.fromkeys(old for old, _ in frames) for entry in entries_of(code)]
@@ -87,15 +85,12 @@ def look_at_entries(subject: Subject, phase: Phase) -> None:
         guards += (held := parse(entry))
         kinds = dict(Counter(kind for kind, _ in held).most_common())
         phase.facts["entries"].append({"frame": name, "guards": len(held), "kinds": kinds})
-        lines = str(entry.guard_manager).strip().splitlines()
-        more = [f"... {len(lines) - LINES} more lines"] if len(lines) > LINES else []
-        phase.code(f"guard tree of {name}", "\n".join(lines[:LINES] + more), "text")
-    first = {}
-    for kind, text in guards:  # one of the model's own, if there is one
-        if kind not in first or "L['" not in first[kind]:
-            first[kind] = text
-    rows = [[kind, n, in_words(kind, first[kind])] for kind, n in Counter(kind for kind, _ in guards).most_common()]
-    listed(phase, "guards by kind", ["kind", "guards", "the first of them, in words"], rows)
+        phase.code(f"guard tree of {name}", str(entry.guard_manager))
+    rows = []
+    for kind, n in Counter(kind for kind, _ in guards).most_common():  # one of the model's own, if there is one
+        first = min((text for each, text in guards if each == kind), key=lambda text: "L['" not in text)
+        rows.append([kind, n, in_words(kind, first)])
+    phase.table("guards by kind", ["kind", "guards", "the first of them, in words"], rows)
     again = []
     for _ in range(3):
         with watch() as seen, logs():
@@ -114,12 +109,13 @@ def look_at_entries(subject: Subject, phase: Phase) -> None:
 
 def look_at_time(subject: Subject, phase: Phase, ms: float) -> None:
     """What guards take of a call that takes so many milliseconds, and what is left where modules are not guarded."""
-    try:
-        us = guard_us(subject)
-    except RuntimeError as error:  # the stance refuses models that compile anew in each call, and some without tensors
-        phase.facts |= {"guard_us": None, "share": None}
-        return phase.note(f"Their time cannot be measured: {reason_of(error)}")
-    phase.facts |= {"guard_us": us, "share": (share := us / 1e3 / ms)}
+    phase.facts |= {"guard_us": None, "share": None}
+    # The stance refuses models that compile anew in each call, and some without tensors.
+    with phase.noted("Their time cannot be measured"):
+        phase.facts["guard_us"] = guard_us(subject)
+    if (us := phase.facts["guard_us"]) is None:
+        return
+    phase.facts["share"] = share = us / 1e3 / ms
     phase.note(
         f"Guards take {us:.0f} us of a call, which with backend eager takes {ms:.3g} ms: measured with the stance "
         f"skip_guard_eval_unsafe against the default one, the second-lowest of {ROUNDS} turns, as what else runs here "
@@ -150,26 +146,21 @@ def guard_us(subject: Subject, **options) -> float:
     fn, args, kwargs = subject.fresh()
     compiled = torch.compile(fn, backend=returns, **options)
 
-    def seconds() -> float:
-        took = []
-        for _ in range(CALLS):
-            started = time.perf_counter()
-            compiled(*args, **kwargs)
-            took.append(time.perf_counter() - started)
-        return min(took)  # microseconds, which another process would drown in a mean
+    def ms() -> float:
+        # The least: microseconds, which another process would drown in a mean.
+        return min(once(lambda: compiled(*args, **kwargs), subject)[1] for _ in range(CALLS))
 
     found = []
     with subject.grad(), logs():
         for _ in range(ROUNDS):
-            checked = seconds()
+            checked = ms()
             with torch.compiler.set_stance(skip_guard_eval_unsafe=True):
-                found.append(checked - seconds())
-    return max(sorted(found)[1], 0.0) * 1e6  # what other processes take makes it larger
+                found.append(checked - ms())
+    return max(sorted(found)[1], 0.0) * 1e3  # what other processes take makes it larger
 
 
-def compile_symbolic(fn: Callable) -> tuple[Callable, list[str], dict[str, dict]]:
-    """(fn compiled with dynamic=True, raw guards of its ShapeEnv, its symbols); both fill up when it is called."""
-    raw, symbols = [], {}
+def compile_symbolic(fn: Callable, raw: list[str], symbols: dict[str, dict]) -> Callable:
+    """fn compiled with dynamic=True; when it is called, the raw guards of its ShapeEnv and its symbols are added."""
 
     def backend(graph: torch.fx.GraphModule, inputs: list):
         env = torch._guards.TracingContext.get().fake_mode.shape_env
@@ -183,7 +174,7 @@ def compile_symbolic(fn: Callable) -> tuple[Callable, list[str], dict[str, dict]
                     symbols.setdefault(str(size), new)["of"].append(place)
         return graph.forward
 
-    return torch.compile(fn, backend=backend, dynamic=True), raw, symbols
+    return torch.compile(fn, backend=backend, dynamic=True)
 
 
 def shrinks(a):
@@ -193,9 +184,8 @@ def shrinks(a):
 def look_at_example(phase: Phase) -> None:
     """Always shown: a branch on a size, as the ShapeEnv holds it and as it is installed."""
     torch.compiler.reset()
-    fn = own_code(shrinks)
-    compiled, raw, _ = compile_symbolic(fn)
-    compiled(torch.ones(10))
+    fn, raw = own_code(shrinks), []
+    compile_symbolic(fn, raw, {})(torch.ones(10))
     phase.facts["example"] = said = {"raw": raw[0], "installed": of_shapes(entries_of(fn.__code__)[0])[0]}
     phase.note(
         "An example: `a + 1 if a.shape[0] * 2 < 16 else a - 1` with 10 rows and dynamic=True. Its raw guard, "
@@ -205,82 +195,56 @@ def look_at_example(phase: Phase) -> None:
 
 def look_at_symbols(subject: Subject, phase: Phase, batch: int) -> list[int]:
     """Symbolic shapes of the model, compiled with dynamic=True; the frames compiled for each of three batch sizes."""
-    fn, args, kwargs = subject.fresh()
-    compiled, raw, symbols = compile_symbolic(fn)
-    counts, codes = [], {}
-    try:
-        for extra in range(3 if batch else 1):
-            with watch() as seen, converted() as frames, logs():
-                subject.caller(compiled, *grown((args, kwargs), batch, extra))()
-            counts.append(frames_of(seen))
-            codes |= dict.fromkeys(old for old, _ in frames)
-    except Exception as error:
-        phase.note(f"With dynamic=True it cannot be compiled: {reason_of(error)}")
-        counts.clear()
+    raw, symbols, counts, codes = [], {}, [], []
+    with phase.noted("With dynamic=True it cannot be compiled"):
+        calls, codes = three_sizes(subject, batch, lambda fn: compile_symbolic(fn, raw, symbols))
+        counts = [frames_of(seen) for seen in calls]
     installed = [text for code in codes for entry in entries_of(code) for text in of_shapes(entry)]
     duck = [each["of"] for each in symbols.values() if len(each["of"]) > 1]
     phase.facts |= {"symbols": symbols, "duck": duck, "shape_guards": {"raw": raw, "installed": installed}}
     rows = [[name, each["now"], each["range"], ", ".join(each["of"])] for name, each in symbols.items()]
-    listed(phase, "symbols, with dynamic=True", ["symbol", "now", "range", "sizes (several: duck shaping)"], rows)
+    phase.table("symbols, with dynamic=True", ["symbol", "now", "range", "sizes (several: duck shaping)"], rows)
     rows = [list(pair) for pair in zip_longest(raw, installed)]
-    listed(phase, "shape guards, each column in its own order", ["raw, in the ShapeEnv", "installed"], rows)
+    phase.table("shape guards, each column in its own order", ["raw, in the ShapeEnv", "installed"], rows)
     return counts
 
 
-def three_sizes(subject: Subject, batch: int, mark: bool = False, **options) -> list[Compiled]:
-    """What the model compiles when it is called with batch, batch + 1 and batch + 2 rows."""
-    fn, args, kwargs = subject.fresh()
-    compiled, calls = torch.compile(fn, **options), []
-    for extra in range(3):
-        given = grown((args, kwargs), batch, extra)
-        for leaf in tree_leaves(given) if mark else []:
-            if isinstance(leaf, torch.Tensor) and leaf.dim() and leaf.shape[0] == batch + extra:
-                torch._dynamo.mark_dynamic(leaf, 0)
-        with watch() as seen, logs():
-            subject.caller(compiled, *given)()
+def three_sizes(
+    subject: Subject, batch: int, wrap: Callable, mark: Callable | None = None
+) -> tuple[list[Compiled], list[CodeType]]:
+    """What wrap(model) compiles when it is called with batch, batch + 1 and batch + 2 rows, and of which code."""
+    compiled, calls, codes = wrap(subject.fresh()[0]), [], {}
+    for size in range(batch, batch + 3) if batch else [0]:
+        with watch() as seen, converted() as frames, logs():
+            subject.caller(compiled, *resized(subject, size, mark))()
         calls.append(seen)
-    return calls
+        codes |= dict.fromkeys(old for old, _ in frames)
+    return calls, list(codes)
 
 
 def frames_of(seen: Compiled) -> int:
     return sum(frame.name is not None for frame in seen.frames)  # one without a name is a backward graph
 
 
-def grown(tree, batch: int, extra: int):
-    """Arguments with `extra` more rows in each tensor that has `batch` of them."""
-
-    def more(leaf):
-        if not isinstance(leaf, torch.Tensor) or leaf.dim() == 0 or leaf.shape[0] != batch:
-            return leaf
-        return torch.cat([leaf.detach()] + [leaf.detach()[:1]] * extra).requires_grad_(leaf.requires_grad)
-
-    return tree_map(more, tree)
-
-
-def batch_of(subject: Subject, phase: Phase) -> int:
-    """Dimension 0 of the first tensor, if eager takes one more row too; otherwise 0."""
-    phase.facts["recompilation"] = None
-    fn, args, kwargs = subject.fresh()
-    batch = next((x.shape[0] for x in tree_leaves((args, kwargs)) if isinstance(x, torch.Tensor) and x.dim()), 0)
-    try:
-        if batch:
-            subject.caller(fn, *grown((args, kwargs), batch, 1))()
-    except Exception as error:
-        phase.note(f"In eager the model does not take another batch size than {batch}: {reason_of(error)}")
-        return 0
-    return batch
+def takes_another(subject: Subject, phase: Phase, batch: int) -> bool:
+    """Whether eager takes one more row, too."""
+    with phase.noted(f"In eager the model does not take another batch size than {batch}"):
+        subject.caller(subject.fresh()[0], *resized(subject, batch + 1))()
+        return True
+    return False
 
 
 def look_at_recompilation(subject: Subject, phase: Phase, batch: int, dynamic: list[int]) -> str:
     """A call with one more row: the guard that fails, the compilation that it causes, and the fixes, tried."""
-    first, second, third = three_sizes(subject, batch, backend="aot_eager")
+    (first, second, third), _ = three_sizes(subject, batch, lambda fn: torch.compile(fn, backend="aot_eager"))
     if not second.recompiles:
         return "another batch size compiles nothing"
     counts, dynamic_now = {"as it is": [frames_of(seen) for seen in (first, second, third)]}, not frames_of(third)
-    try:
-        counts["mark_dynamic"] = [frames_of(seen) for seen in three_sizes(subject, batch, mark=True, backend="eager")]
-    except Exception as error:
-        phase.note(f"With mark_dynamic it cannot be compiled: {reason_of(error)}")
+    with phase.noted("With mark_dynamic it cannot be compiled"):
+        marked, _ = three_sizes(
+            subject, batch, lambda fn: torch.compile(fn, backend="eager"), torch._dynamo.mark_dynamic
+        )
+        counts["mark_dynamic"] = [frames_of(seen) for seen in marked]
     counts |= {"dynamic=True": dynamic} if dynamic else {}
     reason, seconds = second.recompiles[0].splitlines()[0], sum(frame.seconds for frame in second.frames)
     phase.facts["recompilation"] = {"reason": reason, "seconds": seconds, "dynamic": dynamic_now, "counts": counts}
@@ -300,6 +264,4 @@ def look_at_recompilation(subject: Subject, phase: Phase, batch: int, dynamic: l
 
 
 if __name__ == "__main__":
-    from compile_inspect.main import main
-
-    sys.exit(main(phase="guards"))
+    raise SystemExit(main(phase="guards"))

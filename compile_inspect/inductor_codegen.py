@@ -3,21 +3,22 @@
 from __future__ import annotations
 
 import re
-import sys
 from collections import Counter
 from collections.abc import Iterable
 
 import torch
 from torch import nn
 
-from compile_inspect.kernels import Lowered, Step, cut, lower
+from compile_inspect.kernels import Lowered, Step, lower
 from compile_inspect.logs import logs
+from compile_inspect.main import main
 from compile_inspect.models import pointwise
 from compile_inspect.report import Phase, Skip
 from compile_inspect.subject import Subject
+from compile_inspect.timing import profiled
 
 QUESTION = "Which operations become one kernel, which do not, and which are left to a library?"
-ROWS = 40  # of a table
+CODES = 40  # listings
 LIBRARY = re.compile(
     r"^extern_kernels\.|attention|conv|mkldnn|onednn|cudnn|quantized|_scaled_mm|lstm|gru|_fft|linalg|cholesky"
     r"|rand|normal|bernoulli|DeviceCopy|copy_|view_as"
@@ -29,12 +30,10 @@ NO_LOOPS = (
 
 
 def look(subject: Subject, phase: Phase) -> None:
-    fn, args, kwargs = subject.fresh()
     with logs(fusion=True, perf_hints=True, ir_pre_fusion=True, ir_post_fusion=True) as records:
-        graphs = lower(lambda backend: subject.caller(torch.compile(fn, backend=backend), args, kwargs)())
-    for graph in graphs:
-        if graph.error:
-            phase.note(f"Inductor cannot lower one graph: {graph.error}")
+        graphs = lower(lambda backend: subject.compiled(backend=backend)())
+    for graph in filter(lambda each: each.error, graphs):
+        phase.note(f"Inductor cannot lower one graph: {graph.error}")
     graphs = [graph for graph in graphs if not graph.error]
     if not graphs:
         raise Skip("no graph with operations was lowered by Inductor; see graph_breaks")
@@ -53,9 +52,9 @@ def look(subject: Subject, phase: Phase) -> None:
     show(phase, graphs, extern)
     indexing(phase, steps)
     for name, title in (("ir_pre_fusion", "loop IR before fusion"), ("ir_post_fusion", "loop IR after fusion")):
-        phase.code(title, cut("\n".join(text for artifact, text in records if artifact == name)), "text")
-    for i, graph in enumerate(graphs[:ROWS]):
-        phase.code(f"generated code of graph {i}", cut(graph.code))
+        phase.code(title, "\n".join(text for artifact, text in records if artifact == name))
+    for i, graph in enumerate(graphs[:CODES]):
+        phase.code(f"generated code of graph {i}", graph.code)
     fallbacks(subject, phase, {s.extern: s for s in extern if "aten" in s.extern and not LIBRARY.search(s.extern)})
     for hint in dict.fromkeys(text for artifact, text in records if artifact == "perf_hints"):
         if not hint.startswith(("Skip comprehensive padding", "Using FallbackKernel")):
@@ -115,7 +114,7 @@ def show(phase: Phase, graphs: list[Lowered], extern: list[Step]) -> None:
          moved(graph.before) / 1e6, moved(graph.after) / 1e6] for i, graph in enumerate(graphs)
     ]  # fmt: skip
     columns = ["graph", "operators", "loops", "after fusion", "kernel calls", "extern calls", "MB unfused", "MB fused"]
-    phase.table("from operators to kernels; MB are what the loops read and write", columns, rows[:ROWS])
+    phase.table("from operators to kernels; MB are what the loops read and write", columns, rows)
     phase.note(
         "A pointwise operator is inlined into the loop that uses it as the graph is lowered; fusion then joins loops. "
         "A C++ kernel is a function with all the loops between two extern calls; a Triton kernel is one fused loop. "
@@ -123,17 +122,14 @@ def show(phase: Phase, graphs: list[Lowered], extern: list[Step]) -> None:
     )
     rows = [[k["name"], k["calls"], k["loops"], ", ".join(k["operations"]), ", ".join(k["lines"])]
             for k in phase.facts["kernels"]]  # fmt: skip
-    left = f"; {len(rows) - ROWS} more are left out" if len(rows) > ROWS else ""
-    phase.table(f"generated kernels{left}", ["kernel", "calls", "loops", "operations", "lines"], rows[:ROWS])
+    phase.table("generated kernels", ["kernel", "calls", "loops", "operations", "lines"], rows)
     rows = []
     for name, calls in phase.facts["extern"].items():
         kind = "library" if LIBRARY.search(name) else "ATen's own kernel" if "aten" in name else "custom operator"
         rows.append([name, calls, kind, ", ".join(distinct((s for s in extern if s.extern == name), "lines"))])
-    if rows:
-        phase.table("not generated: extern calls", ["function", "calls", "what it is", "lines"], rows[:ROWS])
-    if reasons := phase.facts["not_fused"]:
-        rows = [[reason, pairs] for reason, pairs in reasons.items()]
-        phase.table("why not fused, from torch's fusion log", ["torch's reason", "pairs"], rows[:ROWS])
+    phase.table("not generated: extern calls", ["function", "calls", "what it is", "lines"], rows)
+    rows = [[reason, pairs] for reason, pairs in phase.facts["not_fused"].items()]
+    phase.table("why not fused, from torch's fusion log", ["torch's reason", "pairs"], rows)
 
 
 def indexing(phase: Phase, steps: list[Step]) -> None:
@@ -146,7 +142,7 @@ def indexing(phase: Phase, steps: list[Step]) -> None:
         ]
         over = ", ".join(f"{var} < {size}" for var, size in sizes.items())
         columns = ["index", "access", "meaning"]
-        phase.table(f"SymPy indexing of the first loops in {step.name}: {over}", columns, rows[:ROWS])
+        phase.table(f"SymPy indexing of the first loops in {step.name}: {over}", columns, rows)
 
 
 def in_words(index, sizes: dict) -> str:
@@ -168,15 +164,11 @@ def fallbacks(subject: Subject, phase: Phase, steps: dict[str, Step]) -> None:
     """A finding for each ATen operator without loops, with its time in a call of the model in eager."""
     if not steps:
         return
-    from torch.profiler import ProfilerActivity, profile
-
     fn, args, kwargs = subject.fresh()
     call = subject.caller(fn, args, kwargs)
     call()
-    with profile(activities=[ProfilerActivity.CPU] + [ProfilerActivity.CUDA] * subject.on_gpu, acc_events=True) as seen:
-        call()
-        subject.synchronize()
-    times = {e.key: (e.device_time_total if subject.on_gpu else e.cpu_time_total) / 1e3 for e in seen.key_averages()}
+    averages = profiled(call, subject).key_averages()
+    times = {e.key: (e.device_time_total if subject.on_gpu else e.cpu_time_total) / 1e3 for e in averages}
     for name, step in steps.items():
         operator = re.sub(r"^(torch\.ops\.)?aten\.|\.\w+$", "", name)
         where = ", ".join(step.lines)
@@ -200,6 +192,4 @@ def examples(subject: Subject, phase: Phase) -> None:
 
 
 if __name__ == "__main__":
-    from compile_inspect.main import main
-
-    sys.exit(main(phase="inductor_codegen"))
+    raise SystemExit(main(phase="inductor_codegen"))

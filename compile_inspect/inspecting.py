@@ -6,21 +6,22 @@ import importlib
 import random
 import sys
 import time
-import traceback
 import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from pathlib import Path
 
 import torch
 
-from compile_inspect.breaks import NOT_THE_USERS
 from compile_inspect.logs import logs
-from compile_inspect.report import PHASES, Phase, Report, Skip
+from compile_inspect.report import PHASES, Phase, Report, Skip, reason_of
 from compile_inspect.subject import Subject, SubjectError
 
-HERE = Path(__file__).parent
-CONFIGURATIONS = ("torch._dynamo.config", "torch._inductor.config", "torch._functorch.config")
+FLAGS = ("torch._dynamo.config", "torch._inductor.config", "torch._functorch.config", "torch.backends.cudnn")
+SETTINGS = (  # how each is read, and put back
+    (random.getstate, random.setstate), (torch.is_grad_enabled, torch.set_grad_enabled),
+    (torch.get_default_dtype, torch.set_default_dtype), (torch.get_num_threads, torch.set_num_threads),
+    (torch.get_deterministic_debug_mode, torch.set_deterministic_debug_mode),
+)  # fmt: skip
 
 
 def inspect(
@@ -40,6 +41,7 @@ def inspect(
         report = Report(subject.name, machine(subject))
         with subject.left_alone():
             call_once(subject)
+            report.shared = subject.shared
             for each in phases:
                 report.phases.append(run_phase(each, subject))
     return report
@@ -66,25 +68,11 @@ def run_phase(name: str, subject: Subject, changed: Callable[[Phase], None] = la
         phase.status, phase.reason = "skipped", str(reason)
     except KeyboardInterrupt:
         raise
-    except SubjectError as error:
-        phase.status, phase.reason = "failed", str(error)
     except BaseException as error:  # the user's model may do anything, sys.exit() too
-        phase.status, phase.reason = "failed", reason_of(error)
+        phase.status, phase.reason = "failed", str(error) if isinstance(error, SubjectError) else reason_of(error)
     phase.seconds = round(time.perf_counter() - started, 2)
     changed(phase)
     return phase
-
-
-def reason_of(error: BaseException) -> str:
-    """An error in one line: its type, the first sentence of its text, and the innermost line of the model's code."""
-    said = [line.strip() for line in str(error).splitlines() if line.strip()] or [""]
-    text = " ".join(said[: 2 if said[0].endswith(":") else 1])
-    frames = traceback.extract_tb(error.__traceback__)
-    own = [f for f in frames if not f.filename.startswith((*NOT_THE_USERS, str(HERE)))]
-    if isinstance(error, MemoryError) or "out of memory" in text or "can't allocate memory" in text:
-        text += "; try smaller inputs"
-    where = f" (at {own[-1].filename.rsplit('/', 1)[-1]}:{own[-1].lineno})" if own else ""
-    return f"{type(error).__name__}: {text}{where}"
 
 
 def machine(subject: Subject) -> dict:
@@ -101,33 +89,30 @@ def state_kept() -> Iterator[None]:
     import torch._functorch.config
     import torch._inductor.config
 
-    modules = [sys.modules[name] for name in CONFIGURATIONS]
-    held = [_values(module) for module in modules]
-    numbers, cuda = torch.get_rng_state(), torch.cuda.get_rng_state_all() if torch.cuda.is_initialized() else None
-    grad, dtype, python = torch.is_grad_enabled(), torch.get_default_dtype(), random.getstate()
-    threads, numpy = torch.get_num_threads(), getattr(sys.modules.get("numpy"), "random", None)
+    settings = [(read, put_back, read()) for read, put_back in SETTINGS]
+    flags = {name: _values(name) for name in FLAGS}
+    numpy = getattr(sys.modules.get("numpy"), "random", None)
     drawn = numpy and numpy.get_state()
     try:
-        yield
+        with torch.random.fork_rng(range(torch.cuda.device_count()) if torch.cuda.is_initialized() else []):
+            yield
     finally:
-        for module, values in zip(modules, held, strict=True):
-            for key, value in _values(module).items():
+        for name, values in flags.items():
+            for key, value in _values(name).items():
                 if value != values[key]:
-                    setattr(module, key, values[key])
-        torch.set_rng_state(numbers)
-        if cuda is not None:
-            torch.cuda.set_rng_state_all(cuda)
-        random.setstate(python)
-        torch.set_grad_enabled(grad)
-        torch.set_default_dtype(dtype)
-        if torch.get_num_threads() != threads:
-            torch.set_num_threads(threads)
+                    setattr(sys.modules[name], key, values[key])
+        for read, put_back, value in settings:
+            if read() != value:
+                put_back(value)
         if numpy:
             numpy.set_state(drawn)
         torch.compiler.reset()
 
 
-def _values(configuration) -> dict:
+def _values(name: str) -> dict:
+    module = sys.modules[name]
+    if name == "torch.backends.cudnn":
+        return {key: getattr(module, key) for key in ("enabled", "benchmark", "deterministic")}
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # reading a setting that is deprecated warns
-        return configuration.get_config_copy()
+        return module.get_config_copy()

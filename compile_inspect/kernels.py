@@ -2,18 +2,16 @@
 
 from __future__ import annotations
 
-import copy
 import re
-import warnings
 from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from pathlib import Path
 from unittest.mock import patch
 
 import torch
 
-from compile_inspect.breaks import NOT_THE_USERS
+from compile_inspect.nodes import copied, line_of, operation_of
+from compile_inspect.report import reason_of
 
 VIEWS = {
     "_unsafe_view", "alias", "as_strided", "detach", "expand", "getitem", "permute", "reshape", "select", "slice",
@@ -102,8 +100,7 @@ def lower(call: Callable[[Callable], object], loops_only: bool = False) -> list[
             compile_fx(graph, inputs)
         except Exception as error:
             if not loops_only:
-                reason = f"{type(error).__name__}: {str(error).strip().partition(chr(10))[0]}"
-                found[done:] = [Lowered(error=reason)]
+                found[done:] = [Lowered(error=reason_of(error))]
         return kept.forward
 
     # A C++ compiler is asked for each vector unit of this CPU, unless it is said that those found will do.
@@ -116,26 +113,6 @@ def lower(call: Callable[[Callable], object], loops_only: bool = False) -> list[
     finally:
         cpu_vec_isa.valid_vec_isa_list.cache_clear()  # what is compiled after this asks
     return found
-
-
-def copied(graph: torch.fx.GraphModule) -> torch.fx.GraphModule:
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore", FutureWarning)  # copy.deepcopy of a graph walks a tree with an old name
-        return torch.fx.GraphModule(graph, copy.deepcopy(graph.graph))
-
-
-def line_of(node: torch.fx.Node) -> str:
-    """file:line of the model's innermost own line that made this node, or the module of torch's that did."""
-    frames = re.findall(r'File "(.+)", line (\d+)', node.meta.get("stack_trace") or "")
-    own = [f"{Path(file).name}:{line}" for file, line in frames if not file.startswith(NOT_THE_USERS)]
-    modules = [re.sub(r"^L\[.*?\]\.?", "module ", m[0]) for m in (node.meta.get("nn_module_stack") or {}).values()]
-    return ["", *modules, *own][-1]
-
-
-def operation_of(node: torch.fx.Node) -> str:
-    """The ATen operator that this node came from, before decompositions, as `mul`."""
-    target = node.meta.get("original_aten") or node.target
-    return re.sub(r"^(aten|prims)\.|^<built-in function |>$", "", str(getattr(target, "overloadpacket", target)))
 
 
 def _steps(nodes: list) -> list[Step]:
@@ -176,9 +153,3 @@ def bytes_of(node, leaves: list) -> int:
     for leaf in leaves:
         parts.update(leaf.get_read_write_buffer_accesses(**both))
     return int(sum(min(size, parts[name]) for name, size in node.get_read_write_buffer_accesses(**both).items()))
-
-
-def cut(text: str, most: int = 1500) -> str:
-    """Text whose end is left out where it is long."""
-    lines = text.splitlines()
-    return "\n".join([*lines[:most], f"... {len(lines) - most} more lines"] if len(lines) > most else lines)

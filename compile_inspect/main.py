@@ -15,20 +15,19 @@ import argparse
 import contextlib
 import importlib.util
 import json
+import multiprocessing
 import os
 import platform
-import queue
 import signal
-import subprocess
 import sys
 import tempfile
-import threading
 import time
 from collections.abc import Iterator
 from importlib.metadata import version
+from multiprocessing.connection import Connection
 from pathlib import Path
 
-from compile_inspect.report import PHASES, Phase, Report, closing, phase_lines
+from compile_inspect.report import PHASES, Phase, Report, closing, phase_lines, reason_of
 
 LOADING = 120.0  # seconds in which the model must be imported, made and called once, if --timeout is shorter
 
@@ -56,44 +55,43 @@ def parser(phase: str | None) -> argparse.ArgumentParser:
     if phase is None:
         parser.add_argument("--phases", nargs="+", choices=PHASES, default=list(PHASES), metavar="PHASE",
                             help=f"only these of {', '.join(PHASES)}")  # fmt: skip
-    parser.add_argument("--worker", type=int, help=argparse.SUPPRESS)
     return parser
 
 
 def main(argv: list[str] | None = None, phase: str | None = None) -> int:
-    argv = sys.argv[1:] if argv is None else argv
     options = parser(phase).parse_args(argv)
-    if phase is not None:
-        options.phases = [phase]
-    if options.worker is not None:
-        return work(options)
+    command = " ".join([f"python -m compile_inspect.{phase or 'main'}", *(sys.argv[1:] if argv is None else argv)])
+    options.phases = [phase] if phase else options.phases
     if not options.timeout > 0:
-        print(f"error: --timeout {options.timeout:g}: give seconds above 0", file=sys.stderr)
-        return 2
-    for path in (options.html, options.png, options.json):
-        if path is not None and not path.absolute().parent.is_dir():
-            print(f"error: {path}: its folder does not exist; make it, or name another file", file=sys.stderr)
-            return 2
+        return complain(f"--timeout {options.timeout:g}: give seconds above 0")
+    writers = {options.html: Report.html, options.png: write_png,
+               options.json: lambda report, path: write_record(report, command, path)}  # fmt: skip
+    writers.pop(None, None)
+    for path in writers:
+        if not path.absolute().parent.is_dir():
+            return complain(f"{path}: its folder does not exist; make it, or name another file")
     report = Report(options.model)
     with tempfile.TemporaryDirectory(prefix="compile-inspect-", ignore_cleanup_errors=True) as folder:
-        status = supervise(options, argv, report, Path(folder) / "printed")
+        try:
+            status = supervise(options, report, Path(folder) / "printed")
+        except KeyboardInterrupt:  # what was seen until then is told, and written
+            status = complain("interrupted", 130)
     if status == 2:
         return 2
     print(closing(report))
-    writers = {"html": report.html, "png": lambda path: write_png(report, path),
-               "json": lambda path: write_record(report, argv, path)}  # fmt: skip
-    for kind, write in writers.items():
-        if (path := getattr(options, kind)) is not None:
-            try:
-                write(path)
-            except OSError as error:
-                print(f"error: {path}: {error.strerror}; name another file", file=sys.stderr)
-                status = max(status, 1)
-            except (ValueError, RuntimeError) as error:
-                print(f"error: {error}", file=sys.stderr)
-                status = max(status, 1)
-            else:
-                print(f"{path}: written")
+    for path, write in writers.items():
+        try:
+            write(report, path)
+            print(f"{path}: written")
+        except OSError as error:
+            status = max(status, complain(f"{path}: {error.strerror}; name another file", 1))
+        except (ValueError, RuntimeError) as error:
+            status = max(status, complain(str(error), 1))
+    return status
+
+
+def complain(text: str, status: int = 2) -> int:
+    print(f"error: {text}", file=sys.stderr)
     return status
 
 
@@ -101,39 +99,33 @@ def write_png(report: Report, path: Path) -> None:
     """The times by batch size. Raises RuntimeError where they were not measured, or without matplotlib."""
     from compile_inspect.benchmark import png
 
-    png(report["benchmark"].facts if "benchmark" in report else {}, path)
+    png(report.facts("benchmark"), path)
 
 
-def supervise(options: argparse.Namespace, argv: list[str], report: Report, log: Path) -> int:
+def supervise(options: argparse.Namespace, report: Report, log: Path) -> int:
     """Run the phases in workers, show each as it ends, and put it into the report; the exit status."""
     todo, status = list(options.phases), 0
     while todo:
-        worker = Worker(argv, todo, log, options.verbose)
+        worker, current = Worker(options, todo, log), None
         try:
             for kind, held in worker.messages(max(options.timeout, LOADING), options.timeout):
-                if kind == "error":
-                    print(f"error: {held}", file=sys.stderr)
-                    return 1 if report.phases else 2  # a model that can be had once only: what was seen is kept
+                if kind == "lost" and current is None:
+                    kind, held = "error", f"the model could not be loaded and called: {held[1]}"
+                if kind == "error":  # after a phase: a model that can be had once only; what was seen is kept
+                    return complain(held, 1 if report.phases else 2)
                 if kind == "machine":
-                    report.machine, worker.current = held, Phase(todo[0])
+                    (report.machine, report.shared), current = held, Phase(todo[0])
                     continue
-                phase = Phase.from_dict(held)
-                if kind == "lost":
-                    phase.status, phase.reason = phase.reason.split(": ", 1)
-                if phase.status == "running":
-                    worker.current = phase
-                    continue
-                report.phases.append(phase)
-                todo.remove(phase.name)
-                worker.current = Phase(todo[0]) if todo else None
-                print("\n".join(phase_lines(phase, options.verbose)), flush=True)
-                status = max(status, int(phase.status in ("failed", "timed out")))
-        except KeyboardInterrupt:
-            if worker.current and worker.current.name in todo:
-                worker.current.status, worker.current.reason = "failed", "interrupted"
-                report.phases.append(worker.current)
-            print("\ninterrupted", file=sys.stderr)
-            return 130
+                if kind == "phase":
+                    current = Phase.from_dict(held)
+                else:
+                    current.status, current.reason = held
+                if current.status != "running":
+                    report.phases.append(current)
+                    todo.remove(current.name)
+                    print("\n".join(phase_lines(current, options.verbose)), flush=True)
+                    status = max(status, int(current.status in ("failed", "timed out")))
+                    current = Phase(todo[0]) if todo else None
         finally:
             worker.kill()
     return status
@@ -142,91 +134,76 @@ def supervise(options: argparse.Namespace, argv: list[str], report: Report, log:
 class Worker:
     """The process that runs the phases, and the messages that it sends."""
 
-    def __init__(self, argv: list[str], phases: list[str], log: Path, verbose: bool) -> None:
-        command = [sys.executable, "-m", "compile_inspect.main", *argv, "--phases", *phases, "--worker", "1"]
-        own = {} if os.name == "nt" else {"start_new_session": True}  # so that g++ and its like are killed with it
-        self.log, self.current = log, None
-        with log.open("wb") as printed:
-            errors = None if verbose else printed
-            self.process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=errors, text=True, **own)
-        self.lines: queue.Queue[str | None] = queue.Queue()
-        threading.Thread(target=self._read, daemon=True).start()
-
-    def _read(self) -> None:
-        for line in self.process.stdout:
-            self.lines.put(line)
-        self.lines.put(None)
+    def __init__(self, options: argparse.Namespace, phases: list[str], log: Path) -> None:
+        spawn, self.log = multiprocessing.get_context("spawn"), log
+        self.channel, channel = spawn.Pipe(duplex=False)
+        self.process = spawn.Process(target=work, args=(options, phases, log, channel))
+        self.process.start()
+        channel.close()
 
     def messages(self, loading: float, timeout: float) -> Iterator[tuple[str, object]]:
-        """("machine", ...), ("phase", ...) as it grows, ("error", ...); ("lost", phase) where the worker was lost."""
-        deadline, name = time.monotonic() + loading, None
+        """("machine", ...), ("phase", ...) as it grows, ("error", ...); ("lost", (status, reason)) of the worker."""
+        seconds, name, deadline = loading, "", time.monotonic() + loading
         while True:
+            if not self.channel.poll(max(deadline - time.monotonic(), 0.01)):
+                yield "lost", ("timed out", f"it took longer than {seconds:g} s; --timeout allows more")
+                return
             try:
-                line = self.lines.get(timeout=max(deadline - time.monotonic(), 0.01))
-            except queue.Empty:
-                seconds = timeout if name else loading
-                yield self._lost(f"timed out: it took longer than {seconds:g} s; --timeout allows more")
+                kind, held = json.loads(self.channel.recv())
+            except EOFError:  # before it said that it is done, be it with status 0, as after os._exit(0)
+                yield "lost", ("failed", self._end())
                 return
-            if line is None:  # before it said that it is done, be it with status 0, as after os._exit(0)
-                code = self.process.wait()
-                by = f"was killed by signal {-code}" if code < 0 else f"ended with status {code}"
-                memory = "; most likely out of memory: try smaller inputs" if code == -signal.SIGKILL else ""
-                yield self._lost(f"failed: the process {by}{memory}{self._tail()}")
-                return
-            kind, held = json.loads(line)
             if kind == "done":
                 return
-            if kind == "machine":
-                deadline = time.monotonic() + timeout
-            if kind == "phase" and held["name"] != name:
-                deadline, name = time.monotonic() + timeout, held["name"]
+            began = held["name"] if kind == "phase" else kind
+            if began != name:
+                seconds, name, deadline = timeout, began, time.monotonic() + timeout
             yield kind, held
 
-    def _lost(self, reason: str) -> tuple[str, object]:
-        if self.current is None:
-            return "error", f"the model could not be loaded and called: {reason.split(': ', 1)[1]}"
-        self.current.reason = reason
-        return "lost", self.current.as_dict()
-
-    def _tail(self) -> str:
-        text = self.log.read_text(encoding="utf-8", errors="replace").strip().splitlines()
-        return f"; it printed last: {text[-1][:200]}" if text else ""
+    def _end(self) -> str:
+        self.process.join()
+        code = self.process.exitcode
+        by = f"was killed by signal {-code}" if code < 0 else f"ended with status {code}"
+        memory = "; most likely out of memory: try smaller inputs" if code == -signal.SIGKILL else ""
+        text = self.log.read_text(encoding="utf-8", errors="replace").strip().splitlines() if self.log.exists() else []
+        return f"the process {by}{memory}" + (f"; it printed last: {text[-1][:200]}" if text else "")
 
     def kill(self) -> None:
-        with contextlib.suppress(ProcessLookupError, PermissionError):
-            self.process.kill() if os.name == "nt" else os.killpg(self.process.pid, signal.SIGKILL)
-        self.process.wait()
+        with contextlib.suppress(ProcessLookupError, PermissionError, AttributeError):
+            os.killpg(self.process.pid, signal.SIGKILL)  # with what it started, as g++; not on Windows
+        self.process.kill()
+        self.process.join()
 
 
-def work(options: argparse.Namespace) -> int:
+def work(options: argparse.Namespace, phases: list[str], log: Path, channel: Connection) -> None:
     """The worker: load the model, call it once, then run the phases; each message is a line of JSON."""
-    channel = os.fdopen(os.dup(1), "w", encoding="utf-8")
+    if hasattr(os, "setsid"):
+        os.setsid()
+    if not options.verbose:
+        os.dup2(os.open(log, os.O_WRONLY | os.O_CREAT | os.O_TRUNC), 2)
     os.dup2(2, 1)  # what the model prints joins its standard error
 
     def send(kind: str, held: object) -> None:
-        channel.write(json.dumps([kind, held], default=str) + "\n")
-        channel.flush()
+        channel.send(json.dumps([kind, held], default=str))
 
-    from compile_inspect.inspecting import call_once, machine, reason_of, run_phase
+    from compile_inspect.inspecting import call_once, machine, run_phase
     from compile_inspect.subject import SubjectError, make_subject
 
     try:
         subject = make_subject(options.model, options.input, options.inputs, options.device, options.train)
         call_once(subject)
     except SubjectError as error:
-        send("error", str(error))
-        return 0
+        return send("error", str(error))
     except BaseException as error:
-        send("error", f"{options.model}: the model itself fails in eager: {reason_of(error)}; see --input and --inputs")
-        return 0
-    send("machine", machine(subject))
-    for name in options.phases:
+        said = f"{options.model}: the model itself fails in eager: {reason_of(error)}; see --input and --inputs"
+        return send("error", said)
+    send("machine", [machine(subject), subject.shared])
+    for name in phases:
         run_phase(name, subject, lambda phase: send("phase", phase.as_dict()))
     send("done", None)
-    return 0
 
 
-def write_record(report: Report, argv: list[str], path: Path) -> None:
+def write_record(report: Report, command: str, path: Path) -> None:
     """The report as a record of the topic compile_inspect, an example for each phase. Raises ValueError and OSError."""
     record, sources = importlib.import_module("harness.record"), importlib.import_module("harness.sources")
     commit, dirty = record.git_state()
@@ -238,7 +215,7 @@ def write_record(report: Report, argv: list[str], path: Path) -> None:
         held.put(
             record.ExampleRecord(
                 phase.name, status, phase.reason or None, phase.seconds, commit=commit, dirty=dirty,
-                command=" ".join(["python -m compile_inspect.main", *argv]), machine=described, sizes="full",
+                command=command, machine=described, sizes="full",
                 sources=sources.sources_hash(Path(__file__).with_name(f"{phase.name}.py")),
                 question=phase.question, answer=phase.answer or None, facts=phase.facts | {"model": report.model},
                 conclusions=[f"{each.what}: {each.cost}. {each.fix}" for each in phase.findings],

@@ -76,8 +76,5 @@ def planted() -> tuple[Callable, tuple]:
 
 
 BUNDLED: dict[str, Callable[[], tuple[Callable, tuple]]] = {
-    "decoder": decoder,
-    "mlp": mlp,
-    "pointwise": pointwise,
-    "planted": planted,
+    make.__name__: make for make in (decoder, mlp, pointwise, planted)
 }

@@ -6,7 +6,7 @@ import re
 from html import escape
 from pathlib import Path
 
-from compile_inspect.report import Finding, Phase, Report, is_number, number
+from compile_inspect.report import Block, Finding, Phase, Report, is_number, number
 
 STYLE = """
 :root { color-scheme: light dark; --ink: #1c2024; --soft: #5b636b; --line: #d5dae0; --back: #fff; --box: #f5f7f9;
@@ -41,7 +41,11 @@ def write_page(report: Report, path: str | Path) -> None:
 def page(report: Report) -> str:
     title = f"What torch.compile does with {report.model}"
     about = ", ".join(f"{name} {value}" for name, value in report.machine.items() if name != "gpu")
-    nav = "".join(f'<li><a href="#{p.name}">{p.name}</a>{_status(p)}</li>' for p in report.phases)
+    about += f"; the model {report.shared}" if report.shared else ""
+    nav = "".join(
+        f'<li><a href="#{p.name}">{p.name}</a>{f" ({escape(p.status)})" * (p.status != "passed")}</li>'
+        for p in report.phases
+    )
     verdict = "".join(f"<p>{escape(line)}</p>" for line in report.verdict())
     found = "".join(_finding(each) for each in report.findings) or "<li>Nothing to change was found.</li>"
     return f"""<!doctype html>
@@ -53,10 +57,6 @@ def page(report: Report) -> str:
 <nav aria-label="Phases"><h2>What was looked at</h2><ul>{nav}</ul></nav>
 {"".join(_phase(each) for each in report.phases)}</main></body></html>
 """
-
-
-def _status(phase: Phase) -> str:
-    return "" if phase.status == "passed" else f' <span class="soft">({escape(phase.status)})</span>'
 
 
 def _finding(finding: Finding) -> str:
@@ -74,46 +74,35 @@ def _phase(phase: Phase) -> str:
         parts.append(f'<p class="answer">{escape(phase.answer)}</p>')
     if phase.status != "passed":
         parts.append(f'<p class="bad">{escape(phase.status)}: {escape(phase.reason)}</p>')
-    parts += [
-        {"table": _table, "code": _code, "note": _note, "bars": _bars}[block.kind](block) for block in phase.blocks
-    ]
-    return "\n".join([*parts, "</section>"])
+    shown = {"table": _table, "code": _code, "bars": _bars, "note": lambda block: f"<p>{escape(block.text)}</p>"}
+    return "\n".join([*parts, *(shown[block.kind](block) for block in phase.blocks), "</section>"])
 
 
-def _table(table) -> str:
+def _table(table: Block) -> str:
     numeric = [[is_number(cell) for cell in row] for row in table.rows]
-    right = [any(column) for column in zip(*numeric, strict=True)] or [False] * len(table.columns)
-    head = "".join(
-        f'<th scope="col"{" class=n" * n}>{escape(column)}</th>' for column, n in zip(table.columns, right, strict=True)
-    )
-    rows = "".join(
-        "<tr>" + "".join(f"<td{' class=n' * n}>{escape(cell)}</td>" for cell, n in zip(row, ns, strict=True)) + "</tr>"
-        for row, ns in zip(table.cells(), numeric, strict=True)
-    )
-    label = escape(table.title, quote=True)
-    inner = (
-        f"<table><caption>{escape(table.title)}</caption><thead><tr>{head}</tr></thead><tbody>{rows}</tbody></table>"
-    )
-    return f'<div class="scroll" tabindex="0" role="region" aria-label="{label}">{inner}</div>'
+    right = [any(column) for column in zip(*numeric, strict=True)]
+
+    def row(tag: str, cells: list[str], numbers: list[bool]) -> str:
+        held = (f"<{tag}{' class=n' * n}>{escape(cell)}" for cell, n in zip(cells, numbers, strict=True))
+        return "<tr>" + "".join(f"{each}</{tag[:2]}>" for each in held) + "</tr>"
+
+    head = row('th scope="col"', table.columns, right)
+    body = "".join(row("td", cells, numbers) for cells, numbers in zip(table.cells(), numeric, strict=True))
+    inner = f"<table><caption>{escape(table.title)}</caption><thead>{head}</thead><tbody>{body}</tbody></table>"
+    return f'<div class="scroll" tabindex="0" role="region" aria-label="{escape(table.title)}">{inner}</div>'
 
 
-def _code(code) -> str:
-    label = escape(code.title, quote=True)
-    text = f'<pre tabindex="0" role="region" aria-label="{label}"><code>{escape(code.text)}</code></pre>'
-    if code.fold:
-        return f"<details><summary>{escape(code.title)}</summary>{text}</details>"
-    return f"<h3>{escape(code.title)}</h3>{text}"
+def _code(code: Block) -> str:
+    title = escape(code.title)
+    text = f'<pre tabindex="0" role="region" aria-label="{title}"><code>{escape(code.text)}</code></pre>'
+    return f"<details><summary>{title}</summary>{text}</details>" if code.fold else f"<h3>{title}</h3>{text}"
 
 
-def _note(note) -> str:
-    return f"<p>{escape(note.text)}</p>"
-
-
-def _bars(bars) -> str:
-    most = max(bars.values.values(), default=0) or 1
+def _bars(bars: Block) -> str:
+    most = max(value for _, value in bars.rows) or 1
     rows = "".join(
         f'<div class="bar"><span>{escape(name)}</span><i style="width:{100 * value / most:.1f}%"></i>'
-        f"<span>{number(float(value))} {escape(bars.unit)}</span></div>"
-        for name, value in bars.values.items()
+        f"<span>{number(value)} {escape(bars.columns[0])}</span></div>"
+        for name, value in bars.rows
     )
     return f"<h3>{escape(bars.title)}</h3>{rows}"

@@ -5,13 +5,20 @@ from __future__ import annotations
 import math
 import shutil
 import textwrap
-from collections.abc import Callable
+import traceback
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field
+from pathlib import Path
+
+from compile_inspect.breaks import NOT_THE_USERS
 
 PHASES = (
     "basics", "dynamo_capture", "frame_evaluation", "guards", "graph_breaks", "aot_autograd", "inductor_codegen",
     "cuda_graphs", "benchmark", "triage",
 )  # fmt: skip
+ROWS, LINES = 40, 1000  # of a table, and of a text
+SHOWN = 8  # rows of a table on the terminal, unless asked for all
 
 
 class Skip(Exception):
@@ -48,47 +55,18 @@ class Finding:
 
 
 @dataclass
-class Table:
-    """Rows of cells under columns; numbers are floats or ints and are formatted here."""
+class Block:
+    """A `table`, a `note`, `code`, which `fold` hides on the page until it is asked for, or labelled `bars`."""
 
-    title: str
-    columns: list[str]
-    rows: list[list]
-    kind: str = "table"
+    kind: str
+    title: str = ""
+    text: str = ""
+    columns: list[str] = field(default_factory=list)  # of bars: the unit
+    rows: list[list] = field(default_factory=list)  # of cells: numbers are formatted here
+    fold: bool = True
 
     def cells(self) -> list[list[str]]:
         return [[number(cell) for cell in row] for row in self.rows]
-
-
-@dataclass
-class Code:
-    """Source text: `language` is python, cpp or text; `fold` hides it on the page until it is asked for."""
-
-    title: str
-    text: str
-    language: str = "python"
-    fold: bool = True
-    kind: str = "code"
-
-
-@dataclass
-class Note:
-    text: str
-    kind: str = "note"
-
-
-@dataclass
-class Bars:
-    """A plot: one horizontal bar for each label."""
-
-    title: str
-    unit: str
-    values: dict[str, float]
-    kind: str = "bars"
-
-
-SHOWN = 8  # rows of a table on the terminal, unless asked for all
-KINDS = {"table": Table, "code": Code, "note": Note, "bars": Bars}
 
 
 def is_number(cell: object) -> bool:
@@ -102,6 +80,18 @@ def number(cell: object) -> str:
     if isinstance(cell, float):
         return "inf" if math.isinf(cell) else f"{cell:.3g}" if abs(cell) < 1000 else f"{cell:,.0f}"
     return "" if cell is None else f"{cell:,}" if isinstance(cell, int) else str(cell)
+
+
+def reason_of(error: BaseException) -> str:
+    """An error in one line: its type, the first sentence of its text, and the innermost line of the model's code."""
+    said = [line.strip() for line in str(error).splitlines() if line.strip()] or [""]
+    text = " ".join(said[: 2 if said[0].endswith(":") else 1])
+    frames = traceback.extract_tb(error.__traceback__)
+    own = [f for f in frames if not f.filename.startswith((*NOT_THE_USERS, str(Path(__file__).parent)))]
+    if isinstance(error, MemoryError) or "out of memory" in text or "can't allocate memory" in text:
+        text += "; try smaller inputs"
+    where = f" (at {Path(own[-1].filename).name}:{own[-1].lineno})" if own else ""
+    return f"{type(error).__name__}: {text}{where}"
 
 
 @dataclass
@@ -124,16 +114,29 @@ class Phase:
         self.changed(self)
 
     def table(self, title: str, columns: list[str], rows: list[list]) -> None:
-        self._add(Table(title, columns, rows))
+        """A table; a long one says how many rows it leaves out, and none is shown without rows."""
+        if rows:
+            left = f" (the first {ROWS} of {len(rows)})" if len(rows) > ROWS else ""
+            self._add(Block("table", title + left, columns=columns, rows=rows[:ROWS]))
 
-    def code(self, title: str, text: str, language: str = "python", fold: bool = True) -> None:
-        self._add(Code(title, text, language, fold))
+    def code(self, title: str, text: str, fold: bool = True) -> None:
+        lines = text.strip("\n").splitlines()
+        left = [f"... {len(lines) - LINES} more lines"] if len(lines) > LINES else []
+        self._add(Block("code", title, "\n".join(lines[:LINES] + left), fold=fold))
 
     def note(self, text: str) -> None:
-        self._add(Note(text))
+        self._add(Block("note", text=text))
 
     def bars(self, title: str, unit: str, values: dict[str, float]) -> None:
-        self._add(Bars(title, unit, values))
+        self._add(Block("bars", title, columns=[unit], rows=[[name, float(value)] for name, value in values.items()]))
+
+    @contextmanager
+    def noted(self, what: str) -> Iterator[None]:
+        """An error within becomes a note, and the phase goes on."""
+        try:
+            yield
+        except Exception as error:
+            self.note(f"{what}: {reason_of(error)}")
 
     def finding(self, what: str, fix: str, **cost) -> None:
         self.findings.append(Finding(what, fix, **cost))
@@ -145,7 +148,7 @@ class Phase:
 
     @classmethod
     def from_dict(cls, held: dict) -> Phase:
-        blocks = [KINDS[block["kind"]](**block) for block in held["blocks"]]
+        blocks = [Block(**each) for each in held["blocks"]]
         return cls(**held | {"blocks": blocks, "findings": [Finding(**each) for each in held["findings"]]})
 
 
@@ -156,12 +159,13 @@ class Report:
     model: str
     machine: dict = field(default_factory=dict)
     phases: list[Phase] = field(default_factory=list)
+    shared: str = ""  # why the phases share one model, where it is not copied
 
     def __getitem__(self, name: str) -> Phase:
         return next(phase for phase in self.phases if phase.name == name)
 
-    def __contains__(self, name: str) -> bool:
-        return any(phase.name == name for phase in self.phases)
+    def facts(self, name: str) -> dict:
+        return next((phase.facts for phase in self.phases if phase.name == name), {})
 
     @property
     def findings(self) -> list[Finding]:
@@ -172,36 +176,26 @@ class Report:
 
     def verdict(self) -> list[str]:
         """Three lines: what compiling gives, what the breaks cost or what costs most, and what to change first."""
-        facts = self["benchmark"].facts if "benchmark" in self else {}
-        facts = facts or (self["basics"].facts if "basics" in self else {})
-        lines, found = [], self.findings
-        if "speedup" in facts:
-            paid = facts.get("break_even_calls")
+        timed, broken, lines = self.facts("benchmark") or self.facts("basics"), self.facts("graph_breaks"), []
+        if "speedup" in timed:
+            paid = timed.get("break_even_calls")
             after = "it never pays" if paid is None else f"paid after {paid:,} calls"
-            compared = f"compiled {facts['compiled_ms']:.3g} ms a call, eager {facts['eager_ms']:.3g} ms"
-            lines.append(f"{compared}: {facts['speedup']:.2f}x; {after}.")
+            compared = f"compiled {timed['compiled_ms']:.3g} ms a call, eager {timed['eager_ms']:.3g} ms"
+            lines.append(f"{compared}: {timed['speedup']:.2f}x; {after}.")
         else:
             failed = (f"{p.name} {p.status}: {p.reason}" for p in self.phases if p.reason)
             lines.append(next(failed, "Eager and compiled were not timed: that is the phase benchmark."))
-        breaks = next((phase for phase in self.phases if phase.name == "graph_breaks"), None)
-        if breaks and breaks.facts.get("breaks"):
-            count, share = len(breaks.facts["breaks"]), breaks.facts.get("share")
-            least = "up to " * breaks.facts.get("at_most", False)
-            cost = f"cost{'s' * (count == 1)} {least}{share:.0%} of the call" if share is not None else "found"
-            first = breaks.facts["breaks"][0]
-            lines.append(f"{count} graph break{'s' * (count > 1)} {cost}; first: {first['at']} {first['source']}")
-        elif breaks and breaks.status == "passed":
-            none = "No graph break" if breaks.facts.get("graphs") else "Dynamo captures no graph of the model"
-            lines.append(f"{none}.")
-        if found:
-            what = found[0].what.partition(" `")[0]  # without the source line, which stands above
-            lines.append(f"Change first: {what} ({found[0].cost}): {found[0].fix}")
-        else:
-            lines.append("Nothing to change was found.")
-        return lines
-
-    def as_dict(self) -> dict:
-        return {"model": self.model, "machine": self.machine, "phases": [phase.as_dict() for phase in self.phases]}
+        if breaks := broken.get("breaks"):
+            least, share, one = "up to " * broken.get("at_most", False), broken.get("share"), len(breaks) == 1
+            cost = f"cost{'s' * one} {least}{share:.0%} of the call" if share is not None else "found"
+            first = f"{breaks[0]['at']} {breaks[0]['source']}"
+            lines.append(f"{len(breaks)} graph break{'s' * (not one)} {cost}; first: {first}")
+        elif "breaks" in broken:
+            lines.append("No graph break." if broken["graphs"] else "Dynamo captures no graph of the model.")
+        for each in self.findings[:1]:
+            what = each.what.partition(" `")[0]  # without the source line, which stands above
+            lines.append(f"Change first: {what} ({each.cost}): {each.fix}")
+        return lines if self.findings else [*lines, "Nothing to change was found."]
 
     def html(self, path) -> None:
         """Write the page: one self-contained file."""
@@ -224,7 +218,7 @@ def wrapped(text: str, indent: str = "  ") -> list[str]:
     return textwrap.wrap(text, width(), initial_indent=indent, subsequent_indent=indent) or [indent]
 
 
-def table_lines(table: Table, most: int | None = None) -> list[str]:
+def table_lines(table: Block, most: int | None = None) -> list[str]:
     """A table in columns, `most` rows of it; one too wide for the terminal gives up the ends of its longest cells."""
     rows = [table.columns, *table.cells()[:most]]
     widths = [max(len(row[i]) for row in rows) for i in range(len(table.columns))]
@@ -242,12 +236,12 @@ def table_lines(table: Table, most: int | None = None) -> list[str]:
     return [f"  {table.title}", *(line([cell.replace("\n", " ") for cell in row]) for row in rows), *more]
 
 
-def bar_lines(bars: Bars) -> list[str]:
-    label, most = max(map(len, bars.values), default=0), max(bars.values.values(), default=0.0) or 1.0
+def bar_lines(bars: Block) -> list[str]:
+    label, most = max(len(name) for name, _ in bars.rows), max(value for _, value in bars.rows) or 1.0
     room = width() - label - 16
     return [f"  {bars.title}"] + [
-        f"  {name.ljust(label)} {'█' * max(1, round(room * value / most))} {number(float(value))} {bars.unit}"
-        for name, value in bars.values.items()
+        f"  {name.ljust(label)} {'█' * max(1, round(room * value / most))} {number(value)} {bars.columns[0]}"
+        for name, value in bars.rows
     ]
 
 
@@ -272,12 +266,12 @@ def phase_lines(phase: Phase, verbose: bool = False) -> list[str]:
 
 def closing(report: Report) -> str:
     """The findings, the dearest first, and the verdict."""
-    lines = []
-    if report.findings:
-        lines += ["", "findings, the dearest first"]
-        for i, each in enumerate(report.findings, 1):
-            at = f"{each.where}: " if each.where and each.where not in each.what else ""
-            lines += wrapped(f"{i}. {at}{each.what}: {each.cost}")
-            lines += wrapped(f"fix: {each.fix}" + (f" Tried: {each.tried}" if each.tried else ""), "     ")
+    lines = ["", "findings, the dearest first"] if report.findings else []
+    for i, each in enumerate(report.findings, 1):
+        at = f"{each.where}: " if each.where and each.where not in each.what else ""
+        lines += wrapped(f"{i}. {at}{each.what}: {each.cost}")
+        lines += wrapped(f"fix: {each.fix}" + (f" Tried: {each.tried}" if each.tried else ""), "     ")
     lines += ["", f"verdict on {report.model}"]
+    if report.shared:
+        lines += wrapped(f"The model {report.shared}.")
     return "\n".join([*lines, *(text for line in report.verdict() for text in wrapped(line))])

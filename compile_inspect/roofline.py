@@ -6,7 +6,6 @@ and writes its results once; and each does its arithmetic at the speed of a larg
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable
 
 import torch
@@ -15,8 +14,11 @@ from torch.utils._pytree import tree_leaves
 from torch.utils.flop_counter import flop_registry
 
 from compile_inspect.subject import Subject, parameters, tensors_of
+from compile_inspect.timing import once
 
 ROWS = {"embedding", "index", "index_select", "gather"}  # of their first tensor they read as much as they return
+# torch 2.11 has no formula for it.
+LIKE = {"_scaled_dot_product_flash_attention_for_cpu": torch.ops.aten._scaled_dot_product_flash_attention}
 
 
 class Counting(TorchDispatchMode):
@@ -39,10 +41,7 @@ class Counting(TorchDispatchMode):
         for tensor, size in zip(inputs, sizes, strict=True):
             if (key := storage_of(tensor)) in self.read:
                 self.read[key] = max(self.read[key], size)
-        attention = "_scaled_dot_product_flash_attention_for_cpu"  # torch 2.11 has no formula for it
-        formula = flop_registry.get(func._overloadpacket) or (
-            flop_registry[torch.ops.aten._scaled_dot_product_flash_attention] if name == attention else None
-        )
+        formula = flop_registry.get(LIKE.get(name, func._overloadpacket))
         self.operations.append((formula(*args, **kwargs, out_val=out) if formula else 0, sum(sizes) + written))
         return out
 
@@ -59,7 +58,7 @@ def count(subject: Subject, model: Callable, args: tuple, kwargs: dict) -> dict:
     """What one eager call does, and the bytes that no compiler can spare: inputs, parameters, results, gradients."""
     with Counting(parameters(model)) as counted:
         out = subject.caller(model, args, kwargs)()
-    ends = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, torch.Tensor)] + tensors_of(out)
+    ends = tensors_of((args, kwargs, out))
     ends += [tensor for tensor in parameters(model) if tensor.grad is not None]
     return {"operations": counted.operations, "flops": sum(flops for flops, _ in counted.operations),
             "compiled_bytes": sum(counted.read.values()) + sum(map(bytes_of, ends))}  # fmt: skip
@@ -70,21 +69,13 @@ def ceilings(subject: Subject, moved: int) -> dict:
     device, gpu = subject.device, subject.on_gpu
 
     def seconds(call: Callable[[], object], calls: int) -> float:
-        took = []
-        for _ in range(4):
-            subject.synchronize()
-            started = time.perf_counter()
-            for _ in range(calls):
-                call()
-            subject.synchronize()
-            took.append((time.perf_counter() - started) / calls)
-        return min(took)
+        return min(once(lambda: [call() for _ in range(calls)], subject)[0] for _ in range(4)) / calls / 1e3
 
     low, high = (2**26, 2**28) if gpu else (2**16, 2**26)  # a small model stays in a CPU's caches
     source = torch.zeros(min(max(moved // 2, low), high) // 4, device=device)
     target, one = torch.empty_like(source), torch.zeros(1, device=device)
-    floats = [t.dtype for t in [*parameters(subject.model), *tree_leaves((subject.args, subject.kwargs))]
-              if isinstance(t, torch.Tensor) and t.is_floating_point() and t.element_size() > 1]  # fmt: skip
+    tensors = [*parameters(subject.model), *tensors_of((subject.args, subject.kwargs))]
+    floats = [tensor.dtype for tensor in tensors if tensor.is_floating_point() and tensor.element_size() > 1]
     dtype, n = max(floats, key=floats.count, default=torch.float32), 8192 if gpu else 768
     matrix = torch.randn(n, n, device=device).to(dtype)
     with torch.no_grad():

@@ -28,6 +28,18 @@ class SubjectError(ValueError):
     """A model or its inputs cannot be had; the message says what was asked for and what to write."""
 
 
+@contextmanager
+def refused(what: str) -> Iterator[None]:
+    """An error within becomes a SubjectError of one sentence, whatever the user's code does, sys.exit() too."""
+    try:
+        yield
+    except SubjectError:
+        raise
+    except BaseException as error:
+        said = str(error).strip().partition("\n")[0]
+        raise SubjectError(f"{what} {type(error).__name__}: {said}") from error
+
+
 class Subject:
     """A model, or a function, with the arguments to call it with.
 
@@ -51,13 +63,12 @@ class Subject:
         self.args, self.kwargs, self.train = tuple(args), dict(kwargs or {}), train
         self.model = _initialized(model, self.args, self.kwargs)
         self.name = name or getattr(model, "__qualname__", type(model).__name__)
-        tensors = [leaf for leaf in tree_leaves((self.args, self.kwargs)) if isinstance(leaf, torch.Tensor)]
         self.held = parameters(self.model)  # of the model that fresh() returned last
-        tensors += self.held
+        tensors = [*tensors_of((self.args, self.kwargs)), *self.held]
         if any(tensor.is_meta for tensor in tensors):
             raise SubjectError("inspect: tensors on the device meta have no values; move the model with to_empty()")
         self.device = next((t.device for t in tensors if t.device.type != "cpu"), torch.device("cpu"))
-        self.shared = ""  # why phases share one model, where it cannot be copied
+        self.shared = ""  # why phases share one model, where it is not copied
 
     @property
     def on_gpu(self) -> bool:
@@ -76,13 +87,18 @@ class Subject:
     def _copied(self, model: Callable) -> Callable:
         held = sum(each.untyped_storage().nbytes() for each in parameters(model))
         if held * DEEP > memory_of(self.device):
-            self.shared = f"its {held / 2**30:.1f} GiB are not copied: phases share one model, with its state"
+            self.shared = f"has {held / 2**30:.1f} GiB and is not copied: the phases share it, with its state"
             return model
         try:
             return copy.deepcopy(model)
         except Exception as error:  # locks, streams, open files
-            self.shared = f"copy.deepcopy fails ({type(error).__name__}): phases share one model, with its state"
+            self.shared = f"cannot be copied ({type(error).__name__}): the phases share it, with its state"
             return model
+
+    def compiled(self, **options) -> Callable[[], object]:
+        """One call of the model, compiled from nothing with torch.compile's options."""
+        model, args, kwargs = self.fresh()
+        return self.caller(torch.compile(model, **options), args, kwargs)
 
     def caller(self, fn: Callable, args: tuple, kwargs: dict) -> Callable[[], object]:
         """One call of fn, as a user makes it: without gradients, or with `train` forward and backward."""
@@ -91,7 +107,7 @@ class Subject:
             with torch.no_grad():
                 return fn(*args, **kwargs)
 
-        leaves = [*self.held, *tensors_of((args, list(kwargs.values())))]
+        leaves = [*self.held, *tensors_of((args, kwargs))]
 
         def step():
             for leaf in leaves:  # as zero_grad() does: a CUDA graph writes over the gradients that it left before
@@ -191,6 +207,28 @@ def memory_of(device: torch.device) -> int:
     return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") if hasattr(os, "sysconf") else 8 * 2**30
 
 
+def batch_of(subject: Subject) -> int | None:
+    """Dimension 0 of the first tensor input that has one."""
+    leaves = tree_leaves((subject.args, subject.kwargs))
+    return next((leaf.shape[0] for leaf in leaves if isinstance(leaf, torch.Tensor) and leaf.dim()), None)
+
+
+def resized(subject: Subject, size: int | None, mark: Callable | None = None) -> tuple[tuple, dict]:
+    """Copies of (args, kwargs) with `size` rows in the tensors that have the batch as dimension 0: mark(tensor, 0)."""
+    given = batch_of(subject)
+
+    def change(leaf):
+        if not given or not isinstance(leaf, torch.Tensor) or not leaf.dim() or leaf.shape[0] != given:
+            return _clone(leaf)
+        rows = leaf.detach().index_select(0, torch.arange(size, device=leaf.device) % given)
+        rows.requires_grad_(leaf.requires_grad)
+        if mark:
+            mark(rows, 0)
+        return rows
+
+    return tree_map(change, (subject.args, subject.kwargs))
+
+
 # --- from the command line
 
 
@@ -199,50 +237,43 @@ def load(spec: str) -> object:
 
     Raises SubjectError where it cannot be imported or is not there, with the names that are.
     """
-    drive = re.match(r"[A-Za-z]:[\\/][^:]*$", spec)  # of a path of Windows, with no name behind it
-    where, _, name = (spec, "", "") if drive or ":" not in spec else spec.rpartition(":")
+    where, _, name = (spec, "", "") if spec.endswith(".py") or ":" not in spec else spec.rpartition(":")
     module = _imported(where)
     callables = [
         key for key, value in vars(module).items()
         if callable(value) and not key.startswith("_") and getattr(value, "__module__", None) == module.__name__
     ]  # fmt: skip
+    has = ", ".join(callables) or "nothing callable"
     if not name:
         if len(callables) != 1:
-            raise SubjectError(f"{spec}: name one of {', '.join(callables) or 'nothing callable'}, as {where}:NAME")
+            raise SubjectError(f"{spec}: name one of {has}, as {where}:NAME")
         name = callables[0]
-    try:
-        return getattr(module, name)
-    except AttributeError:
-        has = ", ".join(callables) or "nothing callable"
-        raise SubjectError(f"{spec}: {where} has no {name}; it has {has}") from None
+    if not hasattr(module, name):
+        raise SubjectError(f"{spec}: {where} has no {name}; it has {has}")
+    return getattr(module, name)
 
 
 def _imported(where: str) -> ModuleType:
     path = Path(where)
-    try:
-        if path.suffix == ".py" or path.is_file():
-            if not path.is_file():
-                raise SubjectError(f"{where}: there is no such file")
-            sys.path.insert(0, str(path.resolve().parent))  # it imports its neighbours, as when it is run
-            module = importlib.util.module_from_spec(importlib.util.spec_from_file_location(path.stem, path))
-            sys.modules[path.stem] = module
-            module.__spec__.loader.exec_module(module)
-            return module
-        return importlib.import_module(where)
-    except SubjectError:
-        raise
-    except BaseException as error:  # whatever the user's file does, sys.exit() too
-        raise SubjectError(f"{where}: importing it raises {type(error).__name__}: {error}") from error
+    if path.suffix == ".py" and not path.is_file():
+        raise SubjectError(f"{where}: there is no such file")
+    with refused(f"{where}: importing it raises"):
+        if not path.is_file():
+            return importlib.import_module(where)
+        sys.path.insert(0, str(path.resolve().parent))  # it imports its neighbours, as when it is run
+        module = importlib.util.module_from_spec(importlib.util.spec_from_file_location(path.stem, path))
+        sys.modules[path.stem] = module
+        module.__spec__.loader.exec_module(module)
+        return module
 
 
 def called_without_arguments(value: Callable) -> bool:
     """Whether it can be called without any: a factory, or a class."""
     try:
-        signature = inspect.signature(value)
+        inspect.signature(value).bind()
     except (TypeError, ValueError):
         return False
-    optional = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
-    return all(p.default is not p.empty or p.kind in optional for p in signature.parameters.values())
+    return True
 
 
 def make_model(spec: str) -> Callable:
@@ -254,15 +285,9 @@ def make_model(spec: str) -> Callable:
         if isinstance(value, type):
             raise SubjectError(f"{spec}: the class needs arguments; name a function without any that makes it")
         return value
-    made = _call(spec, value)
+    with refused(f"{spec}: calling it raises"):
+        made = value()
     return made if callable(made) else value
-
-
-def _call(spec: str, made: Callable) -> object:
-    try:
-        return made()
-    except BaseException as error:
-        raise SubjectError(f"{spec}: calling it raises {type(error).__name__}: {error}") from error
 
 
 def make_inputs(specs: list[str], source: str | None, model: Callable, device: torch.device) -> tuple[tuple, dict]:
@@ -272,7 +297,8 @@ def make_inputs(specs: list[str], source: str | None, model: Callable, device: t
     """
     if source:
         made = load(source)
-        made = _call(source, made) if callable(made) else made
+        with refused(f"{source}: calling it raises"):
+            made = made() if callable(made) else made
         args = () if isinstance(made, dict) else tuple(made) if isinstance(made, tuple | list) else (made,)
         return moved((args, made if isinstance(made, dict) else {}), device)
     modules = model.modules() if isinstance(model, nn.Module) else ()
@@ -285,24 +311,19 @@ def moved(nested, device: torch.device):
 
 
 def _input(spec: str, high: int, device: torch.device) -> object:
-    if spec.startswith("python:"):
-        try:
+    with refused(f"--input {spec}:"):
+        if spec.startswith("python:"):
             return ast.literal_eval(spec.removeprefix("python:"))
-        except (SyntaxError, ValueError):
-            raise SubjectError(f"--input {spec}: not a Python literal; write python:0.5 or python:True") from None
-    match = INPUT.match(spec)
-    dtype = getattr(torch, (match and match["dtype"]) or "float32", None) if match else None
-    if not isinstance(dtype, torch.dtype):
-        raise SubjectError(f"--input {spec}: write a shape and a dtype, as 8x128:int64, or python:0.5 for a number")
-    shape = [int(n) for n in match["shape"].split("x") if n]
-    try:
+        match = INPUT.match(spec)
+        dtype = getattr(torch, match["dtype"] or "float32", None) if match else None
+        if not isinstance(dtype, torch.dtype):
+            raise SubjectError(f"--input {spec}: write a shape and a dtype, as 8x128:int64, or python:0.5 for a number")
+        shape = [int(n) for n in match["shape"].split("x") if n]
         if dtype == torch.bool:
             return torch.rand(shape, device=device) < 0.5
         if dtype.is_floating_point or dtype.is_complex:
             return torch.randn(shape, device=device).to(dtype)
         return torch.randint(0, high, shape, dtype=dtype, device=device)
-    except (RuntimeError, MemoryError) as error:
-        raise SubjectError(f"--input {spec}: {str(error).splitlines()[0]}") from error
 
 
 def make_subject(spec: str, inputs: list[str], source: str | None, device: str | None, train: bool) -> Subject:
@@ -311,19 +332,13 @@ def make_subject(spec: str, inputs: list[str], source: str | None, device: str |
 
     if device and device.startswith("cuda") and not torch.cuda.is_available():
         raise SubjectError(f"--device {device}: torch {torch.__version__} finds no GPU; leave it out to use the CPU")
-    try:
+    with refused(f"--device {device}:"):
         on = torch.device(device or ("cuda" if torch.cuda.is_available() else "cpu"))
-    except RuntimeError as error:
-        raise SubjectError(f"--device {device}: {str(error).splitlines()[0]}") from None
     torch.manual_seed(0)
-    model, args = BUNDLED[spec]() if spec in BUNDLED else (make_model(spec), None)
-    if isinstance(model, nn.Module):
-        try:
-            model.to(on)
-        except (RuntimeError, NotImplementedError, MemoryError) as error:
-            raise SubjectError(f"{spec}: cannot be moved to {on}: {str(error).splitlines()[0]}") from error
-    given = args is None or inputs or source
-    args, kwargs = make_inputs(inputs, source, model, on) if given else (moved(args, on), {})
+    model, args = BUNDLED[spec]() if spec in BUNDLED else (make_model(spec), ())
+    with refused(f"{spec}: cannot be moved to {on}:"):
+        model = model.to(on) if isinstance(model, nn.Module) else model
+        args, kwargs = make_inputs(inputs, source, model, on) if inputs or source else (moved(args, on), {})
     subject = Subject(model, args, kwargs, spec, train)
     subject.device = on
     return subject

@@ -23,7 +23,7 @@ from examples.compiler.when_it_helps import EAGER, bound_of
 
 BATCHES, TOKENS = (1, 2, 8, 32), (1, 16, 128, 512, 2048)
 MAP = "eager against compiled by batch x tokens"
-BLOCK_MS = 20  # of whole calls, one of three
+BLOCK_MS, TURNS = 12, 5  # of whole calls in a turn, which are three batches; turns of eager and compiled
 FAR = 0.05  # of the logits' norm: two bfloat16 runs are nearer to each other, zeros are not
 
 
@@ -67,12 +67,21 @@ def study(h: Harness) -> None:
             speed_up_map(h)
 
 
-def measure(fn, tokens: torch.Tensor) -> tuple[float, float, float]:
-    """Milliseconds of a call, of the host's part of it and of the GPU's; see harness.bench."""
-    call = partial(fn, tokens)
-    alone = enqueue_ms(call)
-    whole, launches = (statistics.median(each) for each in zip(*whole_call_ms(call, BLOCK_MS), strict=True))
-    return whole, min(alone, launches), min(whole, gpu_busy_ms(call, alone))
+def measure(calls: list) -> tuple[float, list[tuple[float, float, float]]]:
+    """How many times as fast as the first the second is, and for each the milliseconds of a call, of the host's part of
+    it and of the GPU's (see harness.bench): in turns, as a host's speed drifts by more than what is compared."""
+    alone = [enqueue_ms(call) for call in calls]
+    turns = [[median_pair(whole_call_ms(call, BLOCK_MS)) for call in calls] for _ in range(TURNS)]
+    ratio = statistics.median(first / second for (first, _), (second, _) in turns)
+    found = []
+    for call, enqueue, each in zip(calls, alone, zip(*turns, strict=True), strict=True):
+        whole, launches = median_pair(each)
+        found.append((whole, min(enqueue, launches), min(whole, gpu_busy_ms(call, enqueue))))
+    return ratio, found
+
+
+def median_pair(pairs) -> tuple[float, float]:
+    return tuple(map(statistics.median, zip(*pairs, strict=True)))
 
 
 def speed_up_map(h: Harness) -> None:
@@ -89,10 +98,10 @@ def speed_up_map(h: Harness) -> None:
                 want, got = (fn(x).double() for fn in (model, compiled))
                 off = ((got - want).norm() / want.norm()).item()
                 require(off < FAR, f"compiled, {batch}x{tokens} tokens: {off:.1%} from eager's logits")
-                (ms, host, gpu), (ms_c, host_c, gpu_c) = (measure(fn, x) for fn in (model, compiled))
+                ratio, ((ms, host, gpu), (ms_c, host_c, gpu_c)) = measure([partial(fn, x) for fn in (model, compiled)])
             work = steps(config, batch, tokens, 2)
             rows[f"{batch}x{tokens} tokens"] = {
-                "bound": "launch-bound" if host > gpu else bound_of(work, rates, 0.0), "x eager": round(ms / ms_c, 3),
+                "bound": "launch-bound" if host > gpu else bound_of(work, rates, 0.0), "x eager": round(ratio, 3),
                 "eager ms": round(ms, 3), "host ms": round(host, 3), "GPU ms": round(gpu, 3),
                 "compiled ms": round(ms_c, 3), "its host ms": round(host_c, 3), "its GPU ms": round(gpu_c, 3),
             }  # fmt: skip

@@ -9,6 +9,7 @@ import torch
 from torch import nn
 
 from compile_inspect.inspecting import inspect, run_phase, state_kept
+from compile_inspect.page import page
 from compile_inspect.subject import Subject, SubjectError, make_inputs, make_model, make_subject, modules_of, tensors_of
 from tests.compile_inspect import models_of_users as users
 
@@ -182,3 +183,25 @@ def test_what_the_model_compiles_inside_is_eager_where_eager_is_timed():
     report = inspect(lambda x: inner(x) + 1, torch.ones(4), phases=("basics",))
     assert report["basics"].facts["wrong"] is None
     assert len(ran) <= 1  # before the phases, in which eager runs it or the compiler that is asked for
+
+
+def test_flags_that_a_model_sets_are_put_back():
+    def sets(x):
+        torch.use_deterministic_algorithms(True, warn_only=True)
+        torch.backends.cudnn.benchmark, torch.backends.cudnn.deterministic = True, True
+        return x
+
+    inspect(sets, torch.ones(2), phases=())
+    assert torch.get_deterministic_debug_mode() == 0
+    assert not torch.backends.cudnn.benchmark
+    assert not torch.backends.cudnn.deterministic
+
+
+def test_that_phases_share_a_model_is_said():
+    model = nn.Linear(2, 2)
+    model.lock = threading.Lock()
+    report = inspect(model, torch.ones(2), phases=())
+    assert "cannot be copied (TypeError)" in report.shared
+    assert "cannot be copied" in str(report)
+    assert "cannot be copied" in page(report)
+    assert inspect(nn.Linear(2, 2), torch.ones(2), phases=()).shared == ""

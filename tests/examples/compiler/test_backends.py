@@ -141,7 +141,8 @@ def test_a_runtime_takes_sizes_strides_and_changed_weights_and_keeps_results(h, 
     model = network(16, 32, "cpu").requires_grad_(False)
     with quiet():
         compiled = torch.compile(model, **backend(name))
-        for x in (h.randn(1, 16), h.randn(16, 5).t(), h.randn(17, 16), h.randn(5, 32)[:, ::2]):
+        one, few, many, apart = (h.randn(*size).cpu() for size in ((1, 16), (16, 5), (17, 16), (5, 32)))
+        for x in (one, few.t(), many, apart[:, ::2]):
             exact = copy.deepcopy(model).double()
             h.check(compiled, lambda x, exact=exact: exact(x.double()), x, what=name, terms=32, roundings=8)
             first = compiled(x)

@@ -81,7 +81,7 @@ def test_every_way_to_write_it_is_the_same_layer(rows, width, temperature):
 )
 def test_the_mended_where_nothing_is_divided_by(h, cause, temperature):
     """The layer is as at a temperature of 1, and so are its gradients."""
-    x, scale, t = operands(h, 8, 64)
+    x, scale, t = (each.float() for each in operands(h, 8, 64))  # on a GPU they are bfloat16
     mended, one, t = PAIRS[cause][1], torch.ones_like(t), t.new_tensor(temperature)
     fn, want = mended.compiled(backend="aot_eager", fullgraph=True), reference(x, scale, one)
     h.check(fn, lambda *_: want, x, scale, t, what=cause, poison=False, **budget(x.dtype))
