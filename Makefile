@@ -83,7 +83,7 @@ $(READY): requirements.txt requirements-common.txt pyproject.toml
 
 # The text of the project and the tools that read records do not depend on torch.
 OLDEST_TESTS := $(patsubst %,tests/examples/%,common compiler triton fp8 tma test_budgets.py test_wrappers.py)
-OLDEST_TESTS += tests/harness tests/compile_inspect tests/test_compile_inspect.py
+OLDEST_TESTS += tests/harness tests/compile_inspect tests/test_compile_inspect.py tests/triton_compiler
 
 test-oldest: $(OLDEST_READY)
 	$(call PYTEST,$(OLDEST_VENV)) --dist worksteal $(PYTEST_ARGS) $(OLDEST_TESTS)

@@ -31,6 +31,7 @@ TECHNIQUES = [
     "examples/compiler/numerics.py",
     "examples/compiler/logging_and_hints.py",
     "examples/compiler/backends.py",
+    "examples/compiler/custom_backend.py",
 ]
 TOUR = ("graph_breaks",)
 

@@ -1,0 +1,82 @@
+"""Run as a script, in a process that does not interpret: compiles generated kernels for sm_80 to sm_120."""
+
+import os
+import sys
+from pathlib import Path
+
+os.environ["TRITON_INTERPRET"] = "0"
+sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
+
+import torch
+import torch.nn.functional as F
+import triton
+from torch._subclasses import FakeTensorMode
+from torch.fx.experimental.proxy_tensor import make_fx
+from triton.backends.compiler import GPUTarget
+
+from triton_compiler import runtime
+from triton_compiler.capture import plan_graph
+from triton_compiler.decompose import decompositions
+
+
+class Offline:
+    """What Triton asks of a driver in order to compile."""
+
+    sm = 90
+
+    def get_current_target(self):
+        return GPUTarget("cuda", self.sm, 32)
+
+    def get_current_device(self):
+        return self.sm
+
+    def get_current_stream(self, device):
+        return 0
+
+
+def plan(fn, *specs):
+    with FakeTensorMode(allow_non_fake_inputs=True):
+        inputs = [torch.empty(shape, dtype=dtype, device="cuda") for shape, dtype in specs]
+        gm = make_fx(lambda *xs: torch.utils._pytree.tree_leaves(fn(*xs)), decomposition_table=decompositions())(
+            *inputs
+        )
+    return list(plan_graph(gm).sources.values())
+
+
+HALF, FULL, LONG = torch.bfloat16, torch.float32, torch.int64
+CASES = [
+    (lambda x, b: F.gelu(x + b), ((8192, 4096), HALF), ((4096,), HALF)),
+    (lambda x, w: F.rms_norm(x, (4096,), w), ((8192, 4096), HALF), ((4096,), HALF)),
+    (lambda x, y: x.t() + y, ((4096, 4096), HALF), ((4096, 4096), HALF)),
+    (lambda x: (x.sum(), x.sum(0), x.softmax(-1)), ((4096, 50304), HALF)),
+    (lambda x, t: F.cross_entropy(x.float(), t), ((512, 50304), HALF), ((512,), LONG)),
+    (lambda x: (x.argmax(1), x.var(1), x.cos().erf().lgamma().tanh()), ((512, 1000), FULL)),
+    (lambda x, y: (x // y, x % y, torch.div(x, y, rounding_mode="trunc"), x.pow(y)), ((512,), FULL), ((512,), FULL)),
+    (lambda g, x, m, r, w: torch.ops.aten.native_layer_norm_backward(g, x, [4096], m, r, w, w, [True] * 3),
+     ((8192, 4096), HALF), ((8192, 4096), HALF), ((8192, 1), FULL), ((8192, 1), FULL), ((4096,), HALF)),
+]  # fmt: skip
+
+
+def main() -> None:
+    driver = Offline()
+    triton.runtime.driver.set_active(driver)
+    kinds = set()
+    for fn, *specs in CASES:
+        for source in plan(fn, *specs):
+            kinds |= {source.plan.kind, "" if source.plan.persistent else "walked"}
+            kernel = runtime.load(source)
+            for sm in (80, 90, 120) if source.plan.kind == "rows" else (80, 89, 90, 100, 120):
+                driver.sm = sm
+                dtypes = [node.dtype for node, _ in source.arguments]
+                kernel.warmup(
+                    *dtypes,
+                    grid=(1,),
+                    num_warps=source.plan.warps,
+                    debug="dev.check(" in source.text,
+                    sanitize_overflow=False,
+                )
+    print(*kinds)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,232 @@
+"""The backend as torch.compile meets it: names, shapes that change, mutation, random numbers, bad input, and GPUs."""
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+import torch.nn.functional as F
+from hypothesis import given
+from hypothesis import strategies as st
+
+from tests.triton_compiler.helpers import DEVICE, compiled
+from triton_compiler import explain, recording, triton_backend, triton_compiler
+from triton_compiler.benchmark import main as benchmark
+from triton_compiler.ir import Affine, Dim, Split, Uneven, divide, unflatten
+
+ROOT = Path(__file__).resolve().parents[2]
+
+
+@pytest.fixture(autouse=True)
+def _from_nothing():
+    torch._dynamo.reset()
+    yield
+    torch._dynamo.reset()
+
+
+def test_it_is_registered_by_name():
+    assert "triton_compiler" in torch._dynamo.list_backends()
+    x = torch.randn(5, device=DEVICE)
+    torch.testing.assert_close(torch.compile(lambda x: x * 2 + 1, backend="triton_compiler")(x), x * 2 + 1)
+    torch.testing.assert_close(torch._dynamo.optimize(triton_backend)(lambda x: x * 3)(x), x * 3)
+    assert isinstance(triton_compiler(torch.nn.Linear(2, 2)), torch.nn.Module)
+
+
+def test_one_kernel_for_a_dynamic_batch():
+    def f(x, w):
+        return F.gelu(x @ w).softmax(-1) * x.shape[0]
+
+    w = torch.randn(8, 16, device=DEVICE)
+    fast = torch.compile(f, backend="triton_compiler")
+    with recording() as seen:
+        for batch in (3, 5, 64, 257):
+            x = torch.randn(batch, 8, device=DEVICE)
+            torch._dynamo.mark_dynamic(x, 0)
+            torch.testing.assert_close(fast(x, w), f(x, w), rtol=1e-4, atol=1e-5)
+    assert len(seen.graphs) == 1
+    (source,) = seen.graphs[0].sources.values()
+    assert source.symbols
+
+
+def test_a_dynamic_batch_is_trained():
+    model = torch.nn.Sequential(torch.nn.Linear(8, 8), torch.nn.LayerNorm(8), torch.nn.GELU()).to(DEVICE)
+    fast = torch.compile(model, backend="triton_compiler")
+    with recording() as seen:
+        for batch in (3, 6, 10):
+            x = torch.randn(batch, 8, device=DEVICE)
+            torch._dynamo.mark_dynamic(x, 0)
+            grads = [torch.autograd.grad(each(x).square().sum(), list(model.parameters())) for each in (fast, model)]
+            torch.testing.assert_close(*grads, rtol=1e-4, atol=1e-5)
+    assert [graph.kind for graph in seen.graphs] == ["forward", "backward"]
+
+
+@pytest.mark.parametrize("change", [
+    lambda x: x.add_(1).sum(),
+    lambda x: x[1:].mul_(2),
+    lambda x: x.copy_(x.flip(0) + x),
+    lambda x: (x.t().add_(x.sum()), x * 2)[1],
+    lambda x: (x.relu_(), x.mul_(x.mean(1, keepdim=True)))[1],
+])  # fmt: skip
+def test_inputs_are_changed_in_place(change):
+    x = torch.randn(4, 4, device=DEVICE)
+    mine, theirs = x.clone(), x.clone()
+    got, want = torch.compile(change, backend="triton_compiler")(mine), change(theirs)
+    torch.testing.assert_close(got, want)
+    torch.testing.assert_close(mine, theirs)
+
+
+@pytest.mark.parametrize("persistent", [8, 16384])
+def test_an_input_is_overwritten_after_its_last_read(persistent, monkeypatch):
+    from triton_compiler import schedule
+
+    monkeypatch.setattr(schedule, "PERSISTENT", persistent)
+
+    def f(x, mean):
+        y = x.softmax(1)
+        mean.mul_(0.9).add_(x.mean(1))
+        x.mul_(2)
+        return y, y - mean[:, None]
+
+    x, mean = torch.randn(5, 70, device=DEVICE), torch.randn(5, device=DEVICE)
+    mine, theirs = (x.clone(), mean.clone()), (x.clone(), mean.clone())
+    torch.testing.assert_close(torch.compile(f, backend="triton_compiler")(*mine), f(*theirs))
+    torch.testing.assert_close(mine, theirs)
+
+
+def test_running_statistics_of_a_batch_norm():
+    mine, theirs = (torch.nn.BatchNorm2d(3).to(DEVICE) for _ in range(2))
+    x = torch.randn(4, 3, 5, 5, device=DEVICE)
+    fast = torch.compile(mine, backend="triton_compiler")
+    for _ in range(3):
+        torch.testing.assert_close(fast(x), theirs(x), rtol=1e-4, atol=1e-5)
+    torch.testing.assert_close(mine.state_dict(), theirs.state_dict())
+
+
+def test_random_numbers_are_torchs():
+    """Dropout and rand are called as they are, in their order: the seed decides as it does in eager."""
+
+    def f(x):
+        return F.dropout(x, 0.5) + torch.rand_like(x) * torch.randn(x.shape, device=x.device)
+
+    x = torch.randn(20, 20, device=DEVICE)
+    torch.manual_seed(3)
+    want = f(x)
+    torch.manual_seed(3)
+    torch.testing.assert_close(torch.compile(f, backend="triton_compiler")(x), want)
+
+
+def test_what_it_cannot_take_is_left_to_eager():
+    def f(x):
+        y = torch.view_as_complex(x.reshape(-1, 2)) * 1j
+        return torch.view_as_real(y).cumsum(0) * 2, x.sort().values + 1
+
+    x = torch.randn(6, device=DEVICE)
+    said = explain(f, x)
+    assert said.fallbacks["aten.cumsum.default"] == 1
+    assert "aten.sort.default" in str(said)
+    torch.testing.assert_close(triton_compiler(f)(x), f(x))
+    sparse = triton_compiler(lambda x: (x.relu().to_sparse() * 2).to_dense() + 1)
+    torch.testing.assert_close(sparse(x), x.relu() * 2 + 1)
+
+
+def test_an_error_of_the_compiler_leaves_the_graph_to_eager(monkeypatch):
+    from triton_compiler import capture
+
+    monkeypatch.setattr(capture, "STRICT", False)
+    monkeypatch.setattr(capture, "plan_graph", lambda gm, kind: 1 / 0)
+    x = torch.randn(4, device=DEVICE, requires_grad=True)
+    with pytest.warns(UserWarning, match="runs in eager: ZeroDivisionError"):
+        triton_compiler(lambda x: x.sin() * 2)(x).sum().backward()
+    torch.testing.assert_close(x.grad, 2 * x.detach().cos())
+
+
+def test_a_wrong_example_input_is_an_error():
+    graph, _ = compiled(lambda x: x * 2, torch.randn(4, 6, device=DEVICE))
+    for wrong in (torch.randn(4, 5, device=DEVICE), torch.randn(6, 4, device=DEVICE).t()):
+        with pytest.raises(AssertionError, match="expected size"):
+            graph.call([wrong])
+
+
+def test_views_of_inputs_are_returned_as_views():
+    x = torch.randn(4, 6, device=DEVICE)
+    view, same = torch.compile(lambda x: (x[1:].t(), x * 1), backend="triton_compiler")(x)
+    assert view.data_ptr() == x[1:].data_ptr()
+    assert same.data_ptr() != x.data_ptr()
+
+
+def test_explain_shows_each_stage():
+    said = explain(
+        lambda x, w: F.gelu(F.layer_norm(x @ w, (8,))),
+        torch.randn(4, 8, device=DEVICE),
+        torch.randn(8, 8, device=DEVICE),
+    )
+    text = str(said)
+    for part in (
+        "Dynamo's graph",
+        "gelu",
+        "ATen after AOTAutograd",
+        "aten.mm",
+        "fusion groups",
+        "@triton.jit",
+        "def call(args)",
+    ):
+        assert part in text
+    assert said.kernels == 1
+    assert said.bytes < said.eager_bytes
+    assert said.dot().startswith("digraph")
+
+
+def test_generated_kernels_compile_for_all_architectures():
+    """In a process whose Triton compiles: large sizes, so that all kinds of kernels are there."""
+    done = subprocess.run(
+        [sys.executable, str(Path(__file__).with_name("offline.py"))], capture_output=True, text=True, cwd=ROOT,
+        timeout=300, check=False,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr[-3000:]
+    assert {"flat", "tile", "rows", "walked"} <= set(done.stdout.split())
+
+
+def test_the_benchmark_writes_a_record(tmp_path):
+    from harness.record import load
+
+    path = tmp_path / "record.json"
+    assert benchmark(["graphs", "models", "--only", "SwiGLU", "MLP", "--quick", "--json", str(path)]) == 0
+    record = load(path)
+    assert [(each["name"], each["status"]) for each in record["examples"]] == [
+        ("graphs", "passed"),
+        ("models", "passed"),
+    ]
+    assert record["examples"][0]["tables"][0]["baseline"] == "Inductor"
+
+
+@given(sizes=st.lists(st.integers(2, 6), min_size=1, max_size=4), cut=st.integers(0, 3))
+def test_a_reshape_splits_loops_until_its_index_is_affine(sizes, cut):
+    """The index of each element, evaluated, is that of numpy's."""
+    total = torch.Size(sizes).numel()
+    shape = (total // sizes[0], sizes[0]) if cut else (sizes[-1], total // sizes[-1])
+    dims = [Dim("d0", total)]
+    while True:
+        strides, stride = {}, 1
+        for dim in reversed(dims):
+            strides[dim], stride = stride, stride * dim.size
+        try:
+            index = unflatten(Affine.of(strides), shape)
+            break
+        except Split as split:
+            at = dims.index(split.dim)
+            dims[at : at + 1] = [
+                Dim(split.dim.name + "a", split.dim.size // split.inner),
+                Dim(split.dim.name + "b", split.inner),
+            ]
+    for number in range(total):
+        rest, values = number, {}
+        for dim in reversed(dims):
+            rest, values[dim] = divmod(rest, dim.size)
+        found = [each.offset + sum(c * values[dim] for dim, c in each.terms) for each in index]
+        assert found == [number // shape[1], number % shape[1]]
+
+
+def test_an_index_that_no_split_makes_affine():
+    with pytest.raises(Uneven):
+        divide(Affine(((Dim("d", 6), 4),)), 6)

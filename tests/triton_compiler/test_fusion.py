@@ -1,0 +1,122 @@
+"""What becomes one kernel, and why it ends where it ends."""
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch._subclasses import FakeTensorMode
+from torch.fx.experimental.proxy_tensor import make_fx
+
+from tests.triton_compiler.helpers import DEVICE, check, compiled
+from triton_compiler import lowering
+from triton_compiler.capture import plan_graph
+from triton_compiler.decompose import decompositions
+from triton_compiler.explain import bytes_of
+
+
+def x(*shape):
+    return torch.randn(*shape, device=DEVICE)
+
+
+ONE = {
+    "a chain": lambda x: torch.sin(x) * x + 1,
+    "siblings": lambda x: (x * 2, x + 1, x.exp()),
+    "softmax": lambda x: torch.softmax(x, -1),
+    "layer norm and what follows": lambda x: F.gelu(F.layer_norm(x, (x.shape[-1],))) + x,
+    "row statistics": lambda x: (x.mean(1), x.var(1), x.amax(1), x.argmax(1)),
+    "an activation and its column sums": lambda x: (lambda y: (y, y.sum(0)))(F.relu(x)),
+    "cat, slices and a rotation": lambda x: x * 2 + torch.cat([-x[:, 8:], x[:, :8]], 1),
+    "a reduction of a broadcast": lambda x: (x.unsqueeze(1) - x.unsqueeze(0)).square().sum(-1),
+    "a permutation": lambda x: (x.t().reshape(4, 4, 12) + 1).sum(-1) * 2,
+}
+
+
+@pytest.mark.parametrize("name", ONE)
+def test_one_kernel(name):
+    check(ONE[name], x(12, 16), kernels=1)
+
+
+def test_a_matmul_has_its_epilogue_in_one_kernel():
+    graph = check(lambda x, w, b: F.gelu(x @ w + b) * 2, x(8, 6), x(6, 10), x(10), kernels=1)
+    assert len(graph.lowered.externs) == 1
+    assert {each.reason for each in graph.fusion.boundaries} == set()
+
+
+def test_the_reason_of_a_boundary():
+    graph = check(lambda x: (lambda y: y.sum(1, keepdim=True) * y.sum(0))(x * x.exp()), x(12, 16))
+    assert {each.reason for each in graph.fusion.boundaries} <= {
+        "other sizes",
+        "reductions of other sizes",
+        "reductions over other axes",
+    }
+    assert graph.fusion.boundaries
+
+
+def test_only_what_others_read_is_stored():
+    graph = check(lambda x: torch.softmax(x * 2, -1), x(12, 16), kernels=1)
+    (kernel,) = graph.sources
+    assert len(kernel.stored) == 1
+    assert bytes_of(kernel, graph.fusion) == 2 * 12 * 16 * 4
+
+
+def test_cheap_values_are_computed_again():
+    """Casts and constants, in each kernel that needs them: nothing but the two outputs is stored."""
+    graph = check(lambda x: (lambda y: (y.sum(0), y.sum(1)))(x.float() * 1.5), x(12, 16).half())
+    assert sum(len(kernel.stored) for kernel in graph.sources) == 2
+
+
+def test_a_producer_between_two_calls_waits_for_neither():
+    """Merging what comes before a matmul with what comes after it would be a cycle."""
+    graph = check(lambda x: (lambda y: (y @ y.t()) @ y + x.sin())(x.cos()), x(12, 16))
+    assert len(graph.sources) == 2
+
+
+def test_a_row_that_does_not_fit_is_walked(monkeypatch):
+    from triton_compiler import schedule
+
+    monkeypatch.setattr(schedule, "PERSISTENT", 8)
+    graph = check(lambda x: (torch.softmax(x, -1), F.layer_norm(x, (50,)).relu()), x(12, 50))
+    assert all("for rbase in range" in source.text for source in graph.sources.values())
+    (source,) = check(lambda x: torch.softmax(x, -1), x(12, 50), kernels=1).sources.values()
+    assert source.text.count("for rbase") == 2, "maximum and sum in one pass"
+    infinite = x(4, 50)
+    infinite[0, :20] = infinite[1, 25:] = float("-inf")
+    check(lambda x: torch.log_softmax(x, -1), infinite)
+    got = compiled(lambda x: torch.softmax(x, -1), torch.full((2, 50), float("-inf"), device=DEVICE))[1][0]
+    assert got.isnan().all()
+
+
+def test_a_large_reduction_is_split(monkeypatch):
+    """Few results of many numbers: parts in programs of their own, and their results in a second kernel."""
+    monkeypatch.setattr(lowering, "SPLIT_PROGRAMS", 16)
+    monkeypatch.setattr(lowering, "REGISTER_ROW", 64)
+    check(lambda x: x.sum(), x(64, 1024), kernels=2)
+    check(lambda x: (x * 2).amax(0), x(2048, 8), kernels=2)
+    check(lambda x: (*torch.var_mean(x, (0, 2)), x.argmax()), x(16, 4, 1024))
+    check(lambda x: F.batch_norm(x, None, None, training=True), x(16, 4, 1024))
+
+
+def test_memory_of_dead_buffers_is_used_again():
+    graph, _ = compiled(lambda x, w: ((((x @ w).relu() @ w).relu() @ w).relu() @ w).relu(), x(8, 8), x(8, 8))
+    assert "view(buf" in graph.wrapper.source
+
+
+def test_indices_have_64_bits_where_32_are_too_few():
+    with FakeTensorMode():
+        gm = make_fx(lambda x: [x * 2], decomposition_table=decompositions())(torch.empty(3, 2**30, device=DEVICE))
+    (source,) = plan_graph(gm).sources.values()
+    assert "tl.program_id(0).to(tl.int64)" in source.text
+
+
+def test_column_sums_beside_reductions_of_rows(monkeypatch):
+    """The backward of a norm: one kernel reads gradient and input once, a second adds the parts of the sums."""
+    from triton_compiler import fusion
+
+    monkeypatch.setattr(lowering, "SPLIT_PROGRAMS", 16)
+    monkeypatch.setattr(fusion, "WALKERS", 16)
+
+    def backward(g, x, mean, rstd, w, b):
+        return torch.ops.aten.native_layer_norm_backward(g, x, [50], mean, rstd, w, b, [True, True, True])
+
+    rows = 512
+    graph = check(backward, x(rows, 50), x(rows, 50), x(rows, 1), x(rows, 1).abs(), x(50), x(50))
+    assert any("for windex in range" in source.text for source in graph.sources.values())

@@ -1,0 +1,192 @@
+"""Capture: from Dynamo's graph to compiled functions, forward and backward.
+
+Dynamo hands a backend a graph of torch functions and the real inputs. AOTAutograd traces it again, through autograd,
+functionalization and our decompositions, to graphs of ATen operations without mutation; the min-cut partitioner splits
+forward from backward so that little is saved between them. Each of the two graphs then goes through lowering, fusion,
+scheduling and code generation.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import time
+import warnings
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+import sympy
+import torch
+from functorch.compile import make_boxed_func, min_cut_rematerialization_partition
+from torch._dynamo.backends.common import aot_autograd
+
+from triton_compiler.codegen import Source, generate
+from triton_compiler.decompose import decompositions
+from triton_compiler.device import INTERPRETED
+from triton_compiler.fusion import Fusion, Kernel
+from triton_compiler.lowering import Lowering
+from triton_compiler.runtime import Wrapper
+from triton_compiler.schedule import schedule
+
+
+@dataclass
+class CompiledGraph:
+    """One ATen graph and what became of it: what explain() shows."""
+
+    kind: str  # "forward", "backward" or "inference"
+    graph: torch.fx.GraphModule
+    lowered: Lowering
+    fusion: Fusion
+    sources: dict[Kernel, Source]
+    seconds: dict[str, float] = field(default_factory=dict)
+    wrapper: Wrapper | None = None
+    call: Callable | None = None
+
+
+@dataclass
+class Captured:
+    """All that was compiled within `recording()`: graphs as Dynamo handed them over, and as they were compiled."""
+
+    dynamo: list[torch.fx.GraphModule] = field(default_factory=list)
+    graphs: list[CompiledGraph] = field(default_factory=list)
+
+
+_recordings: list[Captured] = []
+
+
+@contextlib.contextmanager
+def recording():
+    """Within, everything that this backend compiles is kept."""
+    captured = Captured()
+    _recordings.append(captured)
+    try:
+        yield captured
+    finally:
+        _recordings.remove(captured)
+
+
+def hints_of(gm: torch.fx.GraphModule) -> dict[sympy.Symbol, int]:
+    """The size that each symbol had when the graph was traced."""
+    hints: dict = {}
+    for node in gm.graph.nodes:
+        value = node.meta.get("val")
+        sizes = value.shape if isinstance(value, torch.Tensor) else (value,)
+        for size in sizes:
+            if isinstance(size, torch.SymInt) and isinstance(size.node.expr, sympy.Symbol) and size.node.has_hint():
+                hints.setdefault(size.node.expr, size.node.hint)
+    return hints
+
+
+def plan_graph(gm: torch.fx.GraphModule, kind: str = "inference") -> CompiledGraph:
+    """An ATen graph, whose nodes have fake tensors in meta["val"], as kernels in Triton's language: needs no GPU."""
+    times = [time.perf_counter()]
+    lowered = Lowering(gm)
+    times.append(time.perf_counter())
+    fusion = Fusion(lowered, hints_of(gm))
+    times.append(time.perf_counter())
+    kernels = [step for step in fusion.steps if isinstance(step, Kernel)]
+    sources = {kernel: generate(kernel, schedule(kernel, fusion.hint)) for kernel in kernels}
+    times.append(time.perf_counter())
+    names = ("lowering", "fusion", "codegen")
+    seconds = {name: after - before for name, before, after in zip(names, times, times[1:], strict=False)}
+    return CompiledGraph(kind, gm, lowered, fusion, sources, seconds)
+
+
+def compile_graph(gm: torch.fx.GraphModule, kind: str = "inference") -> CompiledGraph:
+    """The same, compiled: `call` takes a list of the graph's inputs and returns its outputs."""
+    graph = plan_graph(gm, kind)
+    start = time.perf_counter()
+    device = graph.lowered.only_device
+    with torch.cuda.device(device) if device is not None and device.type == "cuda" else contextlib.nullcontext():
+        graph.wrapper = Wrapper(graph.fusion, graph.sources)
+        graph.call = graph.wrapper.finish()
+    graph.seconds["triton"] = time.perf_counter() - start
+    for captured in _recordings:
+        captured.graphs.append(graph)
+    return graph
+
+
+STRICT = bool(os.environ.get("TRITON_COMPILER_STRICT"))  # an error of this compiler is raised, not warned of
+
+
+def compiler(kind: str) -> Callable:
+    def compile_it(gm: torch.fx.GraphModule, example_inputs: list) -> Callable:
+        try:
+            graph = compile_graph(gm, kind)
+        except Exception as error:
+            if STRICT:
+                raise
+            reason = f"{type(error).__name__}: {str(error).splitlines()[0] if str(error) else ''}"
+            warnings.warn(f"triton_compiler: this {kind} graph runs in eager: {reason}", stacklevel=2)
+            return make_boxed_func(gm.forward)
+        call, device = graph.call, graph.lowered.only_device
+
+        def run(args: list):
+            return call(args)
+
+        def run_on_gpu(args: list):
+            if torch.cuda.current_device() == device.index:
+                return call(args)
+            with torch.cuda.device(device):
+                return call(args)
+
+        run = run_on_gpu if device is not None and device.type == "cuda" else run
+
+        run._boxed_call = True
+        return run
+
+    return compile_it
+
+
+CHANNELS_LAST = not INTERPRETED  # cuDNN's kernels for tensor cores want it
+
+
+def channels_last(gm: torch.fx.GraphModule) -> None:
+    """Two-dimensional convolutions read images and weights with channels last; outputs of the graph keep their layout.
+
+    It is done before autograd, so that the backward sees the same layout. What lies between convolutions follows it.
+    """
+    found = [node for node in gm.graph.nodes if node.target in (torch.conv2d, torch.nn.functional.conv2d)]
+    if not found or any(torch.is_tensor(v := n.meta.get("example_value")) and has_symbols(v) for n in found):
+        return
+    for node in found:
+        with gm.graph.inserting_before(node):
+            for arg in node.all_input_nodes[:2]:
+                moved = gm.graph.call_method("contiguous", (arg,), {"memory_format": torch.channels_last})
+                node.replace_input_with(arg, moved)
+    output = next(iter(gm.graph.find_nodes(op="output")))
+    for node in output.all_input_nodes:
+        value = node.meta.get("example_value")
+        if node.op != "placeholder" and torch.is_tensor(value) and value.ndim == 4 and value.is_contiguous():
+            with gm.graph.inserting_before(output):
+                output.replace_input_with(node, gm.graph.call_method("contiguous", (node,)))
+    gm.recompile()
+
+
+def has_symbols(value: torch.Tensor) -> bool:
+    return any(isinstance(size, torch.SymInt) for size in value.shape)
+
+
+def triton_backend(gm: torch.fx.GraphModule, example_inputs: list[torch.Tensor]) -> Callable:
+    """The backend: what torch.compile(model, backend=triton_backend) calls with each graph that Dynamo captures."""
+    for captured in _recordings:
+        captured.dynamo.append(gm)
+    if CHANNELS_LAST:
+        channels_last(gm)
+    backend = aot_autograd(
+        fw_compiler=compiler("forward"),
+        bw_compiler=compiler("backward"),
+        inference_compiler=compiler("inference"),
+        partition_fn=min_cut_rematerialization_partition,
+        decompositions=decompositions(),
+        keep_inference_input_mutations=True,
+    )
+    return backend(gm, example_inputs)
+
+
+def triton_compiler(model: Callable, **options) -> Callable:
+    """torch.compile with this backend: a module or function in, the same kind out; options are torch.compile's."""
+    return torch.compile(model, backend=triton_backend, **options)
+
+
+__all__ = ["compile_graph", "plan_graph", "recording", "triton_backend", "triton_compiler"]
