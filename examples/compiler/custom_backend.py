@@ -6,13 +6,14 @@ A backend is a function: a graph and its example inputs in, a callable out. Five
   AOTAutograd      the graph again as ATen operations, without mutation, forward and backward apart
   decompositions   the same in a few dozen simple operations, which is all that a compiler must know
   one kernel       a pointwise graph written as one Triton kernel, in thirty lines
-  a compiler       triton_compiler, in this repository: reductions, views, fusion, memory, fallbacks
+  a compiler       triton_compiler, in this repository: reductions, views, fusion, memory, fallbacks; read it with
+                   docs/triton_compiler.md
 
 Question   What does a backend see of a function, and what does it take to make one kernel of it?
 Needs      triton
 Wins when  the hardware, the library or the operation is yours: Inductor does not know it, and the capture, autograd and
            guards of torch.compile are still free. For speed on a GPU, measure against Inductor first.
-Source     chapter section "Custom Backends"; docs/triton_compiler.md walks through the compiler, stage by stage.
+Source     chapter section "Code Flow Graph", whose backend gets fake tensors: Dynamo hands over the real ones.
 """
 
 from __future__ import annotations
