@@ -6,6 +6,7 @@ WORKDIR /companion
 COPY requirements.txt requirements-common.txt pyproject.toml README.md LICENSE ./
 COPY harness harness
 COPY compile_inspect compile_inspect
+COPY triton_compiler triton_compiler
 COPY companion companion
 COPY profiling profiling
 COPY examples examples

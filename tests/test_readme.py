@@ -26,6 +26,7 @@ from companion.__main__ import _parser as _companion_parser
 from compile_inspect import count_entries
 from compile_inspect.main import parser as inspected
 from compile_inspect.report import PHASES
+from triton_compiler.benchmark import command_line as benchmark_command
 
 PAGES = {name: (ROOT / name).read_text(encoding="utf-8") for name in ["README.md", *readme.DOCUMENTS]}
 PAGES |= {f"docs/{path.name}": path.read_text(encoding="utf-8") for path in sorted((ROOT / "docs").glob("*.md"))}
@@ -209,6 +210,8 @@ def test_every_command_can_be_parsed():
             phase = words[2].removeprefix("compile_inspect.")
             inspected(None if phase == "main" else phase).parse_args(words[3:])
             assert phase in ("main", *PHASES)
+        elif words[1:3] == ["-m", "triton_compiler.benchmark"]:
+            benchmark_command().parse_args(words[3:])
         elif words == ["uv", "sync"]:
             continue
         elif words[1] in TOPICS:

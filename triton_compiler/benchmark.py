@@ -393,21 +393,25 @@ def compile_answer(report: Report) -> str:
 RUN = {"graphs": run_graphs, "models": run_models, "compile": run_compile}
 
 
-def main(argv: list[str] | None = None) -> int:
-    argv = sys.argv[1:] if argv is None else argv
+def command_line() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="python -m triton_compiler.benchmark", description=__doc__.splitlines()[0])
     parser.add_argument("parts", nargs="*", help="graphs, models, compile; all unless given")
     parser.add_argument("--only", nargs="+", default=[], metavar="NAME", help="only these graphs or models")
     parser.add_argument("--json", type=Path, metavar="FILE", help="write it as a record (schema 2)")
     parser.add_argument("--quick", action="store_true", help="small sizes, on a GPU too")
     parser.add_argument("--cold", nargs=2, metavar=("MODEL", "BACKEND"), help=argparse.SUPPRESS)
-    options = parser.parse_args(argv)
+    return parser
+
+
+def main(argv: list[str] | None = None) -> int:
+    argv = sys.argv[1:] if argv is None else argv
+    options = command_line().parse_args(argv)
     large = not INTERPRETED and not options.quick
     if options.cold:
         print(json.dumps(cold(*options.cold, large)))
         return 0
     if unknown := set(options.parts) - set(RUN):
-        parser.error(f"no part {', '.join(sorted(unknown))}; there are {', '.join(RUN)}")
+        command_line().error(f"no part {', '.join(sorted(unknown))}; there are {', '.join(RUN)}")
     from harness.hardware import machine
     from harness.record import ExampleRecord, Record, git_state
     from harness.sources import sources_hash

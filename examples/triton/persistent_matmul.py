@@ -1,17 +1,13 @@
 """Persistent matmul: one program per SM walks over the tiles, so that the end of a tile overlaps with the next.
 
-With one program per tile, every program starts with empty buffers and ends by storing its tile while the tensor cores
-idle. A persistent kernel starts one program per SM, which takes tiles p, p + NUM_SMS, p + 2 * NUM_SMS, ... That alone
-overlaps nothing; the steps below do (TMA is a later topic). What remains is wave quantization: a partial last wave.
-
-  tile        one program per tile, to start from;
-  persistent  a loop over tiles around the loop over K; the pipeline still drains at the end of each tile;
-  flattened   tl.range(..., flatten=True) makes one loop of the two: the next tile is loaded while this one is stored;
-  split       the tile is stored in two halves, from half as much shared memory: that leaves room for a fourth stage.
+With one program per tile, the tensor cores idle at the start of every program and while it stores. A persistent
+kernel has one program per SM, which takes tiles p, p + NUM_SMS, ... That alone (`persistent`) overlaps nothing: its
+pipeline drains after each tile. `flattened` makes one loop of tiles and K: the next tile is loaded while this one is
+stored. `split` stores halves of a tile, which frees shared memory for a fourth stage.
 
 Question   What does a persistent kernel win over one program per tile, and over cuBLAS, by size?
 Needs      triton, sm_90
-Wins when  there are several tiles per SM. Where one wave covers the matrix, there is no next tile to overlap with.
+Wins when  there are several tiles per SM. What remains is wave quantization: a partial last wave.
 Study      studies/triton/persistent_matmul.py
 Source     chapter section "Persistent Kernels", whose kernel is not persistent: a loop over K alone; Triton tutorial 09
 """
@@ -88,10 +84,9 @@ def fitting_tile(device: torch.device, split: bool) -> tuple[int, int]:
 def matmul_persistent(a: torch.Tensor, b: torch.Tensor, variant: str = "split") -> torch.Tensor:
     """a [M, K] @ b [K, N] by one of VARIANTS, each a step from the one before: c [M, N], contiguous, dtype of a.
 
-    float16 or bfloat16, both the same, with a float32 accumulator. Rows are contiguous, K and N multiples of 8, M any
-    (0 too). Raises TypeError for another dtype or two dtypes; ValueError for rank, inner sizes that differ, a layout
-    that TMA cannot load or an unknown variant; RuntimeError for a device without Triton, one with too little shared
-    memory for any tile, or an input that requires grad.
+    Both float16 or bfloat16, with a float32 accumulator. Rows are contiguous, K and N multiples of 8, M any (0 too).
+    Raises TypeError for dtypes; ValueError for rank, inner sizes that differ, a layout that TMA cannot load or an unknown
+    variant; RuntimeError without Triton, with too little shared memory for any tile, or for an input that requires grad.
     """
     M, N, K = check_gemm("matmul_persistent", a, b, DTYPES, tma=True)
     check_choice("matmul_persistent", VARIANTS, variant=variant)
