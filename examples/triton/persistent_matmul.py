@@ -85,8 +85,8 @@ def matmul_persistent(a: torch.Tensor, b: torch.Tensor, variant: str = "split") 
     """a [M, K] @ b [K, N] by one of VARIANTS, each a step from the one before: c [M, N], contiguous, dtype of a.
 
     Both float16 or bfloat16, with a float32 accumulator. Rows are contiguous, K and N multiples of 8, M any (0 too).
-    Raises TypeError for dtypes; ValueError for rank, inner sizes that differ, a layout that TMA cannot load or an unknown
-    variant; RuntimeError without Triton, with too little shared memory for any tile, or for an input that requires grad.
+    Raises TypeError for dtypes; ValueError for rank, inner sizes that differ, a layout TMA cannot load or an unknown
+    variant; RuntimeError without Triton, with too little shared memory for any tile, for an input that requires grad.
     """
     M, N, K = check_gemm("matmul_persistent", a, b, DTYPES, tma=True)
     check_choice("matmul_persistent", VARIANTS, variant=variant)
