@@ -170,10 +170,10 @@ def answer(graphs: int, tables: dict[str, dict]) -> str:
     padded = max(row.speedup for row in tables[LONG][MANY].rows if row.variant in names)
     # Within the spread of uneven times nothing is a gain.
     gains = [row.p80 < table[EAGER].p20 for table in tables.get(SHORT, {}).values() for row in table.rows[1:]]
-    behind = "" if all(gains) else f"; short kernels gain under {sum(gains) or 'none'} of {len(gains)}"
+    behind = "" if all(gains) else f"; short gain under {sum(gains) or 'none'} of {len(gains)}"
     return (
-        f"{MANY}, the default ({graphs} graphs) over eager: {', '.join(default)}; long kernels padded {padded:.2f}x at "
-        f"best. Fastest of them: {take}{behind}."
+        f"{MANY}, the default ({graphs} graphs) over eager: {', '.join(default)}; long padded {padded:.2f}x at best. "
+        f"Fastest: {take}{behind}."
     )
 
 
