@@ -29,6 +29,6 @@ if not torch.cuda.is_available() and not os.environ.get("TRITON_INTERPRET"):
 from triton_compiler.capture import compile_graph, recording, triton_backend, triton_compiler
 from triton_compiler.explain import explain
 
-torch._dynamo.register_backend(triton_backend, name="triton_compiler") if hasattr(torch, "_dynamo") else None
+torch._dynamo.register_backend(triton_backend, name="triton_compiler")
 
 __all__ = ["compile_graph", "explain", "recording", "triton_backend", "triton_compiler"]

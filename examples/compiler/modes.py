@@ -17,7 +17,7 @@ Wins when  calls repeat one shape often enough to pay for compiling. On a CPU th
 Variants   modes_first_calls.py (how it is found out when a call has settled)
 Study      studies/compiler/modes.py (128 tokens; max-autotune with and without CUDA graphs)
 Source     chapter sections "Compilation Modes", "Compiler Modes" and "Mode Comparison"; chapter section "Pitfall 5:
-           Forgetting Warmup", which asks for 10 calls and more: 5 are enough here (H200).
+           Forgetting Warmup", which asks for 10 calls and more: the lesson counts them.
 """
 
 from __future__ import annotations
