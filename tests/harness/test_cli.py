@@ -82,7 +82,8 @@ def topic(tmp_path, monkeypatch):
         return script
 
     yield write
-    for name in [*sys.modules]:
+    # A test may have given __main__ a file of the topic, which monkeypatch takes back after this.
+    for name in {*sys.modules} - {"__main__"}:
         if str(getattr(sys.modules[name], "__file__", "")).startswith(str(tmp_path)):
             del sys.modules[name]
 
