@@ -37,15 +37,21 @@ def pytest_report_header():
     ]
 
 
-# What is the same on every machine: the text of the project, and code that is compiled from shapes alone.
-OFFLINE = ("companion/test_claims.py", "companion/test_contribute.py", "companion/test_readme_tables.py", "faults")
-OFFLINE += ("test_house.py", "test_profile_read.py", "test_readme.py")
-OFFLINE += tuple(f"harness/test_{name}.py" for name in ("catalog", "codegen", "console", "record", "sources"))
+# What is the same on every machine: the text of the project, its records and pages, the tools that start processes,
+# what Dynamo and AOTAutograd do with Python and a graph, and code that is compiled from shapes alone.
+OFFLINE = ("companion", "faults", "test_compile_inspect.py", "test_container.py", "test_house.py", "test_order.py")
+OFFLINE += ("examples/test_headlines.py", "test_profile_read.py", "test_profiling.py", "test_readme.py")
+LOOKED_AT = "aot_autograd", "dynamo_capture", "frame_evaluation", "graph_breaks_phase", "guards", "subject", "triage"
+OFFLINE += tuple(f"compile_inspect/test_{phase}.py" for phase in (*LOOKED_AT, "main"))
+TOOLS = ("catalog", "cli", "codegen", "console", "process", "record", "settings", "sources")
+OFFLINE += tuple(f"harness/test_{name}.py" for name in TOOLS)
 COMPILING = ("harness.codegen", "tests.examples.triton.helpers")
 COMPILED_ALONE = ("code", "compile_for", "dump")  # of these modules, in a test that takes no harness
 
 
 def is_offline(item: pytest.Item) -> bool:
+    if item.get_closest_marker("gpu"):
+        return False
     place = item.path.relative_to(ROOT / "tests").as_posix()
     if place.startswith(OFFLINE):
         return True
