@@ -19,6 +19,7 @@ Question   How fast is attention without stored scores in Triton, by length and 
 Needs      triton, sm_90
 Wins when  cuDNN has no kernel for the variant. FlexAttention states most variants in two lines: use it first. Not for
            decoding: one query is one program a head, which streams all of K and V alone (split K and V instead).
+Variants   flash_attention_hopper.py (Gluon, warp-specialized: the softmax of one warpgroup under the MMAs of another)
 Study      studies/triton/flash_attention.py
 Source     goes beyond the chapter; FlashAttention (Dao et al. 2022), 3 (Shah et al. 2024); Milakov, Gimelshein 2018.
 """
@@ -39,8 +40,11 @@ from torch.nn.attention.flex_attention import create_block_mask, flex_attention
 from examples.common.attention import attention_budget, attention_flops, check_attention, sdpa
 from examples.common.attention import attention_reference as reference
 from examples.common.device import require_triton_device
+from examples.common.gluon import require_wgmma
+from examples.common.operands import check_choice
 from examples.common.tma import require_tma_layout, tma_descriptor
 from examples.common.untraced import untraced
+from examples.triton.flash_attention_hopper import launch_hopper
 
 DTYPES = (torch.float16, torch.bfloat16)
 # Head dim -> BLOCK_M, BLOCK_N, warps, stages, and whether V is loaded before K: chosen by timing on an H200.
@@ -48,6 +52,8 @@ TILES = {64: (128, 64, 4, 3, True), 128: (128, 64, 4, 2, False)}
 # Causal: heads whose tiles run side by side. K and V of 8 heads are 4 KiB a key at D = 128: 16 MiB at S = 4096, which
 # fits L2 (60 MiB), 64 MiB at S = 16384, which does not.
 GROUP_H = 8
+LN_2 = tl.constexpr(math.log(2))
+VARIANTS = ("tiles", "warp specialized")
 
 
 @triton.jit
@@ -65,7 +71,7 @@ def _online_softmax(scores, row_max, row_sum, scale):
 
 @triton.jit
 def flash_attention_kernel(
-    q_desc, k_desc, v_desc, o_desc, scale, H, Q_PER_KV, S, S_KV,
+    q_desc, k_desc, v_desc, o_desc, lse_ptr, scale, H, Q_PER_KV, S, S_KV,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, D: tl.constexpr, CAUSAL: tl.constexpr, RAGGED: tl.constexpr,
     GROUP_H: tl.constexpr, STAGES: tl.constexpr, V_FIRST: tl.constexpr,
 ):  # fmt: skip
@@ -122,41 +128,58 @@ def flash_attention_kernel(
 
     o = (acc / row_sum[:, None]).to(o_desc.dtype)
     o_desc.store([b, h, start_m, 0], o.reshape(1, 1, BLOCK_M, D))  # TMA drops rows beyond S
+    if lse_ptr is not None:
+        rows = start_m + tl.arange(0, BLOCK_M)
+        lse = row_max * LN_2 + tl.log(row_sum)
+        tl.store(lse_ptr + bh.to(tl.int64) * S + rows, lse, mask=rows < S)
 
 
 @untraced
 def flash_attention(
-    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, causal: bool = False, scale: float | None = None
-) -> torch.Tensor:
-    """softmax(scale * q @ k^T) @ v per head, contiguous, scale 1 / sqrt(D) unless given.
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, causal: bool = False, scale: float | None = None,
+    return_lse: bool = False, variant: str = "tiles",
+) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:  # fmt: skip
+    """softmax(scale * q @ k^T) @ v per head, contiguous, scale 1 / sqrt(D) unless given, by one of VARIANTS.
 
     q [B, H, S, D], k and v [B, H_kv, S_kv, D], with H a multiple of H_kv (grouped queries); D is 64 or 128, any S and
     S_kv from 1 up, and causal needs S == S_kv. float16 or bfloat16, all three the same; scores, sums and the
-    accumulator are float32, the weights are rounded to the input dtype for the second product.
+    accumulator are float32, the weights are rounded to the input dtype for the second product. With return_lse also
+    the logarithm of the sum of e^score of each row, float32 [B, H, S], which a backward pass and a merge of parts need.
 
-    Raises TypeError for another dtype; ValueError for a layout that TMA cannot load; what check_attention does for
-    sizes, causal and scale; RuntimeError for a device without Triton or an input that requires grad.
+    Raises TypeError for another dtype; ValueError for an unknown variant and a layout that TMA cannot load; what
+    check_attention does for sizes, causal and scale; RuntimeError for a device without Triton, an input that requires
+    grad and, warp specialized, any architecture but sm_90, and the interpreter.
     """
     name = "flash_attention"
     require_triton_device(name, q, k, v)
+    check_choice(name, VARIANTS, variant=variant)
     if q.dtype not in DTYPES or k.dtype != q.dtype or v.dtype != q.dtype:
         raise TypeError(f"{name}: dtypes {q.dtype}, {k.dtype}, {v.dtype}; all must be the same one of {DTYPES}")
-    scale = check_attention(name, q, k, v, TILES, causal, scale)
+    scale = check_attention(name, q, k, v, TILES, causal, scale) * math.log2(math.e)
     if k.shape != v.shape:
         raise ValueError(f"{name}: shapes {tuple(k.shape)} and {tuple(v.shape)}; k and v must have the same shape")
     require_tma_layout(name, q=q, k=k, v=v)
     (B, H, S, D), (_, H_kv, S_kv, _) = q.shape, k.shape
     o = torch.empty(q.shape, dtype=q.dtype, device=q.device)
-    if o.numel():
+    lse = torch.empty(q.shape[:3], dtype=torch.float32, device=q.device) if return_lse else None
+    group_h = GROUP_H if causal else 1
+    if variant == "warp specialized":
+        require_wgmma(name, q.device, "the variant 'tiles'")
+        if o.numel():
+            launch_hopper(q, k, v, o, lse, scale, causal, group_h)
+    elif o.numel():
         block_m, block_n, num_warps, stages, v_first = TILES[D]
         flash_attention_kernel[(triton.cdiv(S, block_m) * B * H,)](
             tma_descriptor(q, [1, 1, block_m, D]), tma_descriptor(k, [1, 1, block_n, D]),
             tma_descriptor(v, [1, 1, block_n, D]), tma_descriptor(o, [1, 1, block_m, D]),
-            scale * math.log2(math.e), H, H // H_kv, S, S_kv,
-            BLOCK_M=block_m, BLOCK_N=block_n, D=D, CAUSAL=causal, RAGGED=S_kv % block_n > 0,
-            GROUP_H=GROUP_H if causal else 1, STAGES=stages, V_FIRST=v_first, num_warps=num_warps,
+            lse, scale, H, H // H_kv, S, S_kv, BLOCK_M=block_m, BLOCK_N=block_n, D=D, CAUSAL=causal,
+            RAGGED=S_kv % block_n > 0, GROUP_H=group_h, STAGES=stages, V_FIRST=v_first, num_warps=num_warps,
         )  # fmt: skip
-    return o
+    return (o, lse) if return_lse else o
+
+
+def runs_gluon(h: Harness) -> bool:
+    return not h.interpreted and h.machine.sm == 90
 
 
 def compare(h: Harness, B: int, H: int, S: int, D: int, causal: bool) -> Table:
@@ -167,9 +190,12 @@ def compare(h: Harness, B: int, H: int, S: int, D: int, causal: bool) -> Table:
         mask = create_block_mask(lambda b, h, i, j: i >= j, None, None, S, S, device=h.device) if causal else None
         libraries = {"cuDNN": sdpa(SDPBackend.CUDNN_ATTENTION, causal)} | libraries
         libraries["FlexAttention"] = h.compiled(functools.partial(flex_attention, block_mask=mask))
+    ours = {"triton": functools.partial(flash_attention, causal=causal)}
+    if runs_gluon(h):
+        ours["warp specialized"] = functools.partial(ours["triton"], variant="warp specialized")
     return h.compare(
-        libraries | {"triton": functools.partial(flash_attention, causal=causal)},
-        functools.partial(reference, causal=causal), q, k, v, baseline=next(iter(libraries)),
+        libraries | ours, functools.partial(reference, causal=causal), q, k, v, baseline=next(iter(libraries)),
+        default="triton",
         case=f"{B}x{H}x{S}x{D}{' causal' * causal}",
         work=Work(bytes=4 * q.nbytes, flops=attention_flops(q, k, causal), dtype=h.half), **attention_budget(h.half, S),
     )  # fmt: skip
@@ -178,7 +204,7 @@ def compare(h: Harness, B: int, H: int, S: int, D: int, causal: bool) -> Table:
 def beside_fastest(table: Table) -> str:
     library = min((row for row in table.rows if not row.ours), key=lambda row: row.ms).variant
     name = library.split()[0].strip(",").removesuffix("Attention")  # cuDNN, Flex, or torch's own
-    return f"{table.best.tflops:.0f} ({table.over(library):.2f}x {name})"
+    return f"{table[table.default].tflops:.0f} ({table.over(library, table.default):.2f}x {name})"
 
 
 def answer(pairs: list[list[Table]]) -> str:
@@ -193,10 +219,13 @@ def demo(h: Harness) -> None:
             q = h.randn(1, 2, S, D, dtype=h.half)
             k, v = (h.randn(1, 1, S_kv, D, dtype=h.half) for _ in range(2))
             what = f"{S} queries, {S_kv} keys, head dim {D}{', causal' * causal}"
-            h.check(flash_attention, reference, q, k, v, causal, what=what, **attention_budget(h.half, S_kv))
+            for variant in VARIANTS if runs_gluon(h) else VARIANTS[:1]:
+                fn = functools.partial(flash_attention, variant=variant)
+                h.check(fn, reference, q, k, v, causal, what=f"{variant}: {what}", **attention_budget(h.half, S_kv))
     x, tma = h.meta(4, 32, 4096, 128), ("cp.async.bulk.tensor", "mbarrier")
     find = {90: (*tma, "wgmma"), 100: (*tma, "tcgen05.mma"), 120: (*tma, "mma.sync")}
     h.codegen(flash_attention, x, x, x, find=find)
+    h.codegen(flash_attention, x, x, x, variant="warp specialized", find={90: (*tma, "wgmma", "setmaxnreg")})
 
     full = [(4, 32, 4096, 64), (4, 32, 4096, 128), (1, 32, 16384, 128)]
     cases = h.pick(interpreted=[(1, 2, 200, 128)], quick=[(1, 16, 4096, 128)], full=full)

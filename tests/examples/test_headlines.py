@@ -15,8 +15,8 @@ LESSONS = {f"{each.path.parent.name}/{each.name}": each for topic in topics() fo
 LESS_WORK = ("no epilogue",)  # rows that are beside a table's work, and no call that a user could make instead
 # The row of the wrapper called without options, which README shows.
 DEFAULTS = {
-    "triton/autotune": "triton tuned", "triton/dropout": "triton", "triton/layer_norm": "triton",
-    "triton/persistent_matmul": "split", "triton/softmax": "triton",
+    "triton/autotune": "triton tuned", "triton/dropout": "triton", "triton/flash_attention": "triton",
+    "triton/layer_norm": "triton", "triton/persistent_matmul": "split", "triton/softmax": "triton",
     "triton/warp_specialized_matmul": "persistent, WS", "fp8/quantize": "triton", "fp8/fused_gelu_quantize": "triton",
     "fp8/fused_layer_norm_quantize": "triton", "fp8/fp8_matmul": "triton", "fp8/blockwise_matmul": "triton",
     "fp8/fp8_attention": "triton", "tma/what_is_tma": "descriptor", "tma/tma_copy": "pipelined",

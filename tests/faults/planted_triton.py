@@ -256,8 +256,34 @@ the output is 2.5 units in the last place of float16 too large  [uncaught]
   - o = (acc / row_sum[:, None]).to(o_desc.dtype)
   + o = (1.0025 * acc / row_sum[:, None]).to(o_desc.dtype)
 the scale of the scores is 0.0006 too large  [uncaught]
-  - scale * math.log2(math.e), H, H // H_kv
-  + 1.0006 * scale * math.log2(math.e), H, H // H_kv
+  - causal, scale) * math.log2(math.e)
+  + causal, scale) * 1.0006 * math.log2(math.e)
+the logarithm of the sums leaves the maximum in powers of 2
+  - lse = row_max * LN_2 + tl.log(row_sum)
+  + lse = row_max + tl.log(row_sum)
+warp specialized, the result is not rescaled when the maximum grows  [gpu]
+  - acc = acc * gl.convert_layout(alpha, BY_ROW)[:, None]
+  + pass
+warp specialized, the values are those of the block after  [gpu]
+  - v_slot, v_phase, b, h_kv, row + BLOCK_N)
+  + v_slot, v_phase, b, h_kv, row)
+warp specialized, the scores are read before their MMAs are done  [gpu]
+  - scores = warpgroup_mma_wait(1, deps=(scores,))
+  + scores = warpgroup_mma_wait(2, deps=(scores,))
+warp specialized, a consumer keeps its turn  [gpu]
+  - acc = _start_values(p, v_bufs, v_slot, acc)
+  - mbarrier.arrive(turns.index(OTHER))
+  + acc = _start_values(p, v_bufs, v_slot, acc)
+warp specialized, the queries of a tile are never released  [gpu]
+  - mbarrier.arrive(q_ring[2].index(CONSUMER))
+  - q_phase ^= 1
+  - mbarrier.wait
+  + q_phase ^= 1
+  + mbarrier.wait
+warp specialized, a tile is written where TMA still reads the one before  [gpu]
+  - tma.store_wait(0)
+  - acc = warpgroup_mma_wait(0, deps=(acc,))
+  + acc = warpgroup_mma_wait(0, deps=(acc,))
 
 # triton/custom_op
 the derivative of silu lacks a factor

@@ -9,6 +9,7 @@ or lets every partition wait with nothing in flight, is an error.
 
 import collections
 import functools
+import operator
 import random
 from types import FunctionType, SimpleNamespace
 from typing import NamedTuple
@@ -37,18 +38,43 @@ class Dtype(NamedTuple):
 class Value:
     """Registers: `get` is called when the partition gets there. An accumulator of wgmma has its memory."""
 
-    def __init__(self, get, shape, memory=None):
-        self.get, self.shape, self.memory = get, shape, memory
+    def __init__(self, sm, get, shape, memory=None):
+        self.sm, self.get, self.shape, self.memory = sm, get, shape, memory
 
     def to(self, dtype):
-        return Value(lambda: self.get().to(dtype.torch), self.shape)
+        return Value(self.sm, lambda: self.get().to(dtype.torch), self.shape)
 
-    def __mul__(self, factor):
-        return Value(lambda: self.get() * factor, self.shape)
+    def then(self, fn, *others):
+        """fn of this and other values, computed where the partition is now."""
+
+        def run():
+            done.append(fn(self.get(), *(x.get() if isinstance(x, Value) else x for x in others)))
+
+        done, like = [], [torch.zeros(x.shape) if isinstance(x, Value) else x for x in (self, *others)]
+        self.sm.does(run)
+        return Value(self.sm, lambda: done[0], fn(*like).shape)
+
+    def __getitem__(self, at):
+        return self.then(operator.itemgetter(at))
+
+    __add__ = functools.partialmethod(then, operator.add)
+    __sub__ = functools.partialmethod(then, operator.sub)
+    __mul__ = functools.partialmethod(then, operator.mul)
+    __truediv__ = functools.partialmethod(then, operator.truediv)
 
     def halves(self):
         rows, width = self.shape[0], self.shape[1] // 2
-        return [Value(lambda i=i: self.get().narrow(1, i * width, width), (rows, width)) for i in (0, 1)]
+        return [Value(self.sm, lambda i=i: self.get().narrow(1, i * width, width), (rows, width)) for i in (0, 1)]
+
+
+class Pointer(NamedTuple):
+    """A tensor's elements, from its first on."""
+
+    tensor: torch.Tensor
+    at: object = 0
+
+    def __add__(self, offset):
+        return Pointer(self.tensor, self.at + offset)
 
 
 class Memory:
@@ -95,7 +121,7 @@ class Memory:
 
         loaded = []
         self.sm.does(run)
-        return Value(lambda: loaded[0], self.shape)
+        return Value(self.sm, lambda: loaded[0], self.shape)
 
     def store(self, value):
         def run():
@@ -128,7 +154,7 @@ class Barrier:
 def described(x):
     """A descriptor as kernels see it."""
     if not hasattr(x, "block_shape"):
-        return x
+        return Pointer(x) if isinstance(x, torch.Tensor) else x
     nbytes = x.base.element_size() * torch.Size(x.block_shape).numel()
     return SimpleNamespace(
         base=x.base, block_shape=list(x.block_shape), dtype=Dtype(x.base.dtype), layout="swizzled",
@@ -139,6 +165,10 @@ def described(x):
 def part_of(desc, at, box):
     """What there is of a box: slices end where the tensor does."""
     return desc.base[tuple(slice(i, i + n) for i, n in zip(at, box, strict=True))]
+
+
+def at_least(a, b):
+    return torch.maximum(a, torch.as_tensor(b, dtype=a.dtype))
 
 
 def all_landed(flights):
@@ -271,7 +301,15 @@ class SM:
         self.issue(id(acc.state), start, land, after)
 
     def wgmma(self, a, b, acc, use_acc=True, is_async=False):
-        self.multiply((a, b), acc.memory, lambda: a.tensor.float() @ b.tensor.float(), use_acc, lambda what: True)
+        """`a` in shared memory or in registers; an accumulator that was computed starts from its value."""
+
+        def product():
+            return (a.get() if isinstance(a, Value) else a.tensor).float() @ b.tensor.float()
+
+        if acc.memory is None:
+            start, acc = acc, self.zeros(acc.shape, Dtype(torch.float32), None)
+            self.does(lambda: acc.memory.tensor.copy_(start.get()))
+        self.multiply([x for x in (a, b) if isinstance(x, Memory)], acc.memory, product, use_acc, lambda what: True)
         return acc
 
     def wgmma_wait(self, pendings, deps):
@@ -330,13 +368,24 @@ class SM:
 
     def zeros(self, shape, dtype, layout):
         memory = self.allocate(dtype, shape, layout)
-        return Value(memory.read, shape, memory)
+        return Value(self, memory.read, shape, memory)
+
+    def store_elements(self, pointer, value, mask):
+        def run():
+            pointer.tensor.view(-1)[pointer.at[mask]] = value.get()[mask]
+
+        self.does(run)
 
     def run(self, kernel, program, programs, args, kwargs):
         gl = SimpleNamespace(
-            static_range=range, cdiv=triton.cdiv, where=lambda c, a, b: a if c else b, static_assert=nothing,
+            static_range=range, cdiv=triton.cdiv, static_assert=nothing, store=self.store_elements,
+            where=lambda c, a, b: a.then(lambda a: torch.where(c, a, b)) if torch.is_tensor(c) else a if c else b,
+            arange=lambda start, end, layout: torch.arange(start, end), convert_layout=lambda x, layout: x,
+            max=lambda x, axis: x.then(lambda x: x.amax(axis)), sum=lambda x, axis: x.then(lambda x: x.sum(axis)),
+            exp2=lambda x: x.then(torch.exp2), log=lambda x: x.then(torch.log), SliceLayout=nothing,
+            maximum=lambda a, b: a.then(at_least, b), DotOperandLayout=nothing,
             program_id=lambda axis: program, num_programs=lambda axis: programs, num_warps=lambda: kwargs["num_warps"],
-            allocate_shared_memory=self.allocate, zeros=self.zeros, load=lambda x: x.item(), int64=None,
+            allocate_shared_memory=self.allocate, zeros=self.zeros, load=lambda x: x.tensor.item(), int64=None,
             float32=Dtype(torch.float32), NVMMADistributedLayout=nothing,
             warp_specialize=lambda partitions, warps, registers: self.partitions.extend(partitions),
         )  # fmt: skip
@@ -361,6 +410,8 @@ class SM:
             if id(names) not in scopes:
                 scope = scopes[id(names)] = names | language
                 for name, value in names.items():
+                    if isinstance(value, triton.language.constexpr):
+                        scope[name] = value.value
                     if isinstance(value, JITFunction) and name not in language:
                         scope[name] = as_python(value)
             return FunctionType(fn.fn.__code__, scopes[id(names)], fn.fn.__name__, fn.fn.__defaults__)

@@ -21,9 +21,21 @@ def qkv(h, B, H, S, D, H_kv=None, S_kv=None, dtype=None):
     return q, k, v
 
 
-def check(h, q, k, v, causal=False, scale=None, what=""):
+def check(h, q, k, v, causal=False, scale=None, what="", fn=flash_attention):
     what = what or f"{tuple(q.shape)} {q.stride()}, {tuple(k.shape)} {k.stride()}{', causal' * causal}, scale {scale}"
-    h.check(flash_attention, reference, q, k, v, causal, scale, what=what, **attention_budget(q.dtype, k.shape[2]))
+    h.check(fn, reference, q, k, v, causal, scale, what=what, **attention_budget(q.dtype, k.shape[2]))
+
+
+def check_lse(h, fn=flash_attention):
+    """The logarithms of the sums, against torch.logsumexp in float64; return_lse does not change the result."""
+    for S, S_kv, causal in ((130, 300, False), (300, 300, True)):
+        q, k, v = qkv(h, 2, 4, S, 64, H_kv=2, S_kv=S_kv)
+        o, lse = fn(q, k, v, causal, return_lse=True)
+        scores = q.double() @ k.double().repeat_interleave(2, 1).mT / 8
+        if causal:
+            scores.masked_fill_(torch.ones(S, S_kv, dtype=torch.bool, device=q.device).triu(1), -INF)
+        torch.testing.assert_close(lse.double(), scores.logsumexp(-1), rtol=0, atol=2e-5)
+        assert torch.equal(o, fn(q, k, v, causal))
 
 
 @every_dim
@@ -42,6 +54,10 @@ def test_heads_meet_their_own_keys(h):
     for B, H, S in ((0, 2, 5), (2, 0, 5), (2, 2, 0)):
         q, k = (torch.empty(B, heads, rows, 64, dtype=h.half, device=h.device) for heads, rows in ((H, S), (2, 5)))
         assert flash_attention(q, k, k).shape == q.shape
+
+
+def test_the_logarithms_of_the_sums(h):
+    check_lse(h)
 
 
 @given(
@@ -115,6 +131,7 @@ def test_bad_input(h):
     q = h.randn(2, 4, 10, 64, dtype=torch.float16)
     for error, message, *args in (
         (TypeError, "causal is 1", q, q, q, 1),
+        (ValueError, "variant 'fast' is not one of", q, q, q, False, None, False, "fast"),
         (ValueError, "k and v must have the same shape", q, q, q[:, :, :5]),
         (ValueError, "a number of heads dividing H", q, q[:, :3], q[:, :3]),
         (ValueError, r"head dim 32 is not one of", *(q[..., :32],) * 3),

@@ -1,0 +1,117 @@
+"""flash_attention, warp specialized: its kernel on a model of an SM, in any order of events, and its code."""
+
+import functools
+import re
+
+from harness.codegen import dump
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from examples.common import gluon as common
+from examples.common.device import SHARED_LIMIT, Limits
+from examples.triton import flash_attention_hopper as module
+from examples.triton.flash_attention import DTYPES, TILES, flash_attention
+from tests.examples.tma.model import no_shrinking, use_model
+from tests.examples.triton.helpers import INF, NAN, code, harness, meta, refused
+from tests.examples.triton.test_flash_attention import check, check_lse, qkv
+
+specialized = functools.partial(flash_attention, variant="warp specialized")
+
+
+def on_model(monkeypatch, seed=0, sms=1):
+    monkeypatch.setattr(common, "gluon_architecture", lambda device: 90)
+    return use_model(monkeypatch, {"flash_attention_hopper_kernel": module}, seed, sms)
+
+
+@no_shrinking
+@given(
+    B=st.integers(1, 2), H_kv=st.integers(1, 2), group=st.integers(1, 2), S=st.integers(1, 400),
+    S_kv=st.integers(1, 700), D=st.sampled_from(list(TILES)), causal=st.booleans(), sms=st.integers(1, 3),
+    seed=st.integers(0, 10**6),
+)  # fmt: skip
+def test_any_order_of_events_is_right(B, H_kv, group, S, S_kv, D, causal, sms, seed):
+    h = harness()
+    with pytest.MonkeyPatch.context() as patch:
+        on_model(patch, seed, sms)
+        check(h, *qkv(h, B, H_kv * group, S, D, H_kv=H_kv, S_kv=S if causal else S_kv), causal, fn=specialized)
+
+
+def test_logarithms_and_infinities(h, monkeypatch):
+    on_model(monkeypatch, sms=2)
+    check_lse(h, specialized)
+    check_infinities(h)
+
+
+def check_infinities(h):
+    q, k, v = qkv(h, 1, 3, 300, 64)
+    q[..., 0].abs_().add_(1)
+    q[0, 0, 7, 0] = -1.0  # turns -inf to +inf
+    k[0, 0, :150, 0] = -INF  # the first block, and a part of one
+    k[0, 1, 128:, 0] = -INF  # all but the first
+    q[0, 1, 5, 3] = NAN  # one row
+    k[0, 2, :, 0] = -INF  # nothing left
+    for causal in (False, True):
+        check(h, q, k, v, causal, fn=specialized)
+
+
+def test_consumers_take_turns(h, monkeypatch):
+    ran, blocks, tiles = on_model(monkeypatch), 3, 2
+    check(h, *qkv(h, 1, 1, 128 * tiles, 64, S_kv=128 * blocks), fn=specialized)
+    assert [each.waits[6] for each in ran] == [2 * blocks * tiles], "each consumer waits once a block"
+
+
+@pytest.mark.parametrize("D", TILES)
+@pytest.mark.parametrize("causal", [False, True])
+def test_generated_code(D, causal):
+    x = meta(4, 32, 4096, D)
+    call = x, x, x, causal, None, False, "warp specialized"
+    kernel = code(90, "cp.async.bulk.tensor setmaxnreg wgmma", flash_attention, *call)
+    text = dump(flash_attention, call, sm=90)
+    assert not re.search(r"serialized|C75\d\d", text["log"]), "the assembler waits after each MMA"
+    assert kernel.spills == 0
+    assert kernel.warps == 12
+    # Q K^T and P V, before the loop, in it and after it, of two consumers.
+    assert kernel.found["wgmma"] == 2 * (2 * D // 16 + 2 * module.BLOCK_N // 16)
+    # Before the loop all MMAs are waited for; in it those of the scores, then all; after it all.
+    assert sorted(re.findall(r"wgmma\.wait_group\S* +(\d+)", text["ptx"])) == ["0"] * 6 + ["1"] * 2
+    ring = 2 * 2 * D * (2 * module.STAGES * module.BLOCK_N + 2 * 2 * module.ROWS) // 2
+    assert 0 <= kernel.shared - ring < 512, "K and V, a block in each slot, Q and O"
+    assert 128 * (2 * module.CONSUMER_REGISTERS + module.PRODUCER_REGISTERS) == 168 * 384, "what the launch takes"
+
+
+def test_what_is_refused(h, monkeypatch):
+    q, k, v = qkv(h, 1, 1, 8, 64)
+    monkeypatch.setattr(common, "gluon_architecture", lambda device: None)
+    call = False, None, False, "warp specialized"
+    refused(flash_attention, RuntimeError, "needs sm_90, .*use the variant 'tiles'", q, k, v, *call)
+    refused(flash_attention, RuntimeError, "needs sm_90, ", q[:, :0], k[:, :1], v[:, :1], *call)
+
+
+@pytest.fixture
+def hopper(h):
+    if h.interpreted or h.machine.sm != 90:
+        pytest.skip("needs sm_90, and Gluon is not interpreted")
+    return h
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_on_the_gpu(hopper, monkeypatch, dtype):
+    """Heads, grouped or not, parts of tiles and blocks, one key; more tiles than SMs, fewer, and one SM."""
+    h = hopper
+    for B, H, H_kv, S, D in ((2, 16, 16, 2048, 128), (1, 32, 8, 1000, 128), (3, 12, 1, 1537, 64), (1, 2, 2, 8191, 64)):
+        for causal in (False, True):
+            check(h, *qkv(h, B, H, S, D, H_kv=H_kv, dtype=dtype), causal, fn=specialized)
+        check(h, *qkv(h, B, H, 130, D, H_kv=H_kv, S_kv=S, dtype=dtype), fn=specialized)
+    for S in (1, 65, 127, 128, 129, 300):
+        for D in TILES:
+            check(h, *qkv(h, 1, 2, S, D, dtype=dtype), True, fn=specialized)
+            check(h, *qkv(h, 1, 2, 37, D, S_kv=S, dtype=dtype), fn=specialized)
+    check_lse(h, specialized)
+    check_infinities(h)
+    for sms in (1, 7):
+        monkeypatch.setattr(module, "device_limits", lambda device, sms=sms: Limits(sms, SHARED_LIMIT[90]))
+        check(h, *qkv(h, 2, 4, 700, 128, dtype=dtype), True, fn=specialized)
+        check(h, *qkv(h, 2, 4, 300, 64, S_kv=900, dtype=dtype), fn=specialized)
