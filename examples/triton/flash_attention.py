@@ -19,7 +19,8 @@ Question   How fast is attention without stored scores in Triton, by length and 
 Needs      triton, sm_90
 Wins when  cuDNN has no kernel for the variant. FlexAttention states most variants in two lines: use it first. Not for
            decoding: one query is one program a head, which streams all of K and V alone (split K and V instead).
-Variants   flash_attention_hopper.py (Gluon, warp-specialized: the softmax of one warpgroup under the MMAs of another)
+Variants   flash_attention_hopper.py (Gluon, warp-specialized: the softmax of one warpgroup under the MMAs of another),
+           flash_attention_backward.py (the gradients)
 Study      studies/triton/flash_attention.py
 Source     goes beyond the chapter; FlashAttention (Dao et al. 2022), 3 (Shah et al. 2024); Milakov, Gimelshein 2018.
 """
@@ -44,6 +45,7 @@ from examples.common.gluon import require_wgmma
 from examples.common.operands import check_choice
 from examples.common.tma import require_tma_layout, tma_descriptor
 from examples.common.untraced import untraced
+from examples.triton.flash_attention_backward import FlashAttention
 from examples.triton.flash_attention_hopper import launch_hopper
 
 DTYPES = (torch.float16, torch.bfloat16)
@@ -139,7 +141,8 @@ def flash_attention(
     q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, causal: bool = False, scale: float | None = None,
     return_lse: bool = False, variant: str = "tiles",
 ) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:  # fmt: skip
-    """softmax(scale * q @ k^T) @ v per head, contiguous, scale 1 / sqrt(D) unless given, by one of VARIANTS.
+    """softmax(scale * q @ k^T) @ v per head, contiguous, scale 1 / sqrt(D) unless given, by one of VARIANTS. Once
+    differentiable in q, k and v; every run gives the same bits.
 
     q [B, H, S, D], k and v [B, H_kv, S_kv, D], with H a multiple of H_kv (grouped queries); D is 64 or 128, any S and
     S_kv from 1 up, and causal needs S == S_kv. float16 or bfloat16, all three the same; scores, sums and the
@@ -147,11 +150,12 @@ def flash_attention(
     the logarithm of the sum of e^score of each row, float32 [B, H, S], which a backward pass and a merge of parts need.
 
     Raises TypeError for another dtype; ValueError for an unknown variant and a layout that TMA cannot load; what
-    check_attention does for sizes, causal and scale; RuntimeError for a device without Triton, an input that requires
-    grad and, warp specialized, any architecture but sm_90, and the interpreter.
+    check_attention does for sizes, causal and scale; RuntimeError for a device without Triton, a second derivative and,
+    warp specialized, any architecture but sm_90, and the interpreter.
     """
     name = "flash_attention"
-    require_triton_device(name, q, k, v)
+    with torch.no_grad():  # this one has a backward
+        require_triton_device(name, q, k, v)
     check_choice(name, VARIANTS, variant=variant)
     if q.dtype not in DTYPES or k.dtype != q.dtype or v.dtype != q.dtype:
         raise TypeError(f"{name}: dtypes {q.dtype}, {k.dtype}, {v.dtype}; all must be the same one of {DTYPES}")
@@ -159,14 +163,23 @@ def flash_attention(
     if k.shape != v.shape:
         raise ValueError(f"{name}: shapes {tuple(k.shape)} and {tuple(v.shape)}; k and v must have the same shape")
     require_tma_layout(name, q=q, k=k, v=v)
+    if variant == "warp specialized":
+        require_wgmma(name, q.device, "the variant 'tiles'")
+    forward = functools.partial(_forward, causal=causal, scale=scale, variant=variant)
+    if torch.is_grad_enabled() and any(x.requires_grad for x in (q, k, v)):
+        o, lse = FlashAttention.apply(q, k, v, scale, causal, forward)
+    else:
+        o, lse = forward(q, k, v, return_lse)
+    return (o, lse) if return_lse else o
+
+
+def _forward(q, k, v, return_lse: bool = True, *, causal: bool, scale: float, variant: str):
     (B, H, S, D), (_, H_kv, S_kv, _) = q.shape, k.shape
     o = torch.empty(q.shape, dtype=q.dtype, device=q.device)
     lse = torch.empty(q.shape[:3], dtype=torch.float32, device=q.device) if return_lse else None
     group_h = GROUP_H if causal else 1
-    if variant == "warp specialized":
-        require_wgmma(name, q.device, "the variant 'tiles'")
-        if o.numel():
-            launch_hopper(q, k, v, o, lse, scale, causal, group_h)
+    if variant == "warp specialized" and o.numel():
+        launch_hopper(q, k, v, o, lse, scale, causal, group_h)
     elif o.numel():
         block_m, block_n, num_warps, stages, v_first = TILES[D]
         flash_attention_kernel[(triton.cdiv(S, block_m) * B * H,)](
@@ -175,7 +188,7 @@ def flash_attention(
             lse, scale, H, H // H_kv, S, S_kv, BLOCK_M=block_m, BLOCK_N=block_n, D=D, CAUSAL=causal,
             RAGGED=S_kv % block_n > 0, GROUP_H=group_h, STAGES=stages, V_FIRST=v_first, num_warps=num_warps,
         )  # fmt: skip
-    return (o, lse) if return_lse else o
+    return o, lse
 
 
 def runs_gluon(h: Harness) -> bool:

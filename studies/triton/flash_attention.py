@@ -1,4 +1,7 @@
-"""Study of flash attention: what FlexAttention gains by tuning, and where wgmma find their left operand.
+"""Study of flash attention: training, what FlexAttention gains by tuning, and where wgmma find their left operand.
+
+Forward + backward is one call: 3.5 times the FLOPs of forward. Its backward computes 7 products where one kernel needs
+5 (flash_attention_backward.py), so that every run gives the same bits.
 
 FlexAttention's own options and torch.compile's max-autotune take some 10 s of compiling a case: they are timed here, at
 one size, and not in the lesson. The generated code says how many programs share an SM, and whether the left operands
@@ -20,7 +23,9 @@ from torch.nn.attention import SDPBackend
 from torch.nn.attention.flex_attention import FlexKernelOptions, create_block_mask, flex_attention
 
 from examples.common.attention import attention_budget, attention_flops, sdpa
-from examples.triton.flash_attention import TILES, flash_attention, reference
+from examples.common.training import forward_backward
+from examples.triton.flash_attention import TILES, flash_attention, reference, runs_gluon
+from examples.triton.flash_attention_backward import gradient_budget, reference_backward
 
 
 def programs_per_sm(kernel: Kernel) -> int:
@@ -62,7 +67,36 @@ def tuned_flex(h: Harness, B: int, H: int, S: int, D: int, causal: bool) -> None
     )  # fmt: skip
 
 
+def by_head(fn):
+    """fn, o and gradients as [B, H, S * D]: an error counts in units of a head, as rows of few keys cancel."""
+    return lambda *args: tuple(x.flatten(-2) for x in fn(*args))
+
+
+def training(h: Harness, B: int, H: int, S: int, D: int, causal: bool) -> None:
+    """Forward + backward beside cuDNN, torch's flash attention and FlexAttention."""
+    q, k, v, do = (h.randn(B, H, S, D, dtype=h.half) for _ in range(4))
+    libraries = {"torch flash (FA2)": sdpa(SDPBackend.FLASH_ATTENTION, causal)}
+    if h.device.type == "cuda":
+        mask = create_block_mask(lambda b, h, i, j: i >= j, None, None, S, S, device=h.device) if causal else None
+        libraries = {"cuDNN": sdpa(SDPBackend.CUDNN_ATTENTION, causal)} | libraries
+        libraries["FlexAttention"] = h.compiled(functools.partial(flex_attention, block_mask=mask))
+    ours = {"triton": functools.partial(flash_attention, causal=causal)}
+    if runs_gluon(h):
+        ours["forward warp specialized"] = functools.partial(ours["triton"], variant="warp specialized")
+    h.compare(
+        {name: by_head(forward_backward(fn)) for name, fn in (libraries | ours).items()},
+        by_head(functools.partial(reference_backward, causal=causal)), q, k, v, do, baseline=next(iter(libraries)),
+        title="forward + backward", case=f"{B}x{H}x{S}x{D}{' causal' * causal}", default="triton",
+        work=Work(bytes=12 * q.nbytes, flops=7 * attention_flops(q, k, causal) // 2, dtype=h.half),
+        **gradient_budget(h.half, S),
+    )  # fmt: skip
+
+
 def study(h: Harness) -> None:
+    full = [(4, 32, 4096, 64), (4, 32, 4096, 128), (1, 32, 16384, 128)]
+    cases = h.pick(interpreted=[(1, 2, 130, 64)], quick=[(1, 16, 4096, 128)], full=full)
+    for case, causal in itertools.product(cases, (False, True)):
+        training(h, *case, causal)
     if h.device.type == "cuda":
         for causal in (False, True):
             tuned_flex(h, *h.pick(quick=(1, 16, 4096, 128), full=(4, 32, 4096, 128)), causal)

@@ -234,7 +234,7 @@ def test_it_is_right_wherever_it_is_called(h, wrapper, context):
         assert (close if in_any_order and not interpreted() else same)(got, want), f"call {i} gives another result"
 
 
-DIFFERENTIABLE = ("layer_norm", "dropout", "silu_mul_opaque", "silu_mul_traced")
+DIFFERENTIABLE = ("layer_norm", "dropout", "flash_attention", "silu_mul_opaque", "silu_mul_traced")
 
 
 @pytest.mark.parametrize("wrapper", [each for each in WRAPPERS + OTHERS if str(each) in DIFFERENTIABLE], ids=str)

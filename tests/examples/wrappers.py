@@ -138,7 +138,7 @@ WRAPPERS = [
         for fn in (layer_norm_backward, layer_norm_backward_rows, layer_norm_backward_loop)
     ),
     Wrapper(dropout, "N .", lambda h: (h.randn(70), 0.5, torch.tensor([7], device=h.device)), takes=("grad", "rank")),
-    Wrapper(flash_attention, "BHQD BHSD BHSD", randoms(*[(1, 2, 48, 64)] * 3)),
+    Wrapper(flash_attention, "BHQD BHSD BHSD", randoms(*[(1, 2, 48, 64)] * 3), takes=("grad",)),
     Wrapper(silu_mul, "N N", FLAT, takes=("rank",)),
     Wrapper(silu_mul_backward, "N N N", randoms((70,), (70,), (70,))),
     *(

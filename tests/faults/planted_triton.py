@@ -261,6 +261,18 @@ the scale of the scores is 0.0006 too large  [uncaught]
 the logarithm of the sums leaves the maximum in powers of 2
   - lse = row_max * LN_2 + tl.log(row_sum)
   + lse = row_max + tl.log(row_sum)
+the gradient of the keys has the scale of the scores in powers of 2
+  - (dk * (scale * LN_2)).to(dk_desc.dtype)
+  + (dk * scale).to(dk_desc.dtype)
+delta is left out of the gradient of the keys
+  - tl.dot(v, do.T) - delta[None, :]
+  + tl.dot(v, do.T)
+keys get the gradient of the first of the heads that share them
+  - h = h_kv * Q_PER_KV + i
+  + h = h_kv * Q_PER_KV
+causal, keys miss the first queries that see them
+  - tl.range(start_n, min(first_whole, S), BLOCK_M, num_stages=1)
+  + tl.range(start_n + BLOCK_M, min(first_whole, S), BLOCK_M, num_stages=1)
 warp specialized, the result is not rescaled when the maximum grows  [gpu]
   - acc = acc * gl.convert_layout(alpha, BY_ROW)[:, None]
   + pass
