@@ -21,6 +21,7 @@ import sys
 import tempfile
 import time
 import traceback
+import types
 from collections.abc import Callable
 from pathlib import Path
 from unittest.mock import patch
@@ -41,7 +42,7 @@ QUESTIONS = {
 }
 DEVICE = "cpu" if INTERPRETED else "cuda"
 HALF = torch.float16 if INTERPRETED else torch.bfloat16
-COLD = ("GPT", "Llama", "ResNet", "MLP")
+COLD, COLD_FACT = ("GPT", "Llama", "ResNet", "MLP"), "first training step, empty caches, s"
 
 
 # ---------------------------------------------------------------------------------------------- graphs
@@ -160,10 +161,8 @@ def inductor_bytes():
         yield total
 
 
-def launched(call: Callable) -> int | None:
+def launched(call: Callable) -> int:
     """The kernels that one call runs on the GPU."""
-    if INTERPRETED:
-        return None
     call()
     torch.cuda.synchronize()
     with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as seen:
@@ -175,8 +174,6 @@ def launched(call: Callable) -> int | None:
 
 def copy_of(fn: Callable) -> Callable:
     """A function with code of its own, which Dynamo has not met."""
-    import types
-
     if not isinstance(fn, types.FunctionType):
         return fn
     return types.FunctionType(fn.__code__.replace(), fn.__globals__, fn.__name__, fn.__defaults__, fn.__closure__)
@@ -190,24 +187,20 @@ class Report:
         self.failed: dict[str, str] = {}
 
     def row(
-        self, title: str, case: str, variants: dict[str, Callable], inputs: tuple, errors, firsts, end_to_end, extra
+        self, title: str, case: str, variants: dict[str, Callable], inputs, errors, firsts, end_to_end, extra
     ) -> None:
         from harness.bench import Row, Table, Work, time_variants
         from harness.hardware import ceilings
 
-        ours = lambda name: name not in (EAGER, INDUCTOR)  # noqa: E731
         table = Table(title, case, INDUCTOR, default=OURS)
-        table.rows = [Row(name, ours(name), firsts.get(name), errors[name]) for name in variants]
+        table.rows = [Row(name, name == OURS, firsts.get(name), errors[name]) for name in variants]
+        said = f"error {errors[OURS]:.2g}, eager {errors[EAGER]:.2g}"
         if self.on_gpu:
             time_variants(table, variants, inputs, Work(bytes=extra.get("bytes") or 0), ceilings(), end_to_end)
-            print(f"{title:8} {case:24} {table[OURS].ms:9.4f} ms  {table.over(INDUCTOR, OURS):5.2f}x Inductor  "
-                  f"{table.over(EAGER, OURS):5.2f}x eager  first {firsts[OURS]:.1f} s, its {firsts[INDUCTOR]:.1f} s  "
-                  f"kernels {extra.get('kernels')}, Inductor {extra.get('inductor_kernels')}", flush=True)  # fmt: skip
-        else:
-            print(
-                f"{title:8} {case:24} error {errors[OURS]:.2g}, eager {errors[EAGER]:.2g}; kernels {extra['kernels']}",
-                flush=True,
-            )
+            over = "".join(f"{table.over(other, OURS):5.2f}x {other}  " for other in (INDUCTOR, EAGER))
+            said = f"{table[OURS].ms:9.4f} ms  {over}first {firsts[OURS]:.1f} s, its {firsts[INDUCTOR]:.1f} s"
+            said += f"; its kernels {extra['inductor_kernels']}"
+        print(f"{title:8} {case:24} {said}; kernels {extra['kernels']}", flush=True)
         self.tables.append(table)
         self.facts.setdefault(title, {})[case] = extra
 
@@ -221,12 +214,21 @@ class Report:
             self.failed[case] = f"{type(error).__name__}: {error}"[:300]
 
     def answer(self) -> str | None:
+        if self.name == "compile" and self.facts:
+            times = self.facts[COLD_FACT].items()
+            mean, worst, value = summary({name: each[OURS] / each["inductor"] for name, each in times}, max)
+            return f"{mean:.2f} of Inductor's time (geometric mean of {len(times)} models); worst {value:.2f} ({worst})"
         ratios = {table.case: table.over(INDUCTOR, OURS) for table in self.tables if table.timed}
         if not ratios:
             return None
-        mean = math.exp(sum(map(math.log, ratios.values())) / len(ratios))
-        worst = min(ratios, key=ratios.get)
-        return f"{mean:.2f}x Inductor (geometric mean of {len(ratios)}); worst {ratios[worst]:.2f}x ({worst})"
+        mean, worst, value = summary(ratios, min)
+        return f"{mean:.2f}x Inductor (geometric mean of {len(ratios)}); worst {value:.2f}x ({worst})"
+
+
+def summary(ratios: dict[str, float], pick: Callable) -> tuple[float, str, float]:
+    """The geometric mean, the worst case and its ratio."""
+    worst = pick(ratios, key=ratios.get)
+    return math.exp(sum(map(math.log, ratios.values())) / len(ratios)), worst, ratios[worst]
 
 
 def timed_first(fn: Callable, *args):
@@ -253,13 +255,9 @@ def compare(
     told = Explanation(seen.graphs, [], 0, 0)
     extra = {"kernels": told.kernels, "calls": told.calls, "bytes": told.bytes, "fallbacks": dict(told.fallbacks)}
     if INDUCTOR in calls:
-        extra |= {
-            "inductor_kernels": metrics.generated_kernel_count,
-            "inductor_bytes": moved[0] or None,
-        }
-        extra["launched"], extra["inductor_launched"] = (
-            launched(lambda c=calls[name]: c(*inputs)) for name in (OURS, INDUCTOR)
-        )
+        extra |= {"inductor_kernels": metrics.generated_kernel_count, "inductor_bytes": moved[0] or None}
+        extra["launched"] = launched(lambda: calls[OURS](*inputs))
+        extra["inductor_launched"] = launched(lambda: calls[INDUCTOR](*inputs))
     report.row(title, case, calls, inputs, errors, firsts, whole, extra)
     return errors
 
@@ -299,7 +297,6 @@ def run_models(report: Report, only, large: bool) -> None:
 
 
 def compare_model(report: Report, name: str, make: Callable) -> None:
-
     torch.manual_seed(0)
     model, inputs = make()
     exact = copy.deepcopy(model).double().to(DEVICE)
@@ -319,21 +316,13 @@ def compare_model(report: Report, name: str, make: Callable) -> None:
     with torch.no_grad():
         exact_output = exact(*map(wide, inputs))
     del exact, want
-    forward = {kind: no_grad(module) for kind, module in modules.items()}
+    forward = {kind: torch.no_grad()(module.__call__) for kind, module in modules.items()}
     compare(report, "forward", name, forward, exact_output, inputs, True)
 
 
 def flat(step: Callable, module: Callable, *inputs) -> torch.Tensor:
     """Output and gradients as one vector: the errors of tiny gradients are judged beside the large ones."""
     return torch.cat([each.double().flatten() for each in step(module, *inputs)])
-
-
-def no_grad(module: Callable) -> Callable:
-    def call(*inputs):
-        with torch.no_grad():
-            return module(*inputs)
-
-    return call
 
 
 # ---------------------------------------------------------------------------------------------- cold compile times
@@ -355,39 +344,19 @@ def cold(name: str, backend: str, large: bool) -> float:
 def run_compile(report: Report, only, large: bool) -> None:
     times: dict[str, dict[str, float]] = {}
     for name in only or COLD:
-        times[name] = {}
         for backend in (OURS, "inductor"):
             with tempfile.TemporaryDirectory() as folder:
-                caches = {
-                    key: f"{folder}/{key}"
-                    for key in ("TRITON_CACHE_DIR", "TORCHINDUCTOR_CACHE_DIR", "TRITON_COMPILER_CACHE_DIR")
-                }
-                command = [
-                    sys.executable,
-                    "-m",
-                    "triton_compiler.benchmark",
-                    "--cold",
-                    name,
-                    backend,
-                    *([] if large else ["--quick"]),
-                ]
-                done = subprocess.run(command, capture_output=True, text=True, env=os.environ | caches, check=False)
+                caches = ("TRITON_CACHE_DIR", "TORCHINDUCTOR_CACHE_DIR", "TRITON_COMPILER_CACHE_DIR")
+                env = os.environ | {key: f"{folder}/{key}" for key in caches}
+                command = [sys.executable, "-m", "triton_compiler.benchmark", "--cold", name, backend]
+                command += [] if large else ["--quick"]
+                done = subprocess.run(command, capture_output=True, text=True, env=env, check=False)
                 if done.returncode:
                     raise RuntimeError(f"{name} with {backend}: {done.stderr[-2000:]}")
-                times[name][backend] = json.loads(done.stdout.splitlines()[-1])
-        ratio = times[name][OURS] / times[name]["inductor"]
-        print(
-            f"compile  {name:24} {times[name][OURS]:6.1f} s, Inductor {times[name]['inductor']:6.1f} s: {ratio:.2f}",
-            flush=True,
-        )
-    report.facts["first training step, empty caches, s"] = times
-
-
-def compile_answer(report: Report) -> str:
-    times = report.facts["first training step, empty caches, s"]
-    ratios = [each[OURS] / each["inductor"] for each in times.values()]
-    mean = math.exp(sum(map(math.log, ratios)) / len(ratios))
-    return f"{mean:.2f} of Inductor's time (geometric mean of {len(ratios)} models), at most {max(ratios):.2f}"
+                times.setdefault(name, {})[backend] = json.loads(done.stdout.splitlines()[-1])
+        ours, its = times[name][OURS], times[name]["inductor"]
+        print(f"compile  {name:24} {ours:6.1f} s, Inductor {its:6.1f} s: {ours / its:.2f}", flush=True)
+    report.facts[COLD_FACT] = times
 
 
 RUN = {"graphs": run_graphs, "models": run_models, "compile": run_compile}
@@ -427,13 +396,7 @@ def main(argv: list[str] | None = None) -> int:
                 raise RuntimeError("; ".join(f"{case}: {why}" for case, why in report.failed.items()))
         except Exception as error:
             status, reason, failed = "failed", f"{type(error).__name__}: {error}"[:500], True
-        answer = (
-            None
-            if INTERPRETED or not (report.tables or report.facts)
-            else compile_answer(report)
-            if name == "compile"
-            else report.answer()
-        )
+        answer = None if INTERPRETED else report.answer()
         print(f"{name}: {answer or reason or 'checked; not timed without a GPU'}")
         record.put(ExampleRecord(
             name, status, reason, time.perf_counter() - report.started, commit=commit, dirty=dirty,

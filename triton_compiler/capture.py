@@ -80,15 +80,16 @@ def hints_of(gm: torch.fx.GraphModule) -> dict[sympy.Symbol, int]:
 def plan_graph(gm: torch.fx.GraphModule, kind: str = "inference") -> CompiledGraph:
     """An ATen graph, whose nodes have fake tensors in meta["val"], as kernels in Triton's language: needs no GPU."""
     times = [time.perf_counter()]
-    lowered = Lowering(gm)
-    times.append(time.perf_counter())
-    fusion = Fusion(lowered, hints_of(gm))
-    times.append(time.perf_counter())
+
+    def timed(result):
+        times.append(time.perf_counter())
+        return result
+
+    lowered = timed(Lowering(gm))
+    fusion = timed(Fusion(lowered, hints_of(gm)))
     kernels = [step for step in fusion.steps if isinstance(step, Kernel)]
-    sources = {kernel: generate(kernel, schedule(kernel, fusion.hint)) for kernel in kernels}
-    times.append(time.perf_counter())
-    names = ("lowering", "fusion", "codegen")
-    seconds = {name: after - before for name, before, after in zip(names, times, times[1:], strict=False)}
+    sources = timed({kernel: generate(kernel, schedule(kernel, fusion.hint)) for kernel in kernels})
+    seconds = {name: times[i + 1] - times[i] for i, name in enumerate(("lowering", "fusion", "codegen"))}
     return CompiledGraph(kind, gm, lowered, fusion, sources, seconds)
 
 
@@ -122,15 +123,10 @@ def compiler(kind: str) -> Callable:
         call, device = graph.call, graph.lowered.only_device
 
         def run(args: list):
-            return call(args)
-
-        def run_on_gpu(args: list):
-            if torch.cuda.current_device() == device.index:
+            if device is None or device.type == "cpu" or torch._C._cuda_getDevice() == device.index:
                 return call(args)
             with torch.cuda.device(device):
                 return call(args)
-
-        run = run_on_gpu if device is not None and device.type == "cuda" else run
 
         run._boxed_call = True
         return run
@@ -187,6 +183,3 @@ def triton_backend(gm: torch.fx.GraphModule, example_inputs: list[torch.Tensor])
 def triton_compiler(model: Callable, **options) -> Callable:
     """torch.compile with this backend: a module or function in, the same kind out; options are torch.compile's."""
     return torch.compile(model, backend=triton_backend, **options)
-
-
-__all__ = ["compile_graph", "plan_graph", "recording", "triton_backend", "triton_compiler"]

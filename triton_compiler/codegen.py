@@ -39,13 +39,13 @@ OPS = {
     "abs": "tl.abs({0})", "square": "{0} * {0}", "cube": "{0} * {0} * {0}", "reciprocal": "1.0 / {0}",
     "reciprocal_square": "1.0 / ({0} * {0})", "div_by_zero": "{0} / ({0} * 0)",
     "exp": "tl.exp({0})", "exp2": "tl.exp2({0})", "log": "tl.log({0})", "log2": "tl.log2({0})",
-    "log10": "libdevice.log10({0})", "sqrt": "tl.sqrt_rn({0})", "rsqrt": "libdevice.rsqrt({0})", "sin": "tl.sin({0})",
+    "log10": "libdevice.log10({0})", "sqrt": "tl.sqrt_rn({0})", "rsqrt": "tl.rsqrt({0})", "sin": "tl.sin({0})",
     "cos": "tl.cos({0})", "sigmoid": "1.0 / (1.0 + tl.exp(-{0}))", "floor": "tl.floor({0})", "ceil": "tl.ceil({0})",
     "round": "libdevice.rint({0})", "trunc": "libdevice.trunc({0})", "fmod": "libdevice.fmod({0}, {1})",
     **{name: f"libdevice.{name}({{0}})" for name in LIBDEVICE.split()},
     "atan2": "libdevice.atan2({0}, {1})", "pow": "libdevice.pow({0}, {1})", "copysign": "libdevice.copysign({0}, {1})",
     "hypot": "libdevice.hypot({0}, {1})",
-    "relu": "tl.where({0} <= 0, 0, {0})", "sign": "tl.where({0} > 0, 1, 0) - tl.where({0} < 0, 1, 0)",
+    "relu": "dev.maximum({0}, 0)", "sign": "tl.where({0} > 0, 1, 0) - tl.where({0} < 0, 1, 0)",
     "maximum": "dev.maximum({0}, {1})", "minimum": "dev.minimum({0}, {1})",
     "fmax": "tl.where(({0} > {1}) | ({1} != {1}), {0}, {1})", "fmin": "tl.where(({0} < {1}) | ({1} != {1}), {0}, {1})",
     "remainder": "dev.float_mod({0}, {1})", "div_floor_float": "dev.float_floor_div({0}, {1})",
@@ -128,10 +128,6 @@ class Source:
     plan: Plan
     kernel: Kernel
     symbols: list[str] = field(default_factory=list)
-
-    @property
-    def dynamic(self) -> bool:
-        return bool(self.symbols)
 
 
 class Writer(Walker):
@@ -244,7 +240,7 @@ class Writer(Walker):
         text = template(op, compute).format(*(arg.name for arg in args))
         result = torch.bool if op in COMPARISONS else compute
         value = self.line(text, result, spaces)
-        if op in ("relu", "sign"):  # tl.where of two numbers may have another type
+        if op == "sign":  # tl.where of two numbers may have another type
             value = self.line(f"{value.name}.to({TRITON[compute]})", compute, spaces)
         return self.cast(value, register(dtype))
 
@@ -366,15 +362,14 @@ class Writer(Walker):
 
     def decode(self, space: str) -> list[str]:
         """The loop variables of a space from the number of the element in it."""
-        loops, lines, rest = self.plan.spaces[space], [], f"{space}index"
-        for at in range(len(loops) - 1, -1, -1):
-            loop = loops[at]
+        lines, rest = [], f"{space}index"
+        for at, loop in reversed(list(enumerate(self.plan.spaces[space]))):
             if at == 0:
                 lines.append(f"{loop.name} = {rest}")
             else:
-                lines.append(f"{loop.name} = {rest} % {self.size(loop.size)}")
-                lines.append(f"{space}rest{at} = {rest} // {self.size(loop.size)}")
-                rest = f"{space}rest{at}"
+                size, before = self.size(loop.size), f"{space}rest{at}"
+                lines += [f"{loop.name} = {rest} % {size}", f"{before} = {rest} // {size}"]
+                rest = before
         return lines
 
     def stores(self, roots, spaces: str) -> list[str]:
@@ -383,10 +378,8 @@ class Writer(Walker):
         for root, value in values.items():
             target = getattr(root, "target", None)
             text, used = self.expression(address(target or root, self.places[root]))
-            full = [
-                f"{s.upper()}BLOCK" if s in spaces else "1"
-                for s in {"flat": "x", "tile": "yx", "rows": "xr"}[self.plan.kind]
-            ]
+            axes = {"flat": "x", "tile": "yx", "rows": "xr"}[self.plan.kind]
+            full = [f"{each.upper()}BLOCK" if each in spaces else "1" for each in axes]
             if set(spaces) - used:
                 text += f" + tl.zeros([{', '.join(full)}], tl.int32)"
             mask = self.mask(set(spaces))
@@ -429,21 +422,16 @@ class Writer(Walker):
             self.inner, self.inner_memo, self.last_pass = [], {}, level >= top + bool(full)
             start = []
             online = {maximum: root for root, maximum in layout.online.items()}
-            names: dict[Node, str] = {}
-            for i, root in enumerate(now):
-                names[root] = f"acc{level}_{i}"
-            for i, root in enumerate(now):
-                if root in layout.online:
-                    continue
-                dtype = register(root.dtype)
+            names = {root: f"acc{level}_{i}" for i, root in enumerate(now)}
+            for root in now:
                 if root in online:
                     start += self.online(root, names[root], names[online[root]])
-                    continue
-                start.append(
-                    f"acc{level}_{i} = tl.full([XBLOCK, RBLOCK], {identity(root.kind, dtype)}, {TRITON[dtype]})"
-                )
-                text = COMBINE[root.kind].format(f"acc{level}_{i}", self.column(root))
-                self.inner.append(f"acc{level}_{i} = {text}")
+                elif root not in layout.online:
+                    dtype = register(root.dtype)
+                    nothing = f"tl.full([XBLOCK, RBLOCK], {identity(root.kind, dtype)}, {TRITON[dtype]})"
+                    start.append(f"{names[root]} = {nothing}")
+                    text = COMBINE[root.kind].format(names[root], self.column(root))
+                    self.inner.append(f"{names[root]} = {text}")
             self.inner += self.stores(written, "xr")
             body = ["rindex = rbase + tl.arange(0, RBLOCK)[None, :]", *self.column_lines(), *self.inner]
             self.inner = None
@@ -466,9 +454,8 @@ class Writer(Walker):
         """A maximum and a sum of exp(x - maximum) in one pass, lane by lane: sums are rescaled as the maximum grows."""
         x = self.column(root)
         self.inner += [
-            f"new = dev.maximum({maximum}, {x})",
-            f"{total} = {total} * dev.exp_difference({maximum}, new) + dev.exp_difference({x}, new)",
-            f"{maximum} = new",
+            f"{total} = dev.online_sum({total}, {maximum}, {x})",
+            f"{maximum} = dev.maximum({maximum}, {x})",
         ]
         return [
             f"{maximum} = tl.full([XBLOCK, RBLOCK], float('-inf'), tl.float32)",
@@ -512,6 +499,4 @@ class Writer(Walker):
 
 
 def generate(kernel: Kernel, plan: Plan) -> Source:
-    writer = Writer(kernel, plan)
-    source = writer.write()
-    return source
+    return Writer(kernel, plan).write()

@@ -24,10 +24,8 @@ if INTERPRETED:
     class _Torch:
         """libdevice by name, computed by torch: the same functions that eager calls."""
 
-        names = {"rint": "round", "pow": "pow", "erfinv": "erfinv", "log1p": "log1p", "fast_tanhf": "tanh"}
-
         def __getattr__(self, name):
-            fn = getattr(torch, self.names.get(name, name))
+            fn = getattr(torch, "round" if name == "rint" else name)
 
             def call(*tensors):
                 arrays = np.broadcast_arrays(*(each.handle.data for each in tensors))
@@ -39,13 +37,11 @@ if INTERPRETED:
     libdevice = _Torch()
 
     def _reducer(fn):
-        def reduce(x, axis):
-            return _tensor(fn(x.handle.data, axis=axis), x.dtype)
+        return lambda x, axis: _tensor(fn(x.handle.data, axis=axis, dtype=x.handle.data.dtype), x.dtype)
 
-        return reduce
-
-    reduce_max, reduce_min, reduce_prod = _reducer(np.max), _reducer(np.min), _reducer(np.prod)
-    reduce_sum = _reducer(lambda data, axis: np.sum(data, axis=axis, dtype=data.dtype))
+    reduce_sum, reduce_max, reduce_min, reduce_prod = map(
+        _reducer, (np.sum, np.maximum.reduce, np.minimum.reduce, np.prod)
+    )
 
     def check(inside):
         """Raises IndexError, as eager on the CPU does."""
@@ -59,24 +55,16 @@ else:
         return tl.sum(x, axis)
 
     @triton.jit
-    def _max(a, b):
-        return tl.where((a > b) | (a != a), a, b)
-
-    @triton.jit
-    def _min(a, b):
-        return tl.where((a < b) | (a != a), a, b)
-
-    @triton.jit
     def _mul(a, b):
         return a * b
 
     @triton.jit
     def reduce_max(x, axis: tl.constexpr):
-        return tl.reduce(x, axis, _max)
+        return tl.reduce(x, axis, maximum)
 
     @triton.jit
     def reduce_min(x, axis: tl.constexpr):
-        return tl.reduce(x, axis, _min)
+        return tl.reduce(x, axis, minimum)
 
     @triton.jit
     def reduce_prod(x, axis: tl.constexpr):
@@ -90,19 +78,26 @@ else:
 
 @triton.jit
 def maximum(a, b):
-    """NaN where either is NaN, as torch.maximum; tl.maximum returns the other one."""
-    return tl.where((a > b) | (a != a), a, b)
+    """NaN where either is NaN, as torch.maximum; one instruction."""
+    return tl.maximum(a, b, propagate_nan=tl.PropagateNan.ALL)
 
 
 @triton.jit
 def minimum(a, b):
-    return tl.where((a < b) | (a != a), a, b)
+    return tl.minimum(a, b, propagate_nan=tl.PropagateNan.ALL)
 
 
 @triton.jit
 def exp_difference(x, maximum):
     """exp(x - maximum), and 0 where nothing was seen yet: both are -inf."""
     return tl.where(x == float("-inf"), 0.0, tl.exp(x - maximum))
+
+
+@triton.jit
+def online_sum(total, maximum, x):
+    """A sum of exp(x - maximum) after one more x, which may be the new maximum: one exponential serves both cases."""
+    e = tl.exp(-tl.abs(x - maximum))
+    return tl.where(x > maximum, total * e + 1.0, total + tl.where(x == float("-inf"), 0.0, e))
 
 
 @triton.jit

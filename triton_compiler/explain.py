@@ -13,11 +13,11 @@ from dataclasses import dataclass, field
 
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves, tree_map
+from torch.utils._pytree import tree_leaves
 
 from triton_compiler.capture import CompiledGraph, recording, triton_backend
 from triton_compiler.fusion import Fusion, Kernel
-from triton_compiler.ir import Extern, Node
+from triton_compiler.ir import Extern, Node, product
 from triton_compiler.schedule import accesses_of, weigh
 
 
@@ -42,12 +42,13 @@ def bytes_of(step: Kernel | Extern, fusion: Fusion) -> int:
     if isinstance(step, Kernel):
         largest: dict = {}
         for access in accesses_of(step):
-            key = (access.node, access.write)
-            largest[key] = max(largest.get(key, 0), min(weigh(access, fusion.hint), fusion.bytes_of(access.node)))
+            key, moved = (access.node, access.write), weigh(access, fusion.hint)
+            if access.gathered:  # an element for each step of the loops
+                moved = fusion.hint(product(dim.size for dim in step.layout.dims)) * access.node.dtype.itemsize
+            largest[key] = max(largest.get(key, 0), min(moved, fusion.bytes_of(access.node)))
         return sum(largest.values())
-    return sum(
-        fusion.bytes_of(each) for each in [*step.reads, *(out for _, out in step.outputs if isinstance(out, Node))]
-    )
+    written = [out for _, out in step.outputs if isinstance(out, Node)]
+    return sum(map(fusion.bytes_of, [*step.reads, *written]))
 
 
 @dataclass
@@ -80,20 +81,14 @@ class Explanation:
         for gm in self.dynamo:
             lines += ["", "1. Dynamo's graph: torch functions and modules, real inputs", *opcodes(gm)]
         for graph in self.graphs:
-            lines += [
-                "",
-                f"2. {graph.kind}: ATen after AOTAutograd and decompositions, fake tensors",
-                *opcodes(graph.graph),
-            ]
+            lines += ["", f"2. {graph.kind}: ATen after AOTAutograd and decompositions", *opcodes(graph.graph)]
             lines += ["", f"3. {graph.kind}: fusion groups", *groups(graph)]
             lines += ["", f"4. {graph.kind}: generated source"]
             for kernel, source in graph.sources.items():
                 body = source.text[source.text.index("@triton") :]
                 blocks = ", ".join(f"{space.upper()}BLOCK {size}" for space, size in source.plan.blocks.items())
-                lines += [
-                    f"# {kernel.name}: {source.plan.kind}, {blocks}, {source.plan.warps} warps, {source.plan.grid}",
-                    body,
-                ]
+                plan = source.plan
+                lines += [f"# {kernel.name}: {plan.kind}, {blocks}, {plan.warps} warps, {plan.grid}", body]
             if graph.wrapper:
                 lines += [f"5. {graph.kind}: the function that allocates and launches", graph.wrapper.source]
         share = f"{self.bytes / self.eager_bytes:.0%} of eager's" if self.eager_bytes else "eager was not counted"
@@ -113,14 +108,9 @@ class Explanation:
                 name, is_kernel = f"s{g}_{i}", isinstance(step, Kernel)
                 label = graph.sources[step].name if is_kernel else step.name
                 lines.append(f'  {name} [label="{label}"{"" if is_kernel else ", style=filled"}]')
-                makers |= dict.fromkeys(
-                    step.roots if is_kernel else [out for _, out in step.outputs if isinstance(out, Node)], name
-                )
-                lines += [
-                    f"  {makers[each]} -> {name}"
-                    for each in Fusion.reads_of(step)
-                    if each in makers and makers[each] != name
-                ]
+                makers |= dict.fromkeys(step.roots if is_kernel else [out for _, out in step.outputs], name)
+                made_by = {makers.get(each, name) for each in Fusion.reads_of(step)} - {name}
+                lines += [f"  {maker} -> {name}" for maker in sorted(made_by)]
         return "\n".join([*lines, "}"])
 
 
@@ -129,9 +119,9 @@ def opcodes(gm: torch.fx.GraphModule) -> list[str]:
     lines = [f"   {'opcode':14} {'name':22} {'target':44} result"]
     for node in gm.graph.nodes:
         value = node.meta.get("val", node.meta.get("example_value"))
-        shown = (
-            f"{str(value.dtype).removeprefix('torch.')}{list(value.shape)}" if isinstance(value, torch.Tensor) else ""
-        )
+        shown = ""
+        if isinstance(value, torch.Tensor):
+            shown = f"{str(value.dtype).removeprefix('torch.')}{list(value.shape)}"
         named = isinstance(node.target, (str, torch._ops.OpOverload))
         target = str(node.target) if named else getattr(node.target, "__name__", str(node.target))
         lines.append(f"   {node.op:14} {node.name:22} {target:44} {shown}")
@@ -146,9 +136,8 @@ def groups(graph: CompiledGraph) -> list[str]:
             lines.append(f"   {step.name}: {what}, {bytes_of(step, fusion):,} bytes")
             continue
         roots = [f"{root.name}{'' if root in step.stored else ' (in registers)'}" for root in step.roots]
-        lines.append(
-            f"   {step.name or graph.sources[step].name}: {', '.join(roots)}; {bytes_of(step, fusion):,} bytes"
-        )
+        name = step.name or graph.sources[step].name
+        lines.append(f"   {name}: {', '.join(roots)}; {bytes_of(step, fusion):,} bytes")
     lines += [f"   boundary {each.producer} | {each.consumer}: {each.reason}" for each in fusion.boundaries]
     return lines
 
@@ -158,17 +147,12 @@ def explain(fn: Callable, *inputs, backward: bool = False, **kwargs) -> Explanat
     torch._dynamo.reset()
 
     def run(call) -> None:
-        result = call(*inputs, **kwargs)
+        result = tree_leaves(call(*inputs, **kwargs))
         if backward:
-            loss = sum(
-                each.float().sum()
-                for each in tree_leaves(result)
-                if isinstance(each, torch.Tensor) and each.requires_grad
-            )
-            loss.backward()
+            sum(each.float().sum() for each in result if torch.is_tensor(each) and each.requires_grad).backward()
 
     with recording() as captured:
         run(torch.compile(fn, backend=triton_backend))
     with CountBytes() as counted:
-        tree_map(lambda x: x, run(fn))
+        run(fn)
     return Explanation(captured.graphs, captured.dynamo, counted.bytes, counted.operations)

@@ -14,35 +14,20 @@ another kernel is computed again there, where that moves fewer bytes.
 
 from __future__ import annotations
 
+import heapq
 import itertools
 from dataclasses import dataclass, field
 
 import sympy
 import torch
 
-from triton_compiler.ir import (
-    ZERO,
-    Affine,
-    Dim,
-    Extern,
-    Input,
-    Node,
-    Pieces,
-    Pointwise,
-    Reduction,
-    Size,
-    Split,
-    Uneven,
-    View,
-    exact_quotient,
-    is_row_major,
-    product,
-    row_major,
-    unflatten,
+from triton_compiler.ir import (  # isort: skip
+    ZERO, Affine, Dim, Extern, Node, Pieces, Pointwise, Reduction, Size, Split, Uneven, View, exact_quotient,
+    is_row_major, product, row_major, unflatten,
 )  # fmt: skip
 
 MOST_MEMORY, MOST_ROOTS, MOST_OPS = 28, 48, 96  # arguments, roots of a kernel; operations between two roots
-WALKERS, WALKED_ROW = 528, 8192  # programs that walk over rows, and the longest row that they hold in registers
+WALKERS, WALKED_ROW = 264, 8192  # programs that walk over long rows, and the longest row that they hold in registers
 MOST_NEIGHBOURS = 48  # pairs that are tried for each kernel in a round
 
 
@@ -518,9 +503,8 @@ class Fusion:
     def merge(self, a: Kernel, b: Kernel) -> Kernel:
         """One kernel of the two. Raises CannotFuse."""
         (all_a, rows_a), (all_b, rows_b) = a.numel, b.numel
-        agree = (
-            same(all_a, all_b) or (all_a == rows_a and same(all_a, rows_b)) or (all_b == rows_b and same(all_b, rows_a))
-        )
+        flat = (all_a == rows_a and same(all_a, rows_b)) or (all_b == rows_b and same(all_b, rows_a))
+        agree = same(all_a, all_b) or flat
         if not agree and not any(getattr(root, "walked", False) for root in b.roots):
             raise CannotFuse("other sizes")
         if len(a.roots) + len(b.roots) > MOST_ROOTS:
@@ -535,13 +519,11 @@ class Fusion:
         roots = sorted({*a.roots, *b.roots}, key=lambda root: root.serial)
         both = Kernel(roots)
         reads = both.reads
-        if (
-            len(reads) + len(roots) > MOST_MEMORY
-            and len(reads) + sum(map(self.leaves_kernel(both), roots)) > MOST_MEMORY
-        ):
+        if len(reads) + len(roots) > MOST_MEMORY and len(reads) + self.stored_of(both) > MOST_MEMORY:
             raise CannotFuse("the kernel would be too large")
         both.layout = lay_out(roots)
-        check_worth(both.layout, self)
+        if both.layout.recorder.operations > 600:
+            raise CannotFuse("the kernel would be too large")
         self.bit[both] = self.bit[a] | self.bit[b]
         self.before[both] = (self.before[a] | self.before[b]) & ~self.bit[both]
         self.memory_read[both] = reads
@@ -566,7 +548,10 @@ class Fusion:
                 if any(total // count != root.elements // root.shape[0] for root in columns.roots):
                     continue
                 shared = (rows.reads | set(rows.roots)) & columns.reads
-                parts = max((n for n in range(1, WALKERS + 1) if count % n == 0 and count // n >= 4), default=0)
+                most = WALKERS * max(
+                    1, min(4, 2048 // (total // count))
+                )  # short rows: more, so that enough is in flight
+                parts = max((n for n in range(1, most + 1) if count % n == 0 and count // n >= 4), default=0)
                 if parts * 4 < WALKERS or not any(self.hint(each.elements) == total for each in shared):
                     continue
                 if self.try_walk(rows, columns, parts):
@@ -590,12 +575,11 @@ class Fusion:
             reader.layout = layout
         return True
 
-    def leaves_kernel(self, kernel: Kernel):
-        readers = [
-            step for step in self.steps if not (isinstance(step, Kernel) and set(step.roots) <= set(kernel.roots))
-        ]
-        outside = set().union(self.needed, *(self.memory_read[step] for step in readers))
-        return lambda root: root in outside
+    def stored_of(self, kernel: Kernel) -> int:
+        """How many of a kernel's roots others read."""
+        own = set(kernel.roots)
+        others = [step for step in self.steps if not (isinstance(step, Kernel) and set(step.roots) <= own)]
+        return len(own & set().union(self.needed, *(self.memory_read[step] for step in others)))
 
     # ------------------------------------------------------------------------------------------ store or compute again
     def recompute(self) -> None:
@@ -608,14 +592,9 @@ class Fusion:
             maker = next(kernel for kernel in kernels if root in kernel.roots)
             size, read = self.bytes_of(root), leaves(root)
             extra = sum(self.bytes_of(each) for kernel in readers for each in read - kernel.reads)
-            if not readers or len(readers) > 4 or extra > size * (1 + len(readers)) or any(
-                getattr(step_root, "target", None) in read for kernel in kernels for step_root in kernel.roots
-            ):  # fmt: skip
-                continue
-            if (
-                any(isinstance(each, (Pointwise, Reduction)) and each in set(maker.roots) for each in read)
-                and extra >= size
-            ):
+            overwritten = {getattr(each, "target", None) for kernel in kernels for each in kernel.roots}
+            beside = extra >= size and read & set(maker.roots)
+            if not readers or len(readers) > 4 or extra > size * (1 + len(readers)) or overwritten & read or beside:
                 continue
             root.stored = False
             try:
@@ -660,16 +639,8 @@ class Fusion:
         self.boundaries.append(Boundary(root.name, reader.roots[-1].name, reason))
 
 
-def check_worth(layout: Layout, fusion: Fusion) -> None:
-    """Raises CannotFuse where one kernel for both would be slower than two."""
-    if layout.recorder.operations > 600:
-        raise CannotFuse("the kernel would be too large")
-
-
 def topological(steps, direct) -> list:
     """Steps in an order that respects `direct`, the earliest in the program first."""
-    import heapq
-
     waiting = {step: len(direct[step]) for step in steps}
     after: dict = {}
     for step in steps:
@@ -689,6 +660,3 @@ def topological(steps, direct) -> list:
     if len(order) != len(steps):
         raise AssertionError("triton_compiler: fusion made a cycle")
     return order
-
-
-__all__ = ["Access", "Boundary", "CannotFuse", "Fusion", "Input", "Kernel", "Layout", "Walker", "lay_out"]

@@ -7,6 +7,8 @@ operation, dtype or device that is not here is called as it is, and explain() co
 
 from __future__ import annotations
 
+import contextlib
+import dataclasses
 import math
 from collections.abc import Callable
 
@@ -19,29 +21,10 @@ from torch.utils._pytree import tree_flatten, tree_map
 from triton_compiler.codegen import known
 from triton_compiler.device import INTERPRETED
 from triton_compiler.fallback import LIBRARY, Unsupported, check_tensor, is_random
-from triton_compiler.ir import (
-    ZERO,
-    Affine,
-    Constant,
-    Dim,
-    Extern,
-    Gather,
-    Input,
-    Iota,
-    Node,
-    Pieces,
-    Pointwise,
-    Reduction,
-    Size,
-    Split,
-    Uneven,
-    View,
-    flatten,
-    is_row_major,
-    product,
-    row_major,
-    size_of,
-    unflatten,
+
+from triton_compiler.ir import (  # isort: skip
+    ZERO, Affine, Constant, Dim, Extern, Gather, Input, Iota, Node, Pieces, Pointwise, Reduction, Size, Split, Uneven,
+    View, flatten, is_row_major, product, row_major, size_of, unflatten,
 )  # fmt: skip
 
 aten = torch.ops.aten
@@ -69,6 +52,12 @@ POINTWISE = {
     "clone": ("identity", DEFAULT), "lift_fresh_copy": ("identity", DEFAULT), "contiguous": ("identity", DEFAULT),
 }  # fmt: skip
 
+ZEROS = """
+zeros zeros_like empty empty_like empty_strided new_zeros new_empty new_empty_strided empty_permuted
+"""
+RESHAPES = "view _unsafe_view reshape _reshape_copy view_copy squeeze unsqueeze"
+ALIASES = "alias detach lift_fresh lift"
+
 DTYPES = (
     torch.float16, torch.bfloat16, torch.float32, torch.float64, torch.int8, torch.int16, torch.int32, torch.int64,
     torch.uint8, torch.bool,
@@ -92,6 +81,11 @@ class Lowering:
         for node in gm.graph.nodes:
             getattr(self, f"run_{node.op}")(node)
 
+    @property
+    def shape(self) -> tuple[Size, ...]:
+        """The sizes that torch says the operation being lowered has."""
+        return sizes(self.meta)
+
     # ------------------------------------------------------------------------------------------ the graph
     def run_placeholder(self, fx) -> None:
         value = fx.meta.get("val")
@@ -113,10 +107,9 @@ class Lowering:
         self.values[fx] = value
 
     def run_output(self, fx) -> None:
-        self.outputs = [self.values[each] if isinstance(each, torch.fx.Node) else each for each in fx.args[0]]
-        metas = [each.meta.get("val") if isinstance(each, torch.fx.Node) else None for each in fx.args[0]]
-        self.outputs = [self.output(each, meta) if isinstance(each, Node) else each
-                        for each, meta in zip(self.outputs, metas, strict=True)]  # fmt: skip
+        for each in fx.args[0]:
+            value = self.values[each] if isinstance(each, torch.fx.Node) else each
+            self.outputs.append(self.output(value, each.meta["val"]) if isinstance(value, Node) else value)
 
     def output(self, node: Node, meta: torch.Tensor) -> Node:
         """As memory, with the strides that torch says: whoever reads an output was traced with these."""
@@ -141,33 +134,21 @@ class Lowering:
         args, kwargs = tree_map(
             self.argument, (list(fx.args), dict(fx.kwargs)), is_leaf=lambda x: isinstance(x, torch.fx.Node)
         )
-        overload = isinstance(fx.target, torch._ops.OpOverload)
         try:
-            if not overload or not (fx.target.namespace == "aten" or name in ("convert_element_type", "hypot")):
+            if not (isinstance(fx.target, torch._ops.OpOverload) and fx.target.namespace in ("aten", "prims")):
                 raise Unsupported("not an operation of ATen")
             if fx.target is aten.copy_.default and self.mutate(fx, args):
                 return
             self.check(fx, value)
             self.values[fx] = self.lower(fx, name, args, kwargs, value)
-        except Unsupported as reason:
-            self.values[fx] = self.extern(fx, args, kwargs, value, str(reason))
-        except (
-            TypeError,
-            ValueError,
-            IndexError,
-            AttributeError,
-            AssertionError,
-        ) as error:  # arguments of a form not known
-            self.values[fx] = self.extern(fx, args, kwargs, value, f"{type(error).__name__}: {error}")
+        except (Unsupported, TypeError, ValueError, IndexError, AttributeError, AssertionError) as error:
+            reason = str(error) if isinstance(error, Unsupported) else f"{type(error).__name__}: {error}"
+            self.values[fx] = self.extern(fx, args, kwargs, value, reason)
 
     def argument(self, value):
-        return (
-            self.values[value]
-            if isinstance(value, torch.fx.Node)
-            else size_of(value)
-            if isinstance(value, torch.SymInt)
-            else value
-        )
+        if isinstance(value, torch.fx.Node):
+            return self.values[value]
+        return size_of(value) if isinstance(value, torch.SymInt) else value
 
     def check(self, fx, value) -> None:
         """Raises Unsupported where a tensor of this operation is nothing that a kernel of ours reads or writes."""
@@ -208,17 +189,15 @@ class Lowering:
             call.outputs.append((path, result))
             return result
 
-        if isinstance(value, (tuple, list)):
-            return tuple(output((i,), each) for i, each in enumerate(value))
-        return output((), value)
+        outputs = (
+            tuple(output((i,), each) for i, each in enumerate(value)) if isinstance(value, (tuple, list)) else None
+        )
+        return output((), value) if outputs is None else outputs
 
     # ------------------------------------------------------------------------------------------ memory
     def new_input(self, value: torch.Tensor, name: str, producer: Extern | None = None) -> Input:
-        strided = value.layout is torch.strided
-        return Input(
-            tuple(map(size_of, value.shape)), value.dtype, value.device, name,
-            tuple(map(size_of, value.stride())) if strided else None, producer=producer,
-        )  # fmt: skip
+        strides = tuple(map(size_of, value.stride())) if value.layout is torch.strided else None
+        return Input(sizes(value), value.dtype, value.device, name, strides, producer=producer)
 
     def realize(self, node: Node) -> Node:
         """The same tensor as memory: stored, or a strided view of what is stored."""
@@ -235,22 +214,21 @@ class Lowering:
                 self.realize(base)
                 return node
             except Uneven:
-                pass
+                source = node.source
+            if isinstance(source, View) and product(source.shape) == node.elements:
+                stored = self.realize(source)  # a view of the source's copy, which others may read, too
+                with contextlib.suppress(Uneven):
+                    made = dataclasses.replace(node, source=stored)
+                    strided_view(made)
+                    return made
         return self.copy(node, node.strides)  # a constant, a gather, a cat, or a view that no strides describe
 
     def copy(self, node: Node, strides=None) -> Node:
         """The same tensor in memory of its own."""
         if (node, strides) not in self.copies:
-            self.copies[node, strides] = Pointwise(
-                node.shape,
-                node.dtype,
-                node.device,
-                node.name + "_copy",
-                strides,
-                True,
-                args=(node,),
-                compute=node.dtype,
-            )
+            shape, dtype, name = node.shape, node.dtype, node.name + "_copy"
+            copy = Pointwise(shape, dtype, node.device, name, strides, True, args=(node,), compute=dtype)
+            self.copies[node, strides] = copy
         return self.copies[node, strides]
 
     def mutate(self, fx, args) -> bool:
@@ -275,33 +253,34 @@ class Lowering:
         if name in POINTWISE and not kwargs.get("decimals") and len(args) + len(kwargs) > 0:
             op, kind = POINTWISE[name]
             tensors = [each for each in args if isinstance(each, (Node, int, float, bool, sympy.Expr))]
-            result = self.pointwise(op, tensors, kind, value)
+            result = self.pointwise(op, tensors, kind)
+        elif name in TABLE:
+            result = TABLE[name](self, *args, **kwargs)
         elif hasattr(self, f"op_{name}"):
             result = getattr(self, f"op_{name}")(*args, **kwargs)
         else:
             raise Unsupported("no lowering")
-        for node, meta in zip(
-            *(each if isinstance(each, (tuple, list)) else (each,) for each in (result, value)), strict=True
-        ):
-            if tuple(node.shape) != tuple(map(size_of, meta.shape)) or node.dtype != meta.dtype:
+        several = isinstance(result, (tuple, list))
+        for node, meta in zip(result if several else (result,), value if several else (value,), strict=True):
+            if tuple(node.shape) != sizes(meta) or node.dtype != meta.dtype:
                 raise Unsupported(
-                    f"lowered to {tuple(node.shape)} {node.dtype}, and torch says {tuple(meta.shape)} {meta.dtype}"
+                    f"lowered to {node.shape} {node.dtype}, and torch says {tuple(meta.shape)} {meta.dtype}"
                 )
             if not node.stored:
                 node.strides, node.name = tuple(map(size_of, meta.stride())), node.name or fx.name
         return result
 
-    def pointwise(self, op: str, args, kind, value) -> Node:
-        """A Pointwise of these nodes and numbers, with torch's promotion of types."""
-        stand_ins = [self.stand_in(each) if isinstance(each, Node) else each for each in args]
-        stand_ins = [0 if isinstance(each, sympy.Expr) else each for each in stand_ins]
-        compute, result = elementwise_dtypes(*stand_ins, type_promotion_kind=kind)
-        return self.build(op, args, result, compute, tuple(map(size_of, value.shape)))
-
     @staticmethod
-    def stand_in(node: Node) -> torch.Tensor:
-        """A tensor of the same dtype and rank class: promotion looks at nothing else."""
-        return torch.empty((1,) * len(node.shape), dtype=node.dtype, device="meta")
+    def promoted(args, kind=DEFAULT) -> tuple[torch.dtype, torch.dtype]:
+        """(dtype to compute in, dtype of the result): torch's promotion looks at dtypes and ranks alone."""
+        stand_ins = [torch.empty((1,) * len(each.shape), dtype=each.dtype, device="meta") if isinstance(each, Node)
+                     else 0 if isinstance(each, sympy.Expr) else each for each in args]  # fmt: skip
+        return elementwise_dtypes(*stand_ins, type_promotion_kind=kind)
+
+    def pointwise(self, op: str, args, kind=DEFAULT) -> Node:
+        """A Pointwise of these nodes and numbers, with torch's promotion of types."""
+        compute, result = self.promoted(args, kind)
+        return self.build(op, args, result, compute, self.shape)
 
     def build(self, op: str, args, dtype, compute=None, shape=None) -> Node:
         """A Pointwise without promotion: arguments are broadcast, numbers become constants."""
@@ -326,9 +305,8 @@ class Lowering:
     def move(self, node: Node, device) -> Input:
         """A number that is a tensor of the CPU, to the GPU."""
         node = self.realize(node)
-        call = Extern(
-            aten._to_copy.default, (node,), {"device": device}, f"{node.name}_moved", library=True, reads=[node]
-        )
+        name = f"{node.name}_moved"
+        call = Extern(aten._to_copy.default, (node,), {"device": device}, name, library=True, reads=[node])
         result = Input(node.shape, node.dtype, device, call.name, node.shape, producer=call)
         call.outputs.append(((), result))
         self.externs.append(call)
@@ -351,35 +329,25 @@ class Lowering:
     def view(self, node: Node, shape, back: Callable) -> View:
         return View(tuple(shape), node.dtype, node.device, source=node, back=back)
 
-    def cast(self, node: Node, dtype) -> Node:
-        return node if node.dtype is dtype else self.build("identity", [node], dtype)
+    def cast(self, node: Node, dtype, always=False) -> Node:
+        return node if node.dtype is dtype and not always else self.build("identity", [node], dtype)
 
     # ------------------------------------------------------------------------------------------ pointwise with a twist
-    def op_add(self, a, b, alpha=1):
-        return self.scaled("add", a, b, alpha)
-
-    def op_sub(self, a, b, alpha=1):
-        return self.scaled("sub", a, b, alpha)
-
-    def op_rsub(self, a, b, alpha=1):
-        return self.scaled("sub", b, a, 1) if alpha == 1 else self.unsupported("alpha")
-
-    def scaled(self, op, a, b, alpha):
+    def scaled(self, op, a, b, alpha=1):
+        """a + alpha * b, or a - alpha * b."""
         if alpha == 1:
-            return self.pointwise(op, [a, b], DEFAULT, self.meta)
-        stand_ins = [self.stand_in(x) if isinstance(x, Node) else x for x in (a, b)]
-        compute, result = elementwise_dtypes(*stand_ins, type_promotion_kind=DEFAULT)
-        product_ = self.build("mul", [b, alpha], compute, compute, None if isinstance(b, Node) else ())
-        return self.build(op, [a, product_], result, compute, tuple(map(size_of, self.meta.shape)))
+            return self.pointwise(op, [a, b])
+        compute, result = self.promoted([a, b])
+        scaled = self.build("mul", [b, alpha], compute, compute, None if isinstance(b, Node) else ())
+        return self.build(op, [a, scaled], result, compute, self.shape)
 
     def op_div(self, a, b, rounding_mode=None):
-        if rounding_mode is None:
-            return self.pointwise("div", [a, b], FLOAT, self.meta)
         kind = "float" if self.meta.dtype.is_floating_point else "int"
-        return self.pointwise(f"div_{rounding_mode}_{kind}", [a, b], DEFAULT, self.meta)
-
-    def op_floor_divide(self, a, b):
-        return self.op_div(a, b, "floor")
+        return (
+            self.pointwise(f"div_{rounding_mode}_{kind}", [a, b])
+            if rounding_mode
+            else self.pointwise("div", [a, b], FLOAT)
+        )
 
     def op_pow(self, a, b):
         integral = not self.meta.dtype.is_floating_point
@@ -388,95 +356,42 @@ class Lowering:
             if not integral:
                 simple |= {0.5: "sqrt", -0.5: "rsqrt", -1: "reciprocal", -2: "reciprocal_square"}
             if b in simple:
-                stand_ins = [self.stand_in(a), b]
-                compute, result = elementwise_dtypes(*stand_ins, type_promotion_kind=KIND.BOOL_TO_LONG)
+                compute, result = self.promoted([a, b], KIND.BOOL_TO_LONG)
                 return self.build(simple[b], [a], result, compute)
         if integral:
             raise Unsupported("a power of integers")
-        return self.pointwise("pow", [a, b], KIND.BOOL_TO_LONG, self.meta)
+        return self.pointwise("pow", [a, b], KIND.BOOL_TO_LONG)
 
     def op_where(self, condition, a, b):
         if condition.dtype is not torch.bool:
             raise Unsupported("a condition that is not bool")
-        stand_ins = [self.stand_in(x) if isinstance(x, Node) else x for x in (a, b)]
-        compute, result = elementwise_dtypes(*stand_ins, type_promotion_kind=KIND.NO_OPMATH)
-        return self.build("where", [condition, a, b], result, compute, tuple(map(size_of, self.meta.shape)))
+        compute, result = self.promoted([a, b], KIND.NO_OPMATH)
+        return self.build("where", [condition, a, b], result, compute, self.shape)
 
     def op_clamp(self, x, low=None, high=None, min=None, max=None):
         low, high = min if low is None else low, max if high is None else high
-        bounds = [each for each in (x, low, high) if each is not None]
-        stand_ins = [self.stand_in(each) if isinstance(each, Node) else each for each in bounds]
-        compute, result = elementwise_dtypes(*stand_ins, type_promotion_kind=DEFAULT)
-        shape = tuple(map(size_of, self.meta.shape))
+        compute, result = self.promoted([each for each in (x, low, high) if each is not None])
         for op, bound in (("maximum", low), ("minimum", high)):
             if bound is not None:
-                x = self.build(op, [x, bound], compute, compute, shape)
-        return self.build("identity", [x], result, compute, shape)
-
-    def op_clamp_min(self, x, low):
-        return self.op_clamp(x, low)
-
-    def op_clamp_max(self, x, high):
-        return self.op_clamp(x, None, high)
+                x = self.build(op, [x, bound], compute, compute, self.shape)
+        return self.build("identity", [x], result, compute, self.shape)
 
     def op__to_copy(self, x, dtype=None, device=None, **kwargs):
         if x.device != self.meta.device:
             raise Unsupported("a copy to another device")
-        return self.build("identity", [x], self.meta.dtype)
-
-    def op_convert_element_type(self, x, dtype):
-        return self.build("identity", [x], dtype)
-
-    def op_bitwise_not(self, x):
-        return self.pointwise("logical_not" if x.dtype is torch.bool else "bitwise_not", [x], DEFAULT, self.meta)
-
-    def op_copy(self, target, source, non_blocking=False):
-        return self.build("identity", [source], target.dtype, shape=target.shape)
-
-    def unsupported(self, why: str):
-        raise Unsupported(why)
+        return self.cast(x, self.meta.dtype, True)
 
     # ------------------------------------------------------------------------------------------ constants
     def filled(self, number):
-        shape = tuple(map(size_of, self.meta.shape))
-        return Constant(shape, self.meta.dtype, self.meta.device, number=number)
-
-    def op_full(self, size, number, **kwargs):
-        return self.filled(number)
-
-    def op_full_like(self, x, number, **kwargs):
-        return self.filled(number)
-
-    def op_scalar_tensor(self, number, **kwargs):
-        return self.filled(number)
-
-    def op_fill(self, x, number):
-        return self.expand(self.cast(number, x.dtype), x.shape) if isinstance(number, Node) else self.filled(number)
-
-    def zeros(self, *args, **kwargs):
-        return self.filled(0)
-
-    op_zeros = op_zeros_like = op_empty = op_empty_like = op_empty_strided = op_new_zeros = op_new_empty = zeros
-    op_new_empty_strided = op_empty_permuted = zeros
-
-    def op_ones(self, *args, **kwargs):
-        return self.filled(1)
-
-    op_ones_like = op_new_ones = op_ones
+        return Constant(self.shape, self.meta.dtype, self.meta.device, number=number)
 
     def op_arange(self, *args, **kwargs):
         start, _, step = (0, args[0], 1) if len(args) == 1 else (*args, 1)[:3]
         if not all(isinstance(each, (int, sympy.Expr)) for each in (start, step)):
             raise Unsupported("a range of floats")
-        shape = tuple(map(size_of, self.meta.shape))
-        return self.cast(Iota(shape, torch.int64, self.meta.device, start=start, step=step), self.meta.dtype)
+        return self.cast(Iota(self.shape, torch.int64, self.meta.device, start=start, step=step), self.meta.dtype)
 
     # ------------------------------------------------------------------------------------------ views
-    def op_view(self, x, shape, *args):
-        return self.reshape(x, tuple(map(size_of, self.meta.shape)))
-
-    op__unsafe_view = op_reshape = op__reshape_copy = op_view_copy = op_view
-
     def reshape(self, x: Node, shape) -> Node:
         shape, old = tuple(shape), x.shape
         if shape == old:
@@ -489,34 +404,17 @@ class Lowering:
 
     def op_as_strided(self, x, shape, strides, offset=None):
         fake = self.fx.args[0].meta["val"]
-        if (
-            not fake.is_contiguous()
-            or offset
-            or fake.storage_offset()
-            or not all(isinstance(n, int) for n in (*shape, *strides))
-        ):
+        static = all(isinstance(n, int) for n in (*shape, *strides))
+        if not fake.is_contiguous() or offset or fake.storage_offset() or not static:
             raise Unsupported("other memory than a contiguous tensor's")
-        shape = tuple(map(size_of, self.meta.shape))
+        shape = self.shape
 
         def linear(index):
-            total = ZERO
-            for each, stride in zip(index, strides, strict=True):
-                total = total + each * stride
-            return total
+            return sum((each * stride for each, stride in zip(index, strides, strict=True)), ZERO)
 
         view = self.view(x, shape, lambda index: unflatten(linear(index), x.shape))
         view.linear = linear
         return view
-
-    def op_squeeze(self, x, *dims):
-        return self.reshape(x, tuple(map(size_of, self.meta.shape)))
-
-    op_unsqueeze = op_squeeze
-
-    def op_alias(self, x, *args):
-        return self.view(x, x.shape, lambda index: index)
-
-    op_detach = op_lift_fresh = op_lift = op_alias
 
     def op_permute(self, x, order):
         order = [each % len(x.shape) for each in order] if x.shape else []
@@ -529,17 +427,11 @@ class Lowering:
             order[a], order[b] = order[b], order[a]
         return self.op_permute(x, order)
 
-    def op_t(self, x):
-        return self.op_permute(x, list(range(len(x.shape)))[::-1])
-
-    def op_expand(self, x, shape, implicit=False):
-        return self.expand(x, tuple(map(size_of, self.meta.shape)))
-
     def op_repeat(self, x, times):
         old = (1,) * (len(times) - len(x.shape)) + x.shape
         apart = [size for pair in zip(times, old, strict=True) for size in pair]
         lone = self.reshape(x, [size for one in old for size in (1, one)])
-        return self.reshape(self.expand(lone, apart), tuple(map(size_of, self.meta.shape)))
+        return self.reshape(self.expand(lone, apart), self.shape)
 
     def op_slice(self, x, dim=0, start=None, end=None, step=1):
         dim, start = dim % len(x.shape), 0 if start is None else start
@@ -549,13 +441,13 @@ class Lowering:
         if not (isinstance(start, int) and isinstance(size, int)) and start != 0:
             raise Unsupported("a slice from a dynamic place")
         start = min(max(start, 0), size) if isinstance(start, int) and isinstance(size, int) else start
-        return self.sliced(x, dim, start, step, self.meta.shape)
+        return self.sliced(x, dim, start, step, self.shape)
 
     def sliced(self, x, dim, start, step, shape) -> View:
         def back(index):
             return (*index[:dim], index[dim] * step + start, *index[dim + 1 :])
 
-        return self.view(x, tuple(map(size_of, shape)), back)
+        return self.view(x, shape, back)
 
     def op_select(self, x, dim, at):
         dim = dim % len(x.shape)
@@ -564,18 +456,12 @@ class Lowering:
         at = at + x.shape[dim] if at < 0 else at
         return self.view(x, x.shape[:dim] + x.shape[dim + 1 :], lambda index: (*index[:dim], ZERO + at, *index[dim:]))
 
-    def op_split_with_sizes(self, x, sizes, dim=0):
+    def op_split_with_sizes(self, x, lengths, dim=0):
         dim, start, parts = dim % len(x.shape), 0, []
-        for meta, size in zip(self.meta, sizes, strict=True):
-            parts.append(self.sliced(x, dim, start, 1, meta.shape))
+        for meta, size in zip(self.meta, lengths, strict=True):
+            parts.append(self.sliced(x, dim, start, 1, sizes(meta)))
             start = size_of(start + size)
         return tuple(parts)
-
-    def op_split(self, x, size, dim=0):
-        return self.op_split_with_sizes(x, [size_of(meta.shape[dim]) for meta in self.meta], dim)
-
-    def op_unbind(self, x, dim=0):
-        return tuple(self.op_select(x, dim, i) for i in range(len(self.meta)))
 
     def op_flip(self, x, dims):
         dims = [dim % len(x.shape) for dim in dims]
@@ -595,7 +481,7 @@ class Lowering:
                      for i in range(len(x.shape))]  # fmt: skip
             return tuple(index)
 
-        return self.view(x, tuple(map(size_of, self.meta.shape)), back)
+        return self.view(x, self.shape, back)
 
     def op_unfold(self, x, dim, size, step):
         dim = dim % len(x.shape)
@@ -603,7 +489,7 @@ class Lowering:
         def back(index):
             return (*index[:dim], index[dim] * step + index[-1], *index[dim + 1 : -1])
 
-        return self.view(x, tuple(map(size_of, self.meta.shape)), back)
+        return self.view(x, self.shape, back)
 
     # ------------------------------------------------------------------------------------------ pieces
     def op_cat(self, tensors, dim=0):
@@ -616,8 +502,7 @@ class Lowering:
         return self.pieces(dim, pieces, None)
 
     def pieces(self, axis, pieces, rest) -> Pieces:
-        shape = tuple(map(size_of, self.meta.shape))
-        return Pieces(shape, self.meta.dtype, self.device(), axis=axis, pieces=tuple(pieces), rest=rest)
+        return Pieces(self.shape, self.meta.dtype, self.device(), axis=axis, pieces=tuple(pieces), rest=rest)
 
     def op_constant_pad_nd(self, x, pad, number=0):
         if not all(isinstance(each, int) and each >= 0 for each in pad):
@@ -629,9 +514,8 @@ class Lowering:
                 size = shape[axis]
                 shape[axis] = size_of(size + before + after)
                 rest = Constant(tuple(shape), x.dtype, x.device, number=number)
-                x = Pieces(
-                    tuple(shape), x.dtype, x.device, axis=axis, pieces=((x, before, size_of(before + size)),), rest=rest
-                )
+                piece = (x, before, size_of(before + size))
+                x = Pieces(tuple(shape), x.dtype, x.device, axis=axis, pieces=(piece,), rest=rest)
         return x if shape != list(self.fx.args[0].meta["val"].shape) else self.build("identity", [x], x.dtype)
 
     def op_slice_scatter(self, x, source, dim=0, start=None, end=None, step=1):
@@ -652,12 +536,7 @@ class Lowering:
 
     # ------------------------------------------------------------------------------------------ gathers
     def gather(self, table, places) -> Gather:
-        return Gather(
-            tuple(map(size_of, self.meta.shape)), table.dtype, table.device, table=table, places=tuple(places)
-        )
-
-    def op_embedding(self, weight, indices, padding_idx=-1, scale_grad_by_freq=False, sparse=False):
-        return self.gather(weight, [(indices, lambda index: index[:-1]), lambda index: index[-1]])
+        return Gather(self.shape, table.dtype, table.device, table=table, places=tuple(places))
 
     def op_index(self, x, indices):
         if any(each is not None and each.dtype in (torch.bool, torch.uint8) for each in indices):
@@ -680,19 +559,15 @@ class Lowering:
 
     op__unsafe_index = op_index
 
-    def op_gather(self, x, dim, index, sparse_grad=False):
-        if not x.shape:
+    def op_gather(self, x, dim, index, sparse_grad=False, select=False):
+        """Places along one axis, for each element or, `select`, for each slice."""
+        if not x.shape or not index.shape:
             raise Unsupported("a gather of one number")
         dim = dim % len(x.shape)
-        return self.gather(x, [(index, lambda i: i) if axis == dim else (lambda i, axis=axis: i[axis])
-                               for axis in range(len(x.shape))])  # fmt: skip
-
-    def op_index_select(self, x, dim, index):
-        if not x.shape or not index.shape:
-            raise Unsupported("an index_select of one number")
-        dim = dim % len(x.shape)
-        return self.gather(x, [(index, lambda i: (i[dim],)) if axis == dim else (lambda i, axis=axis: i[axis])
-                               for axis in range(len(x.shape))])  # fmt: skip
+        along = (index, lambda i: (i[dim],) if select else i)
+        return self.gather(
+            x, [along if axis == dim else (lambda i, axis=axis: i[axis]) for axis in range(len(x.shape))]
+        )
 
     # ------------------------------------------------------------------------------------------ reductions
     def reduce(self, kind: str, x: Node, dims=None, keepdim=False) -> Node:
@@ -704,6 +579,9 @@ class Lowering:
         shape = tuple(1 if axis in axes else size for axis, size in enumerate(x.shape)) if keepdim else left
         flat = self.reshape(x, [size for size in x.shape if size != 1])
         real = [axis - sum(size == 1 for size in x.shape[:axis]) for axis in axes if x.shape[axis] != 1]
+        if len(real) > 1 and real == list(range(len(real))) and contiguous_axis(flat) not in real:
+            flat = self.reshape(flat, (product(flat.shape[: len(real)]), *flat.shape[len(real) :]))  # a column sum
+            real = [0]
         if not real:
             return self.reshape(self.build("identity", [x], x.dtype), shape)
         return self.reshape(self.split_reduction(kind, flat, real), shape)
@@ -749,25 +627,23 @@ class Lowering:
         if many <= (REGISTER_ROW if inner else 256) or programs >= SPLIT_PROGRAMS // 2:
             return None
         wanted = max(1, min(SPLIT_PROGRAMS // programs, many // (4096 if inner else 64)))
-        cut, first, parts, made = [], [], [], 1
+        cut, first, parts, made, numbers, breaks = [], [], [], 1, {}, reshape_breaks(x)
+        for axis in sorted(axes, key=lambda axis: -memory_strides(x)[axis]):  # outermost in memory first
+            if made < wanted:
+                size, inside = x.shape[axis], product(x.shape[axis + 1 :])
+                even = [n for n in divisors(size) if all((size // n * inside) % b == 0 or b % (size // n * inside) == 0
+                                                         for b in breaks)]  # fmt: skip
+                numbers[axis] = max((n for n in even if made * n <= 2 * wanted), default=1)
+                made *= numbers[axis]
         for axis, size in enumerate(x.shape):
-            number = max((n for n in divisors(size) if made * n <= 2 * wanted), default=1) if axis in axes else 1
-            if made >= wanted:
-                number = 1
+            number = numbers.get(axis, 1)
             if number > 1:
                 parts.append(len(cut) - len(first))
                 cut.append(number)
             if axis not in axes or number < size:
                 first += [len(cut)] if axis in axes else []
                 cut.append(size // number)
-            made *= number
         return (cut, first, parts) if made >= 4 and first else None
-
-    def op_sum(self, x, dims=None, keepdim=False, dtype=None):
-        return self.reduce("sum", self.cast(x, self.meta.dtype), dims, keepdim)
-
-    def op_prod(self, x, dims=None, keepdim=False, dtype=None):
-        return self.reduce("prod", self.cast(x, self.meta.dtype), dims, keepdim)
 
     def op_mean(self, x, dims=None, keepdim=False, dtype=None):
         total = self.reduce("sum", self.cast(x, self.meta.dtype), dims, keepdim)
@@ -778,32 +654,14 @@ class Lowering:
         dims = [dims] if isinstance(dims, int) else dims
         return product(x.shape[dim] for dim in (dims or range(len(x.shape))))
 
-    def op_amax(self, x, dims=(), keepdim=False):
-        return self.reduce("max", x, list(dims), keepdim)
-
-    def op_amin(self, x, dims=(), keepdim=False):
-        return self.reduce("min", x, list(dims), keepdim)
-
-    def op_max(self, x, dim=None, keepdim=False):
-        return self.extremum("max", x, dim, keepdim)
-
-    def op_min(self, x, dim=None, keepdim=False):
-        return self.extremum("min", x, dim, keepdim)
-
-    def extremum(self, kind, x, dim, keepdim):
+    def extremum(self, kind, x, dim=None, keepdim=False):
         if isinstance(dim, Node):  # max of two tensors
-            return self.pointwise(kind + "imum", [x, dim], DEFAULT, self.meta)
+            return self.pointwise(kind + "imum", [x, dim])
         if dim is None:
             return self.reduce(kind, x, None, keepdim)
         return self.reduce(kind, x, [dim], keepdim), self.place(kind, x, dim, keepdim)
 
-    def op_argmax(self, x, dim=None, keepdim=False):
-        return self.place("max", x, dim, keepdim)
-
-    def op_argmin(self, x, dim=None, keepdim=False):
-        return self.place("min", x, dim, keepdim)
-
-    def place(self, kind, x, dim, keepdim):
+    def place(self, kind, x, dim=None, keepdim=False):
         """The first position of the extremum, or of NaN: a second reduction, over the positions where it stands."""
         shape = tuple(1 for _ in x.shape) if keepdim and dim is None else None
         if dim is None:
@@ -814,19 +672,14 @@ class Lowering:
         found = self.reduce(kind, x, [dim], True)
         here = self.build("eq_or_nan", [x, found], torch.bool, x.dtype)
         size = x.shape[dim]
-        places = Iota((size,), torch.int64, x.device)
+        narrow = torch.int32 if isinstance(size, int) and size < 2**31 else torch.int64
+        places = Iota((size,), narrow, x.device)
         places = self.reshape(places, tuple(size if axis == dim else 1 for axis in range(len(x.shape))))
-        first = self.build("where", [here, places, size_of(size - 1)], torch.int64)
-        result = self.reduce("min", first, [dim], keepdim and shape is None)
+        first = self.build("where", [here, places, size_of(size - 1)], narrow)
+        result = self.cast(self.reduce("min", first, [dim], keepdim and shape is None), torch.int64)
         return self.reshape(result, shape) if shape is not None else result
 
-    def op_any(self, x, dims=None, keepdim=False):
-        return self.truth("max", x, dims, keepdim)
-
-    def op_all(self, x, dims=None, keepdim=False):
-        return self.truth("min", x, dims, keepdim)
-
-    def truth(self, kind, x, dims, keepdim):
+    def truth(self, kind, x, dims=None, keepdim=False):
         found = self.reduce(kind, self.cast(self.cast(x, torch.bool), torch.int32), dims, keepdim)
         return self.build("identity", [found], self.meta.dtype)
 
@@ -834,12 +687,6 @@ class Lowering:
         if not isinstance(dims, (list, tuple, type(None))):
             raise Unsupported("var of one argument")
         return self.variance(x, dims, correction, keepdim)[0]
-
-    def op_std(self, x, dims=None, correction=None, keepdim=False):
-        return self.build("sqrt", [self.op_var(x, dims, correction, keepdim)], self.meta.dtype)
-
-    def op_var_mean(self, x, dims=None, correction=None, keepdim=False):
-        return self.variance(x, dims, correction, keepdim)
 
     def variance(self, x, dims, correction, keepdim):
         """In two reductions, the mean first: the sum of squares alone would cancel."""
@@ -881,14 +728,59 @@ class Lowering:
         return mean, self.reduction("sum", moved, parts)
 
 
+# What takes a line: operation of ATen -> function of the Lowering and the operation's arguments.
+TABLE: dict[str, Callable] = {
+    "add": lambda low, a, b, alpha=1: low.scaled("add", a, b, alpha),
+    "sub": lambda low, a, b, alpha=1: low.scaled("sub", a, b, alpha),
+    "floor_divide": lambda low, a, b: low.op_div(a, b, "floor"),
+    "clamp_min": lambda low, x, bound: low.op_clamp(x, bound),
+    "clamp_max": lambda low, x, bound: low.op_clamp(x, None, bound),
+    "convert_element_type": lambda low, x, dtype: low.cast(x, dtype, True),
+    "bitwise_not": lambda low, x: low.pointwise("logical_not" if x.dtype is torch.bool else "bitwise_not", [x]),
+    "copy": lambda low, x, source, *_: low.build("identity", [source], x.dtype, shape=x.shape),
+    "full": lambda low, shape, number, **_: low.filled(number),
+    "full_like": lambda low, x, number, **_: low.filled(number),
+    "scalar_tensor": lambda low, number, **_: low.filled(number),
+    "fill": lambda low, x, number: (
+        low.expand(low.cast(number, x.dtype), x.shape) if isinstance(number, Node) else low.filled(number)
+    ),
+    **{name: lambda low, *_, **__: low.filled(0) for name in ZEROS.split()},
+    **{name: lambda low, *_, **__: low.filled(1) for name in ("ones", "ones_like", "new_ones")},
+    **{name: lambda low, x, *_: low.reshape(x, low.shape) for name in RESHAPES.split()},
+    **{name: lambda low, x, *_: low.view(x, x.shape, lambda index: index) for name in ALIASES.split()},
+    "t": lambda low, x: low.op_permute(x, list(range(len(x.shape)))[::-1]),
+    "expand": lambda low, x, shape, implicit=False: low.expand(x, low.shape),
+    "split": lambda low, x, size, dim=0: low.op_split_with_sizes(x, [size_of(m.shape[dim]) for m in low.meta], dim),
+    "unbind": lambda low, x, dim=0: tuple(low.op_select(x, dim, i) for i in range(len(low.meta))),
+    "embedding": lambda low, table, i, *_, **__: low.gather(
+        table, [(i, lambda index: index[:-1]), lambda index: index[-1]]
+    ),
+    "index_select": lambda low, x, dim, index: low.op_gather(x, dim, index, select=True),
+    "sum": lambda low, x, *dims, dtype=None, **keep: low.reduce("sum", low.cast(x, low.meta.dtype), *dims, **keep),
+    "prod": lambda low, x, *dims, dtype=None, **keep: low.reduce("prod", low.cast(x, low.meta.dtype), *dims, **keep),
+    "amax": lambda low, x, dims=(), keepdim=False: low.reduce("max", x, list(dims), keepdim),
+    "amin": lambda low, x, dims=(), keepdim=False: low.reduce("min", x, list(dims), keepdim),
+    "max": lambda low, x, *dims: low.extremum("max", x, *dims),
+    "min": lambda low, x, *dims: low.extremum("min", x, *dims),
+    "argmax": lambda low, x, *dims: low.place("max", x, *dims),
+    "argmin": lambda low, x, *dims: low.place("min", x, *dims),
+    "any": lambda low, x, *dims: low.truth("max", x, *dims),
+    "all": lambda low, x, *dims: low.truth("min", x, *dims),
+    "std": lambda low, x, *dims, **rest: low.build("sqrt", [low.op_var(x, *dims, **rest)], low.meta.dtype),
+    "var_mean": lambda low, x, dims=None, correction=None, keepdim=False: low.variance(x, dims, correction, keepdim),
+}
+
+
+def sizes(value: torch.Tensor) -> tuple[Size, ...]:
+    return tuple(map(size_of, value.shape))
+
+
 def device_of(gm: torch.fx.GraphModule) -> torch.device | None:
     """The device whose operations are compiled: that of the first tensor on a GPU; the CPU's, in the interpreter."""
     if INTERPRETED:
         return torch.device("cpu")
-    tensors = (each for node in gm.graph.nodes for each in tree_flatten(node.meta.get("val"))[0])
-    return next(
-        (each.device for each in tensors if isinstance(each, torch.Tensor) and each.device.type == "cuda"), None
-    )
+    values = (each for node in gm.graph.nodes for each in tree_flatten(node.meta.get("val"))[0])
+    return next((each.device for each in values if isinstance(each, torch.Tensor) and each.device.type == "cuda"), None)
 
 
 def broadcast(shapes) -> tuple[Size, ...]:
@@ -901,13 +793,28 @@ def broadcast(shapes) -> tuple[Size, ...]:
     return tuple(result)
 
 
-def contiguous_axis(x: Node) -> int:
-    """The axis whose neighbours are neighbours in memory, as far as that is known: else the last."""
+def memory_strides(x: Node) -> list[int]:
+    """The strides with which memory is read, as far as they are known: else those of a contiguous tensor."""
     while x.strides is None and isinstance(x, Pointwise) and x.args[0].shape == x.shape:
         x = x.args[0]
-    known = x.strides or ()
-    axes = [axis for axis, stride in enumerate(known) if x.shape[axis] != 1 and isinstance(stride, int) and stride]
-    return min(axes, key=lambda axis: known[axis], default=len(x.shape) - 1)
+    known = x.strides or row_major(x.shape)
+    return [stride if isinstance(stride, int) else 1 << 40 for stride in known]
+
+
+def reshape_breaks(x: Node) -> set[int]:
+    """The numbers of consecutive elements at which reshapes behind x cut it: parts that disagree need a copy of it."""
+    found, todo = {x}, [x]
+    for node in todo:
+        more = node.sources if isinstance(node, Pointwise) or (isinstance(node, View) and node.linear) else ()
+        todo += [each for each in more if each not in found and each.elements == x.elements and len(todo) < 64]
+        found |= set(more)
+    return {each for node in todo for each in row_major(node.shape) if isinstance(each, int)}
+
+
+def contiguous_axis(x: Node) -> int:
+    strides = memory_strides(x)
+    axes = [axis for axis, size in enumerate(x.shape) if size != 1 and strides[axis]]
+    return min(axes, key=strides.__getitem__, default=len(x.shape) - 1)
 
 
 def divisors(n: int) -> list[int]:

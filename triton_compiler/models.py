@@ -119,10 +119,8 @@ class ViT(nn.Module):
 class ResidualBlock(nn.Module):
     def __init__(self, width: int, out: int, stride: int) -> None:
         super().__init__()
-        self.conv_1, self.conv_2 = (
-            nn.Conv2d(width, out, 3, stride, 1, bias=False),
-            nn.Conv2d(out, out, 3, 1, 1, bias=False),
-        )
+        self.conv_1 = nn.Conv2d(width, out, 3, stride, 1, bias=False)
+        self.conv_2 = nn.Conv2d(out, out, 3, 1, 1, bias=False)
         self.norm_1, self.norm_2 = nn.BatchNorm2d(out), nn.BatchNorm2d(out)
         self.short = nn.Identity() if width == out and stride == 1 else nn.Conv2d(width, out, 1, stride, bias=False)
 
@@ -150,11 +148,8 @@ class UNet(nn.Module):
 
     def __init__(self, width: int) -> None:
         super().__init__()
-        self.first, self.down, self.deep = (
-            self.step(3, width),
-            self.step(width, 2 * width),
-            self.step(2 * width, 2 * width),
-        )
+        self.first, self.down = self.step(3, width), self.step(width, 2 * width)
+        self.deep = self.step(2 * width, 2 * width)
         self.up, self.last = self.step(4 * width, width), self.step(2 * width, width)
         self.head = nn.Conv2d(width, 3, 1)
 
@@ -272,46 +267,30 @@ def of_libraries(large: bool) -> dict[str, Callable[[], tuple[nn.Module, tuple]]
                     self.model = cls(config)
 
                 def forward(self, tokens):
-                    return (
-                        self.model(tokens, use_cache=False)[0] if "Bert" not in cls.__name__ else self.model(tokens)[0]
-                    )
+                    return self.model(tokens, **({} if "Bert" in cls.__name__ else {"use_cache": False}))[0]
 
             return lambda: (Wrapped(), (tokens_of(96, n, t),))
 
-        common = {
-            "vocab_size": 96,
-            "hidden_size": w,
-            "num_hidden_layers": depth,
-            "num_attention_heads": 4,
-            "intermediate_size": 2 * w,
-        }
-        found["hf BERT"] = text(
-            hf.BertConfig(**common, hidden_dropout_prob=0.0, attention_probs_dropout_prob=0.0), hf.BertModel
-        )
-        found["hf GPT-2"] = text(
-            hf.GPT2Config(
-                vocab_size=96, n_embd=w, n_layer=depth, n_head=4, resid_pdrop=0.0, embd_pdrop=0.0, attn_pdrop=0.0
-            ),
-            hf.GPT2LMHeadModel,
-        )
+        common = {"vocab_size": 96, "hidden_size": w, "num_hidden_layers": depth, "num_attention_heads": 4}
+        common["intermediate_size"] = 2 * w
+        none = dict.fromkeys(("hidden_dropout_prob", "attention_probs_dropout_prob"), 0.0)
+        found["hf BERT"] = text(hf.BertConfig(**common, **none), hf.BertModel)
+        none = dict.fromkeys(("resid_pdrop", "embd_pdrop", "attn_pdrop"), 0.0)
+        gpt = hf.GPT2Config(vocab_size=96, n_embd=w, n_layer=depth, n_head=4, **none)
+        found["hf GPT-2"] = text(gpt, hf.GPT2LMHeadModel)
         found["hf Llama"] = text(hf.LlamaConfig(**common, num_key_value_heads=2), hf.LlamaForCausalLM)
+    side = 224 if large else 64
+    images = (torch.randn(n, 3, side, side),)
     if find_spec("torchvision"):
-        import torchvision
+        from torchvision.models import mobilenet_v3_small, resnet18
 
-        side = 224 if large else 64
-        found["tv ResNet-18"] = lambda: (torchvision.models.resnet18(num_classes=10), (torch.randn(n, 3, side, side),))
-        found["tv MobileNet"] = lambda: (
-            torchvision.models.mobilenet_v3_small(num_classes=10, dropout=0.0),
-            (torch.randn(n, 3, side, side),),
-        )
+        found["tv ResNet-18"] = lambda: (resnet18(num_classes=10), images)
+        found["tv MobileNet"] = lambda: (mobilenet_v3_small(num_classes=10, dropout=0.0), images)
     if find_spec("timm"):
-        import timm
+        from timm.models import VisionTransformer
 
-        side = 224 if large else 32
-        found["timm ViT"] = lambda: (
-            timm.models.VisionTransformer(side, 16, embed_dim=w, depth=depth, num_heads=4, num_classes=10),
-            (torch.randn(n, 3, side, side),),
-        )
+        sizes = {"embed_dim": w, "depth": depth, "num_heads": 4, "num_classes": 10}
+        found["timm ViT"] = lambda: (VisionTransformer(side, 16, **sizes), images)
     return found
 
 

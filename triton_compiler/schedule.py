@@ -52,10 +52,9 @@ class Plan:
     @property
     def grid(self) -> tuple[Size, Size]:
         """(programs along axis 0, along axis 1), as expressions."""
-        first, second = ("y", "x") if self.kind == "tile" else ("x", None)
-        return ceil_div(self.numel[first], self.blocks[first]), ceil_div(
-            self.numel[second], self.blocks[second]
-        ) if second else 1
+        spaces = ("y", "x") if self.kind == "tile" else ("x",)
+        counts = [ceil_div(self.numel[space], self.blocks[space]) for space in spaces]
+        return counts[0], counts[1] if self.kind == "tile" else 1
 
 
 def ceil_div(size: Size, by: int) -> Size:
@@ -76,15 +75,15 @@ def schedule(kernel: Kernel, hint) -> Plan:
     columns = collapse(order(layout.columns, ranked), affines, "r")
     smallest = min((access.node.dtype.itemsize for access in accesses), default=4)
     extents = [
-        access.offset.offset + sum(abs_(c) * (dim.size - 1) for dim, c in access.offset.terms) for access in accesses
+        each.offset.offset + sum((abs(c) if isinstance(c, int) else c) * (dim.size - 1) for dim, c in each.offset.terms)
+        for each in accesses
     ]
     extents += [product(dim.size for dim in layout.dims)]
     if layout.walk:
         rblock = next_power(product(dim.size for dim in layout.columns))
         walk = collapse(order(layout.walk, ranked), affines, "w")
-        plan = Plan(
-            "rows", {"x": rows, "w": walk, "r": columns}, {"x": 1, "r": rblock}, max(1, min(16, rblock // 512)), True
-        )
+        spaces, blocks = {"x": rows, "w": walk, "r": columns}, {"x": 1, "r": rblock}
+        plan = Plan("rows", spaces, blocks, max(1, min(16, rblock // 512)), True)
     elif columns:
         plan = rows_plan(rows, columns, ranked, weights, hint, len(accesses))
     else:
@@ -92,10 +91,6 @@ def schedule(kernel: Kernel, hint) -> Plan:
     plan.numel = {space: product(loop.size for loop in loops) for space, loops in plan.spaces.items()}
     plan.extents = extents
     return plan
-
-
-def abs_(c: Size) -> Size:
-    return abs(c) if isinstance(c, int) else c
 
 
 def accesses_of(kernel: Kernel) -> list[Access]:
@@ -125,13 +120,8 @@ def order(dims: list[Dim], ranked: list[Access]) -> list[Dim]:
 def precedes(a: Dim, b: Dim, ranked: list[Access]) -> bool:
     for access in ranked:
         stride_a, stride_b = access.offset.coefficient(a), access.offset.coefficient(b)
-        if (
-            isinstance(stride_a, int)
-            and isinstance(stride_b, int)
-            and stride_a
-            and stride_b
-            and abs(stride_a) != abs(stride_b)
-        ):
+        static = isinstance(stride_a, int) and isinstance(stride_b, int) and stride_a and stride_b
+        if static and abs(stride_a) != abs(stride_b):
             return abs(stride_a) > abs(stride_b)
         if stride_a != stride_b and stride_a != 0 and stride_b != 0:  # symbolic: the one that is a multiple is outer
             return exact_quotient(stride_a, stride_b) is not None
@@ -189,12 +179,11 @@ def rows_plan(rows: list[Loop], columns: list[Loop], ranked, weights, hint, acce
     if INTERPRETED:
         persistent = static and many <= PERSISTENT
         rblock = next_power(r) if persistent else min(next_power(r), 4096)
-        return Plan(
-            "rows", spaces, {"x": min(next_power(n), max(1, INTERPRETED_TILE // rblock)), "r": rblock}, 4, persistent
-        )
+        xblock = min(next_power(n), max(1, INTERPRETED_TILE // rblock))
+        return Plan("rows", spaces, {"x": xblock, "r": rblock}, 4, persistent)
     if inner:
         persistent = static and many <= PERSISTENT
-        rblock = next_power(r) if persistent else (4096 if accesses <= 6 else 2048)
+        rblock = next_power(r) if persistent else 8192 if n <= 2 * WIDE_GPU else 4096 if accesses <= 6 else 2048
         xblock = 1
         while xblock * rblock < 1024 and n > xblock * 2 * WIDE_GPU:
             xblock *= 2

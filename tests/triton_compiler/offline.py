@@ -9,7 +9,6 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
 import torch
 import torch.nn.functional as F
-import triton
 from torch._subclasses import FakeTensorMode
 from torch.fx.experimental.proxy_tensor import make_fx
 from triton.backends.compiler import GPUTarget
@@ -17,21 +16,6 @@ from triton.backends.compiler import GPUTarget
 from triton_compiler import runtime
 from triton_compiler.capture import plan_graph
 from triton_compiler.decompose import decompositions
-
-
-class Offline:
-    """What Triton asks of a driver in order to compile."""
-
-    sm = 90
-
-    def get_current_target(self):
-        return GPUTarget("cuda", self.sm, 32)
-
-    def get_current_device(self):
-        return self.sm
-
-    def get_current_stream(self, device):
-        return 0
 
 
 def plan(fn, *specs):
@@ -58,23 +42,12 @@ CASES = [
 
 
 def main() -> None:
-    driver = Offline()
-    triton.runtime.driver.set_active(driver)
     kinds = set()
     for fn, *specs in CASES:
         for source in plan(fn, *specs):
             kinds |= {source.plan.kind, "" if source.plan.persistent else "walked"}
-            kernel = runtime.load(source)
             for sm in (80, 90, 120) if source.plan.kind == "rows" else (80, 89, 90, 100, 120):
-                driver.sm = sm
-                dtypes = [node.dtype for node, _ in source.arguments]
-                kernel.warmup(
-                    *dtypes,
-                    grid=(1,),
-                    num_warps=source.plan.warps,
-                    debug="dev.check(" in source.text,
-                    sanitize_overflow=False,
-                )
+                runtime.compile_kernel(source, GPUTarget("cuda", sm, 32))
     print(*kinds)
 
 
