@@ -170,10 +170,9 @@ def speed_up_map(part: dict) -> Chart:
     for bound, each in gains.items():
         few, many = (f(math.prod(sizes(case)) for case in each) for f in (min, max))
         most, least = max(each, key=each.get), min(each, key=each.get)
-        said.append(
-            f"{bound} ({short(few)} to {short(many)} tokens a call): compiled {each[least]:.2f}x ({least}) to "
-            f"{each[most]:.2f}x ({most}) eager"
-        )
+        tokens = short(few) + f" to {short(many)}" * (few < many)
+        speeds = f"{each[least]:.2f}x ({least})" + f" to {each[most]:.2f}x ({most})" * (len(each) > 1)
+        said.append(f"{bound} ({tokens} tokens a call): compiled {speeds} eager")
     series = [Series(bound, each, looks[bound]) for bound, each in gains.items()]
     sees = "; ".join(said)
     sees = f"{sees[0].upper()}{sees[1:]}. A thick border is launch-bound: eager's host takes longer than its GPU."
@@ -359,6 +358,19 @@ def over_bfloat16(part: dict) -> Chart:
     )
 
 
+def whole_models(part: dict) -> Chart:
+    tables = timed(part["study"], "whole models")
+    over = [
+        (t.over("torch.compile bfloat16", row.variant), row.variant, t.case)
+        for t in tables
+        for row in t.rows
+        if row.ours
+    ]
+    (least, slow, here), (most, fast, there) = min(over), max(over)
+    sees = f"Over torch.compile in bfloat16, FP8 gives {least:.2f}x ({slow}, {here}) to {most:.2f}x ({fast}, {there})."
+    return speedups(part["study"], "whole models", "FP8 in whole models")._replace(sees=sees)
+
+
 # --- TMA
 
 
@@ -516,7 +528,7 @@ PICTURES: dict[str, tuple[Callable[[dict], Chart | None], ...]] = {
     ),
     "formats": (representable,),
     "accuracy": (outliers,),
-    "fp8_matmul": (over_bfloat16,),
+    "fp8_matmul": (over_bfloat16, whole_models),
     "tma_copy": (in_flight, speedups),
     "tma_matmul": (gemm_steps,),
     "gluon_matmul": (partitions, speedups),

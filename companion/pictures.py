@@ -50,7 +50,7 @@ def draw(chart: Chart, mine: Chart | None = None, whose: str = "yours") -> str:
         left, right, handles = kind(figure, chart, mine)  # inches beside the axes; a layout engine takes twice as long
         if mine and chart.kind not in ("timeline", "map"):  # whose lanes and cells say so
             handles.append(_key("diamond" if chart.kind == "bars" else "hollow", whose))
-        across = max(1, min(4, int(92 / (max((len(each.get_label()) for each in handles), default=0) + 9))))
+        across = max(1, min(4, int(78 / (max((len(each.get_label()) for each in handles), default=0) + 8.5))))
         rows = -(-len(handles) // across) if len(handles) > 1 or mine or chart.kind == "map" else 0
         high = figure.get_figheight() + 0.19 * rows
         figure.set_figheight(high)
@@ -115,7 +115,8 @@ def _lines(figure: Figure, chart: Chart, mine: Chart | None) -> tuple[float, flo
     if len(xs) <= 12:
         ticks = xs[:1]
         for x in xs:
-            ticks += [x] * (x > 1.9 * ticks[-1] if chart.log else x != ticks[-1])
+            apart = 1.9 if len(short(int(x))) < 6 else 4  # of neighbours, by the length of what stands there
+            ticks += [x] * (x > apart * ticks[-1] if chart.log else x != ticks[-1])
         axes.xaxis.set_major_locator(FixedLocator(ticks[:: 1 if len(ticks) < 9 else 2]))
     axes.xaxis.set_major_formatter(FuncFormatter(lambda x, _: short(int(x)) if chart.log else f"{x:g}"))
     if max(ys) > 50 * min(ys) > 0:
@@ -126,7 +127,7 @@ def _lines(figure: Figure, chart: Chart, mine: Chart | None) -> tuple[float, flo
     for axis in (axes.xaxis, axes.yaxis):
         axis.set_minor_locator(NullLocator())
     axes.set(xlabel=chart.x, ylabel=chart.y)
-    return 0.75, 0.25, handles
+    return max(0.75, 0.33 + 0.085 * len(f"{axes.get_ylim()[1]:,.0f}")), 0.25, handles
 
 
 def _bars(figure: Figure, chart: Chart, mine: Chart | None) -> tuple[float, float, list]:
@@ -152,10 +153,10 @@ def _bars(figure: Figure, chart: Chart, mine: Chart | None) -> tuple[float, floa
             clear = {"facecolor": PAPER, "edgecolor": "none", "pad": 0.6} if chart.levels else None
             axes.annotate(text, (end, y), (5, 0), textcoords="offset points", va="center", fontsize=9, bbox=clear)
     axes.set_yticks(range(len(names)), [fill(name, 26) for name in names])
-    axes.invert_yaxis()
+    axes.set_ylim(len(names) - 0.48, -0.52)  # a bar that the last name lacks has its place, too
     axes.grid(False, axis="y")
     axes.tick_params(axis="y", length=0)
-    axes.margins(x=0.4 if mine else 0.12, y=0.02)
+    axes.margins(x=0.4 if mine else 0.12)
     if chart.log:
         axes.use_sticky_edges = False  # bars begin within the axes
         axes.set_xscale("log")
@@ -166,7 +167,7 @@ def _bars(figure: Figure, chart: Chart, mine: Chart | None) -> tuple[float, floa
     group = max(0.19 * len(chart.series) + 0.1, 0.17 * max(map(len, lines)) + 0.06)
     figure.set_figheight(0.65 + group * len(names))
     longest = max(len(line) for each in lines for line in each)
-    return 0.25 + 0.077 * longest, 0.15, handles + _levels(chart, axes.axvline)
+    return 0.25 + 0.077 * longest, 0.4 if mine else 0.15, handles + _levels(chart, axes.axvline)
 
 
 def _timeline(figure: Figure, chart: Chart, mine: Chart | None) -> tuple[float, float, list]:
@@ -287,5 +288,5 @@ def _name_at_the_right(axes: Axes, points: dict[str, tuple[float, float]]) -> No
     for name, height in zip(names, heights, strict=True):
         axes.annotate(
             name, points[name], (1.03, height), textcoords="axes fraction", va="center", url=f"#{name}",
-            arrowprops={"arrowstyle": "-", "color": FAINT, "linewidth": 0.7, "shrinkB": 4},
+            arrowprops={"arrowstyle": "-", "color": FAINT, "linewidth": 0.7, "shrinkB": 4, "relpos": (0, 0.5)},
         )  # fmt: skip

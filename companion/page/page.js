@@ -33,34 +33,47 @@ const later = () => setTimeout(scrolls, 50);
 for (const when of ["load", "resize"]) addEventListener(when, later);
 document.addEventListener("toggle", later, true);
 
-// Search: a technique is found by the words of its name, its question, its answer and the symptoms that lead to it; first
-// what has most of the words asked for, and at least half of them.
+// Search: words are compared by their stems and by what is written for them here; a rare one counts for more, and so does one
+// of a technique's name, question, symptom or answer. Found is what has half of the words asked for, and a quarter of the most.
 const field = document.getElementById("q"), found = document.getElementById("found"), list = found.querySelector("ul");
 const text = (query, within) => all(query, within).map(each => each.textContent).join(" ");
+const split = text => text.toLowerCase().replace(/(\d),(?=\d{3})|(\d) (?=[kmgtb]\b)/g, "$1$2").match(/[a-z0-9]+(\.\d+[a-z]*)?/g) ?? [];
+const stem = word => word.replace(/(?<=...)(ations?|ings?|e[dr]s?|est|ies|es?|s|y)$/, "").replace(/([a-z])\1$/, "$1");
+const minor = new Set(split("a an and are as at be by can do does for from has have how i in is it me my of on or should than that the to use what when which why with"));
+const alike = ["size shape length", "different another varying variable changing", "one single 1 1x1", "decode generation token", "latency time speed",
+  "fp8 float8", "bf16 bfloat16", "gemm matmul product", "ordinary plain pointer", "identical same bits", "optimizer adamw"].map(group => split(group).map(stem));
 const known = all("article").map(each => ({
-  href: "#" + each.id, name: each.id, says: text(".question", each), words: text(".answer, figcaption, .line.wins", each),
+  href: "#" + each.id, name: each.id, says: text(".question", each), leads: "", words: text(".answer, figcaption, .line.wins", each), rest: each.textContent,
 }));
 for (const way of all(".ways li")) for (const link of all("a", way)) {
   const hit = known.find(each => each.href === link.getAttribute("href"));
-  if (hit) hit.says += " " + way.firstElementChild.textContent;
+  if (hit) hit.leads += " " + way.firstElementChild.textContent;
 }
 for (const claim of all("tr[id]")) {
-  known.push({href: "#" + claim.id, name: "claim", says: claim.cells[0].textContent, words: claim.cells[2].textContent});
+  known.push({href: "#" + claim.id, name: "claim", says: claim.cells[0].textContent, leads: "", words: claim.cells[2].textContent, rest: ""});
 }
-const minor = new Set("a an the is are it i my me to of or and for in with which what when why how do does should can".split(" "));
-const score = (each, words) => words.reduce((sum, word) => sum + (each.name.includes(word) ? 4 : each.says.toLowerCase().includes(word) ? 3
-  : each.words.toLowerCase().includes(word) ? 2 : 0) , 0);
+const parts = each => each.parts ??= [
+  [4, each.name + " " + each.name.replaceAll("_", "")], [3, each.says], [3, each.leads], [2, each.words], [.5, each.rest],
+].map(([weight, text]) => [weight, split(text).map(word => [word, stem(word)])]);
+const points = (each, asked) => parts(each).reduce((sum, [weight, held]) => sum + weight * Math.max(0, ...held.map(([word, stem]) =>
+  stem === asked ? 1 : asked.length > 2 && word.startsWith(asked) ? .6 : 0)), 0);
+const score = word => {
+  const asked = stem(word), others = alike.filter(group => group.includes(asked)).flat();
+  const scores = known.map(each => Math.max(points(each, asked), ...others.map(other => .7 * points(each, other))));
+  const rare = Math.log(1 + known.length / (1 + scores.filter(Boolean).length));
+  return scores.map((one, i) => rare * one * (known[i].name === "claim" ? .6 : 1));
+};
 const look = () => {
-  const asked = field.value.toLowerCase().split(/[^a-z0-9_.]+/).filter(Boolean), major = asked.filter(word => !minor.has(word));
-  const words = (major.length ? major : asked).map(word => word.length > 4 ? word.replace(/(es|s|ing|ed)$/, "") : word);
-  const hits = known.map(each => [score(each, words), each]).filter(([points]) => points && points >= 1.5 * words.length)
-    .sort((a, b) => b[0] - a[0]).map(([, each]) => each);
+  const asked = [...new Set(split(field.value))], major = asked.filter(word => !minor.has(word)), words = major.length ? major : asked;
+  const scores = words.map(score), sums = known.map((_, i) => scores.reduce((sum, each) => sum + each[i], 0)), most = Math.max(...sums);
+  const hits = known.map((each, i) => [sums[i], each, scores.filter(each => each[i]).length])
+    .filter(([sum, , count]) => sum > most / 4 && 2 * count >= words.length).sort((a, b) => b[0] - a[0]).map(([, each]) => each);
   found.hidden = !words.length;
   document.getElementById("count").textContent = words.length ? `${hits.length} found` : "";
   list.replaceChildren(...hits.slice(0, 12).map(hit => {
     const item = document.createElement("li"), link = document.createElement("a"), says = document.createElement("small");
     link.href = hit.href;
-    says.textContent = hit.says;
+    says.textContent = hit.says + hit.leads;
     link.append(hit.name, says);
     item.append(link);
     return item;

@@ -11,6 +11,7 @@ from harness.catalog import ROOT
 
 import pytest
 
+from companion.__main__ import main
 from tests.compile_inspect.test_main import filled
 
 CHROMIUM = Path("/usr/bin/chromium")
@@ -97,6 +98,50 @@ def test_nothing_but_boxes_scrolls_sideways(visit, width):
     assert page.locator("figure svg").first.bounding_box()["width"] > 300
 
 
+# Texts that are cut, or closer to another one than two pixels; and in rooflines lines to a name that cross one.
+TEXTS = """() => [...document.querySelectorAll('figure svg')].flatMap(svg => {
+  const texts = [...svg.querySelectorAll('text')].map(each => [each.textContent, each.getBoundingClientRect()]);
+  const box = svg.getBoundingClientRect(), where = svg.getAttribute('aria-label').slice(0, 60), found = [];
+  const shared = (a, b) => [Math.min(a.right, b.right) - Math.max(a.left, b.left),
+    Math.min(a.bottom, b.bottom) - Math.max(a.top, b.top)];
+  const lines = svg.matches('[role=group]') ? [...svg.querySelectorAll('path[style*="faint"]')] : [];
+  const leaders = lines.map(each => each.getBoundingClientRect()).filter(at => at.width > 2 && at.height > 2);
+  texts.forEach(([text, at], i) => {
+    if (at.left < box.left - 3 || at.right > box.right + 3 || at.top < box.top - 3 || at.bottom > box.bottom + 3)
+      found.push([where, text]);
+    for (const [other, its] of texts.slice(0, i)) {
+      const [wide, high] = shared(at, its);
+      if (wide > -2 && high > 2) found.push([where, text, other]);
+    }
+    for (const line of leaders) if (shared(at, line).every(size => size > 2)) found.push([where, text, 'a line']);
+  });
+  return found;
+})"""
+
+
+@pytest.mark.parametrize("width", WIDTHS)
+@pytest.mark.parametrize("which", ["chapter", "beside"])
+def test_no_text_of_a_picture_is_cut_or_covers_another(visit, width, which, tmp_path):
+    url = PAGE
+    if which == "beside":
+        fp8, other = (str(ROOT / "results" / name / "triton_fp8_advanced.json") for name in ("h200", "h100"))
+        assert main(["report", fp8, "--beside", other, "-o", str(tmp_path / "page.html")]) == 0
+        url = (tmp_path / "page.html").as_uri()
+    assert visit(width, url=url).evaluate(TEXTS) == []
+
+
+def test_on_a_phone_the_chapters_fit_and_a_shadow_tells_that_a_box_scrolls(visit):
+    page = visit(360)
+    assert page.locator("nav a").evaluate_all("all => Math.max(...all.map(a => a.getBoundingClientRect().right))") < 360
+    page.wait_for_selector("#matmul figure .wide[tabindex]")
+    styles = (
+        "all => all.map(box => [box.scrollWidth > box.clientWidth, getComputedStyle(box).backgroundImage !== 'none'])"
+    )
+    told = page.locator(".wide").evaluate_all(styles)
+    assert [True, True] in told
+    assert all(scrolls == shown for scrolls, shown in told)
+
+
 def test_tables_sort_by_number_and_by_name(visit):
     page = visit()
     table = page.locator("#matmul table.sort").first
@@ -141,6 +186,22 @@ def test_search_finds_by_name_question_and_symptom(visit, words, leads_to):
     )
 
 
+@pytest.mark.parametrize(
+    ("words", "first"),
+    [
+        ("different sizes", {"dynamic_shapes"}), ("one token 1B", {"modes", "large_models"}),
+        ("recompiles again and again", {"recompilation"}), ("compiles again", {"recompilation"}),
+        ("is TMA faster than ordinary loads", {"tma_matmul", "tma_copy"}), ("pad or dynamic", {"dynamic_shapes"}),
+        ("mode for one token", {"modes"}), ("FP8 at 4096", {"fp8_matmul"}), ("num_stages", {"pipelined_matmul"}),
+        ("varying sequence lengths", {"dynamic_shapes"}), ("softm", {"softmax"}), ("layernorm", {"layer_norm"}),
+    ],
+)  # fmt: skip
+def test_search_tells_first_what_answers(visit, words, first):
+    page = visit()
+    page.locator("#q").fill(words)
+    assert page.locator("#found a").first.get_attribute("href").removeprefix("#") in first
+
+
 def test_what_is_not_found_is_said_and_escape_closes(visit):
     page = visit(360)
     page.locator("#q").fill("xylophone quartz")
@@ -183,6 +244,15 @@ def test_print_hides_nothing_that_matters(visit):
     assert page.locator("#matmul pre").first.is_visible()
     assert page.locator("#claims table").first.is_visible()
     assert page.evaluate("getComputedStyle(document.body).backgroundColor") == "rgb(255, 255, 255)"
+
+
+def test_on_paper_tables_are_whole_and_studies_as_the_reader_left_them(visit):
+    page = visit(703)  # A4 between margins of 12 mm
+    page.emulate_media(media="print")
+    page.wait_for_function("!document.querySelector('details.code:not([open])')")
+    assert not page.locator("#matmul .study table").first.is_visible()
+    widest = "all => Math.max(...all.filter(t => !t.closest('.study')).map(t => t.getBoundingClientRect().right))"
+    assert page.locator("article table").evaluate_all(widest) <= page.locator("main").bounding_box()["width"] - 15
 
 
 def test_colours_of_series_follow_the_scheme(visit):

@@ -22,7 +22,10 @@ from studies.tma.gluon_matmul_timeline import EVENTS, spans
 H200, CPU = ROOT / "results/h200", ROOT / "results/cpu"
 TMA = H200 / "triton_tma_blackwell.json"
 # Pictures that records made before their studies measured it do not hold: the technique, and a fact's name.
-LATER = {"cuda_graphs": charts.DRAWN, "gluon_matmul": charts.DRAWN, "when_it_helps": "by batch x tokens"}
+LATER = {
+    "cuda_graphs": charts.DRAWN, "gluon_matmul": charts.DRAWN, "when_it_helps": "by batch x tokens",
+    "fp8_matmul": "RMS error of the logits",
+}  # fmt: skip
 
 
 class Page(HTMLParser):
@@ -139,6 +142,18 @@ def test_the_sentence_of_a_picture_follows_its_values():
     (after,) = charts.charts_of("what_is_tma", example)
     assert before.sees != after.sees
     assert max(before.series[0].points, key=before.series[0].points.get) in before.sees
+
+
+def test_whole_models_are_drawn_where_they_are_recorded():
+    path = ROOT / "results/h100/triton_fp8_advanced.json"
+    example = next(each for each in load(path)["examples"] if each["name"] == "fp8_matmul")
+    chart = charts.charts_of("fp8_matmul", example)[-1]
+    table = next(each for each in charts.timed(example["study"], "whole models") if each.case == "4x2048 tokens")
+    row = next(each for each in chart.series if each.name == "FP8 per row")
+    assert row.points[table.case] == table.over("torch eager bfloat16", "FP8 per row")
+    assert f"{table.over('torch.compile bfloat16', 'FP8 per row'):.2f}x (FP8 per row, 4x2048 tokens)" in chart.sees
+    example["study"]["tables"] = []
+    assert [each.title for each in charts.charts_of("fp8_matmul", example)] == ["FP8 over bfloat16 by size"]
 
 
 def gaps_of(gap: dict[str, float]) -> dict:
