@@ -1,25 +1,22 @@
 """AOTAutograd: joint, forward and backward graphs, what is saved between them, decompositions, autograd's own cost."""
 
-from __future__ import annotations
-
-import math
 import time
 from collections.abc import Callable
 
 import torch
 
-from compile_inspect.kernels import VIEWS, lower
+from compile_inspect.graphs import VIEWS, aot_backend, copied, line_of, lower, operation_of, operations
 from compile_inspect.main import main
-from compile_inspect.nodes import aot_backend, copied, line_of, operation_of, operations
 from compile_inspect.partition import _split
 from compile_inspect.report import Phase, Skip
 from compile_inspect.subject import Subject, parameters, tensors_of
-from compile_inspect.timing import once
 
 QUESTION = "What becomes of a training step: its graphs, what forward saves for backward, autograd's own cost?"
 ROUNDS, BUDGET = 17, 2.0  # calls whose fastest, but for the first two, is told; and the seconds that they may take
 MANY, LEAST = 4, 2**20  # saved activations of this many times the parameters' bytes, and above 1 MiB, are a finding
 PARTS, HALF = ("joint", "forward", "backward"), "min-cut, budget 0.5"
+LEVELS = {"torch": "torch functions (Dynamo)", "aten": "ATen", "core_aten": "Core ATen", "prims": "prims",
+          "loop_ir": "Inductor's loop IR"}  # fmt: skip
 
 
 def look(subject: Subject, phase: Phase) -> None:
@@ -30,25 +27,23 @@ def look(subject: Subject, phase: Phase) -> None:
         torch.compile(fn, backend=lambda graph, inputs: parts_of(graph, inputs, graphs, held))(*args, **kwargs)
     if not graphs:
         raise Skip("Dynamo captured no graph of it: eager runs all; see graph_breaks")
-    phase.facts["graphs"] = [{part: len(operations(graph.get(part))) for part in PARTS} for graph in graphs]
-    total = {part: sum(each[part] for each in phase.facts["graphs"]) for part in PARTS}
+    sizes = [{part: len(operations(graph.get(part))) for part in PARTS} for graph in graphs]
+    phase.facts |= {"graphs": sizes, "saved": [], "saved_bytes": {}, "autograd_ms": {}}
+    total = {part: sum(each[part] for each in sizes) for part in PARTS}
     largest = max(graphs, key=lambda graph: len(operations(graph.get("joint", graph.get("forward")))))
     for part in filter(largest.get, PARTS):
-        of = " of the largest one" * (len(graphs) > 1)
-        phase.code(f"{part} graph{of}", largest[part].print_readable(print_output=False))
-    phase.facts |= {"saved": [], "saved_bytes": {}, "autograd_ms": {}}
+        phase.code(f"{part} graph, of the largest graph", largest[part].print_readable(print_output=False))
     with phase.noted("The levels of operators cannot be traced"):  # operators without fakes, or that depend on data
         ladder(phase, graphs)
     graphs = [graph for graph in graphs if "cuts" in graph]
     if not graphs:
-        phase.note("Nothing in it requires a gradient, parameter or input: there are forward graphs alone.")
         phase.answer = f"nothing requires a gradient: {total['forward']} operations forward, and no joint graph"
         return
-    sizes = show_saved(subject, phase, graphs, held)
+    saved = show_saved(subject, phase, graphs, held)
     phase.answer = (
         f"a joint graph of {total['joint']} operations is cut into forward {total['forward']} and backward "
-        f"{total['backward']}; {len(phase.facts['saved'])} tensors, {sizes['min-cut'] / 1e6:.3g} MB, are saved, by the "
-        f"default partitioner {sizes['default'] / 1e6:.3g} MB"
+        f"{total['backward']}; {len(phase.facts['saved'])} tensors, {saved['min-cut'] / 1e6:.3g} MB, are saved, by the "
+        f"default partitioner {saved['default'] / 1e6:.3g} MB"
     )
     with phase.noted("Its backward cannot be timed"):  # a model that is not made for training
         if times := time_autograd(subject, phase):
@@ -110,8 +105,8 @@ def show_saved(subject: Subject, phase: Phase, graphs: list[dict], held: int) ->
     sizes = phase.facts["saved_bytes"] = {row[0]: row[-1] for row in rows}
     saved = phase.facts["saved"] = sorted((t for g in graphs for t in g["saved"]), key=lambda tensor: -tensor["bytes"])
     phase.table("partitioners", ["partitioner", "joint", "forward", "backward", "saved tensors", "saved bytes"], rows)
-    cells = [[t["name"], "x".join(map(str, t["shape"])), t["bytes"], t["operation"], t["line"]] for t in saved]
-    phase.table("saved for backward (min-cut)", ["tensor", "shape", "bytes", "made by", "line"], cells)
+    columns = {"name": "tensor", "shape": "shape", "bytes": "bytes", "operation": "made by", "line": "line"}
+    phase.table("saved for backward (min-cut)", columns, saved)
     if subject.train and HALF in sizes:
         phase.finding(
             f"forward saves {sizes['min-cut'] / 1e6:.3g} MB for backward; the parameters have {held / 1e6:.3g} MB",
@@ -128,7 +123,7 @@ def ladder(phase: Phase, graphs: list[dict]) -> None:
     from torch.fx.experimental.proxy_tensor import make_fx
 
     tables = {"aten": {}, "core_aten": core_aten_decompositions(), "prims": decomposition_table}
-    names, loops = {level: [] for level in ("torch", *tables, "loop_ir")}, 0
+    names, loops = {level: [] for level in LEVELS}, 0
     for graph, inputs in ((each["graph"], each["inputs"]) for each in graphs):
         mode = FakeTensorMode(allow_non_fake_inputs=True)
         fakes = [mode.from_tensor(x) if isinstance(x, torch.Tensor) else x for x in inputs]
@@ -136,20 +131,17 @@ def ladder(phase: Phase, graphs: list[dict]) -> None:
         with torch.no_grad():
             for level, table in tables.items():
                 names[level] += operations(make_fx(copied(graph), table, "fake", _allow_non_fake_inputs=True)(*fakes))
-            for lowered in lower(lambda backend, g=graph, x=inputs: backend(copied(g), x), loops_only=True):
+            for lowered in lower(lambda backend, g=graph, x=inputs: backend(copied(g), x)):
                 loops += sum(not step.extern for step in lowered.before)
                 names["loop_ir"] += [name for step in lowered.before for name in step.primitives]
-    sets = sizes_of_sets()
-    counts = {level: len(used) for level, used in names.items()} | {"loops": loops}
-    phase.facts["ladder"] = {"model": counts, "sets": sets}
-    phase.facts["ladder"]["distinct"] = {level: len(set(used)) for level, used in names.items()}
-    titles = ("torch functions (Dynamo)", "ATen", "Core ATen", "prims", f"Inductor's loop IR, {loops} loops")
-    counted = zip(titles, names.items(), strict=True)
-    rows = [[title, len(used), len(set(used)), sets.get(level)] for title, (level, used) in counted]
+    sets, counts = sizes_of_sets(), {level: len(used) for level, used in names.items()} | {"loops": loops}
+    distinct = {level: len(set(used)) for level, used in names.items()}
+    phase.facts["ladder"] = {"model": counts, "sets": sets, "distinct": distinct}
+    rows = [[title, counts[level], distinct[level], sets.get(level)] for level, title in LEVELS.items()]
     phase.table("levels, forward without gradients", ["level", "operations", "distinct", "operators it has"], rows)
     phase.note(
-        f"ATen has {sets['aten_overloads']:,} overloads; {sets['aten_public']:,} of its operators are public and not "
-        f"in place. Inductor has lowerings for {sets['lowerings']:,} operators, of ATen and others."
+        f"Inductor's are {loops} loops. ATen has {sets['aten_overloads']:,} overloads; {sets['aten_public']:,} of its "
+        f"operators are public and not in place. Inductor has lowerings for {sets['lowerings']:,}, of ATen and others."
     )
 
 
@@ -176,35 +168,28 @@ def time_autograd(subject: Subject, phase: Phase) -> dict:
 
     fn, args, kwargs = subject.fresh()
     compiled = torch.compile(fn, backend=aot_backend(lambda graph: None, partition_fn=default_partition))
-    runs, until = {"eager": [], "aot": []}, math.inf
-    while len(runs["aot"]) < 5 or (len(runs["aot"]) < ROUNDS and time.perf_counter() < until):
+    steps, started = {"eager": [], "aot": []}, time.perf_counter()
+    while len(steps["aot"]) < 5 or (len(steps["aot"]) < ROUNDS and time.perf_counter() - started < BUDGET):
         for name, call in (("eager", fn), ("aot", compiled)):
-            if not (run := one_step(lambda call=call: call(*args, **kwargs), subject)):
+            if not (step := one_step(lambda call=call: call(*args, **kwargs), subject)):
                 return {}
-            runs[name].append(run)
-        if len(runs["aot"]) == 2:  # both have settled
-            until = time.perf_counter() + BUDGET
+            steps[name].append(step)
     times = phase.facts["autograd_ms"] = {
-        name: {key: min(run[key] for run in steps[2:]) for key in steps[0]} for name, steps in runs.items()
+        name: {key: min(step[key] for step in found[2:]) for key in found[0]} for name, found in steps.items()
     }
-    rows = [[title, t["no_grad"], t["forward"], t["forward"] - t["no_grad"], t["backward"], t["nodes"]]
-            for title, t in zip(("eager", "AOTAutograd alone"), times.values(), strict=True)]  # fmt: skip
-    columns = ["ms, the same kernels", "forward, no grad", "forward", "to record", "backward", "autograd nodes"]
-    phase.table("what autograd costs at run time", columns, rows)
-    phase.note(
-        "Autograd records a node for each operation in eager, and one for each compiled graph. That alone saves no "
-        "launch: AOTAutograd's graphs still call each kernel, from Python, until Inductor generates code for them."
-    )
+    columns = {"name": "ms, the same kernels", "no_grad": "forward, no grad", "forward": "forward",
+               "backward": "backward", "nodes": "autograd nodes"}  # fmt: skip
+    phase.table("what autograd costs at run time", columns, [{"name": name} | each for name, each in times.items()])
+    phase.note("AOTAutograd alone saves no launch: its graphs call each kernel, from Python, as eager does.")
     return times
 
 
 def one_step(call: Callable, subject: Subject) -> dict:
     """One forward without a gradient, one with, and its backward; empty where no output has a gradient."""
-
     with torch.no_grad():
-        no_grad = once(call, subject)[0]
+        no_grad = subject.once(call)[0]
     with torch.enable_grad():
-        forward, _, out = once(call, subject)
+        forward, _, out = subject.once(call)
         floats = [each for each in tensors_of(out) if each.requires_grad]
         nodes, todo = set(), [each.grad_fn for each in floats]
         while todo:
@@ -215,7 +200,7 @@ def one_step(call: Callable, subject: Subject) -> dict:
         if not leaves:
             return {}
         ones = [torch.ones_like(each) for each in floats]  # grad, not backward: it leaves the model's .grad alone
-        backward = once(lambda: torch.autograd.grad(floats, leaves, ones, allow_unused=True), subject)[0]
+        backward = subject.once(lambda: torch.autograd.grad(floats, leaves, ones, allow_unused=True))[0]
     return {"no_grad": no_grad, "forward": forward, "backward": backward, "nodes": len(nodes) - len(leaves)}
 
 

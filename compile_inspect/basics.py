@@ -1,26 +1,35 @@
 """Backends eager, aot_eager and inductor beside plain eager: results, times, and the first call's parts."""
 
-from __future__ import annotations
-
 import math
-import time
-from collections import Counter
-from collections.abc import Callable
+import threading
+from collections import Counter, defaultdict
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
+from unittest.mock import patch
 
 import torch
 from torch import nn
+from torch._dynamo.utils import ChromiumEventLogger
 
 from compile_inspect.errors import Results, error_ratio, references, results
 from compile_inspect.fresh import fresh_cache, warm_up
 from compile_inspect.main import main
-from compile_inspect.report import Phase, reason_of
-from compile_inspect.seconds import seconds_by_part
+from compile_inspect.report import TRIAGE, Phase, reason_of
 from compile_inspect.subject import Subject
-from compile_inspect.timing import Timed, time_calls
 from compile_inspect.watching import watch
 
 QUESTION = "Does each backend return what eager returns, and what do the first call and the later ones take?"
+# torch's compile-time events by how their names begin; one that is not listed belongs to the part that it lies in.
+PARTS = {
+    "Dynamo": ("dynamo", "entire_frame_compile"),
+    "AOTAutograd": ("create_aot_dispatcher_function", "aot_"),
+    "Inductor: graph passes": ("_recursive_", "additional_fake_tensor_prop"),
+    "Inductor: lowering": ("compile_fx", "inductor_compile", "fx_codegen", "GraphLowering.run", "entire_backward"),
+    "Inductor: scheduling": ("Scheduler.__init__",),
+    "code generation": ("code_gen", "GraphLowering.co", "Scheduler.codegen"),
+    "C++ or Triton compiler": ("async_compile", "PyCodeCache", "CachingAutotuner", "TritonBundler", "compile_file"),
+}
 MANY = 3  # blocks of one class, from which on one of them is worth compiling alone
 
 
@@ -29,98 +38,113 @@ class Run:
     """What a backend's first call leaves (results, in training gradients), and what calls take; or why it fails."""
 
     tensors: Results | None = None
-    timed: Timed | None = None
-    first_s: float = 0.0
+    ms: float | None = None
+    first_s: float | None = None
     parts: dict[str, float] | None = None
+    graphs: int = 0
     failure: str = ""
 
 
 def look(subject: Subject, phase: Phase) -> None:
     warm_up(subject.device)
     (_, exact, steady), runs, errors, rows = references(subject), {}, {}, []
-    with torch.compiler.set_stance("force_eager"):  # also what the model compiles inside
-        eager = runs["none"] = run(subject, lambda fn: fn)
     # Dropout draws what eager draws only if Inductor leaves that to torch, which is slower.
     with torch._inductor.config.patch(fallback_random=True), fresh_cache():
-        for name in ("eager", "aot_eager", "inductor"):
-            try:
-                with watch() as seen:
-                    runs[name] = run(subject, lambda fn, name=name: torch.compile(fn, backend=name))
-            except Exception as error:
-                runs[name] = Run(failure=reason_of(error))
-    for name, each in runs.items():
-        errors[name], equal = 0.0, "not compared"
-        if each.failure:
-            errors[name], equal = math.inf, f"fails: {each.failure}"
-        elif steady:
-            errors[name] = error_ratio(each.tensors, eager.tensors, exact)
-            equal = errors[name] <= 1
-        times = [each.first_s, each.timed.ms, eager.timed.ms / each.timed.ms] if each.timed else [None] * 3
-        rows.append([name, *times, errors[name], equal])
+        for name in ("none", "eager", "aot_eager", "inductor"):
+            runs[name] = one = run(subject, name)
+            eager = runs["none"]
+            if one.failure:
+                errors[name], equal = math.inf, f"fails: {one.failure}"
+            else:
+                errors[name] = error_ratio(one.tensors, eager.tensors, exact) if steady else 0.0
+                equal = errors[name] <= 1 if steady else "not compared"
+            rows.append([name, one.first_s, one.ms, one.ms and eager.ms / one.ms, errors[name], equal])
     columns = ["backend", "first call, s", "a call, ms", "x eager", "error / allowed", "equal"]
     phase.table(f"allowed: 4x eager's own error, against {'a float64 run' if exact else 'eager'}", columns, rows)
     if not steady:
         phase.note("The model returns something else at each call, in eager too: results are not compared.")
     inductor, wrong = runs["inductor"], next((name for name in runs if errors[name] > 1), None)
     phase.facts |= {"errors": {name: min(error, 1e9) for name, error in errors.items()}, "float64": exact is not None,
-                    "steady": steady, "eager_ms": eager.timed.ms, "wrong": wrong, "graphs": seen.graphs}  # fmt: skip
+                    "steady": steady, "eager_ms": eager.ms, "wrong": wrong, "graphs": inductor.graphs}  # fmt: skip
     right = "each backend returns what eager returns" if steady and eager.tensors else "nothing to compare"
     if wrong:
         right = f'backend="{wrong}" {"fails" if runs[wrong].failure else "returns another result than plain eager"}'
-        phase.finding(right, "run the phase triage: it finds the operation", urgent=True)
+        phase.finding(right, TRIAGE, urgent=True)
     if inductor.failure:
         phase.answer = f"{wrong} fails: {runs[wrong].failure or inductor.failure}"
         return
-    if not seen.graphs:
+    if not inductor.graphs:
         phase.answer = "Dynamo captures no graph: torch.compile leaves the whole model to eager; see graph_breaks"
         return
-    ms, first, gain = inductor.timed.ms, inductor.first_s, eager.timed.ms - inductor.timed.ms
+    first, gain = inductor.first_s, eager.ms - inductor.ms
     paid = max(0, math.ceil((first - eager.first_s) * 1e3 / gain)) if gain > 0 else None
     parts = inductor.parts | {"everything else": first - sum(inductor.parts.values())}
-    phase.facts |= {"compiled_ms": ms, "speedup": eager.timed.ms / ms, "break_even_calls": paid,
+    phase.facts |= {"compiled_ms": inductor.ms, "speedup": eager.ms / inductor.ms, "break_even_calls": paid,
                     "first_call_s": first, "parts": parts}  # fmt: skip
-    phase.bars(f"the first call's {first:.3g} s, with an empty cache", "s", parts)
-    phase.note(
-        "What the first compilation of a process or machine costs any model (imports, the C++ header) is not in it."
-    )
+    phase.bars(f"the first call's {first:.3g} s, with an empty cache; a process's first imports apart", "s", parts)
     one_block(subject, phase)
     most, after = max(parts, key=parts.get), "never paid" if paid is None else f"paid after {paid:,} calls"
     phase.answer = (
         f"{right}; the first call takes {first:.3g} s, {parts[most] / first:.0%} of it {most}; "
-        f"later ones {ms:.3g} ms, eager {eager.timed.ms:.3g} ms: {after}"
+        f"later ones {inductor.ms:.3g} ms, eager {eager.ms:.3g} ms: {after}"
     )
 
 
-def run(subject: Subject, wrap: Callable[[Callable], Callable]) -> Run:
-    """wrap(model), from nothing: its first call, what that leaves, and the calls after it."""
-    held = []
+def run(subject: Subject, backend: str | Callable) -> Run:
+    """The model compiled for a backend, or in eager for "none", or what a function makes of it: its calls, timed."""
 
-    def wrapped(fn: Callable) -> Callable:
-        fn = wrap(fn)
+    def wrap(fn: Callable) -> Callable:
+        if callable(backend):
+            return backend(fn)
+        return fn if backend == "none" else torch.compile(fn, backend=backend)
 
-        def first(*args, **kwargs):
-            held[:] = [subject.caller(fn, args, kwargs), time.perf_counter()]
-            return fn(*args, **kwargs)
+    # In eager is also what the model compiles inside.
+    with torch.compiler.set_stance("force_eager" if backend == "none" else "default"):
+        try:
+            with watch() as seen, seconds_by_part() as parts:
+                tensors = results(subject, wrap, calls=(calls := []))
+            tensors[:] = [tensor.clone() for tensor in tensors]  # later calls may write to them
+            return Run(tensors, subject.timed(*calls).ms, tensors.seconds, parts, seen.graphs)
+        except Exception as error:
+            return Run(failure=reason_of(error))
 
-        return first
 
-    with seconds_by_part() as parts:
-        tensors = results(subject, wrapped)
-        subject.synchronize()
-        first_s = time.perf_counter() - held[1]
-    tensors[:] = [tensor.clone() for tensor in tensors]  # later calls may write to them
-    return Run(tensors, time_calls(held[0], subject), first_s, parts)
+@contextmanager
+def seconds_by_part() -> Iterator[dict[str, float]]:
+    """Seconds of each of PARTS in what is compiled within, each without the parts that lie in it."""
+    spent, stacks, main = dict.fromkeys(PARTS, 0.0), defaultdict(list), threading.get_ident()
+    starts, ends = ChromiumEventLogger.log_event_start, ChromiumEventLogger.log_event_end
+
+    def start(self, name, ns, *rest, **more):
+        stack = stacks[threading.get_ident()]
+        outer = stack[-1][0] if stack else None
+        stack.append([next((part for part, names in PARTS.items() if name.startswith(names)), outer), ns, 0])
+        return starts(self, name, ns, *rest, **more)
+
+    def end(self, name, ns, *rest, **more):
+        stack = stacks[threading.get_ident()]
+        if stack:
+            part, since, inner = stack.pop()
+            if stack:
+                stack[-1][2] += ns - since
+            # Threads that run the C++ compiler, which the main thread waits for, are not counted twice.
+            if part and (stack or name != "compile_file" or threading.get_ident() == main):
+                spent[part] += (ns - since - inner) / 1e9
+        return ends(self, name, ns, *rest, **more)
+
+    with patch.multiple(ChromiumEventLogger, log_event_start=start, log_event_end=end):
+        yield spent
 
 
 def blocks_of(model: Callable) -> tuple[str, list[nn.Module]]:
     """(path, modules of one class) of the list of blocks with the most parameters; ("", []) without three in a list."""
-    found = [("", [])]
+    found = {"": []}
     for path, module in model.named_modules() if isinstance(model, nn.Module) else ():
-        if isinstance(module, nn.ModuleList | nn.Sequential) and len(module):
-            kind = Counter(map(type, module)).most_common(1)[0][0]
-            found.append((path, [each for each in module if type(each) is kind and [*each.children()]]))
-    found = [each for each in found if len(each[1]) >= MANY] or found[:1]
-    return max(found, key=lambda each: sum(p.numel() for block in each[1] for p in block.parameters()))
+        if isinstance(module, nn.ModuleList | nn.Sequential):
+            kinds = Counter(type(each) for each in module if [*each.children()])
+            for kind in (kind for kind, n in kinds.most_common(1) if n >= MANY):
+                found[path] = [each for each in module if type(each) is kind]
+    return max(found.items(), key=lambda held: sum(p.numel() for block in held[1] for p in block.parameters()))
 
 
 def one_block(subject: Subject, phase: Phase) -> None:
@@ -134,17 +158,19 @@ def one_block(subject: Subject, phase: Phase) -> None:
             block.compile()
         return model
 
-    fix = f"compile one block: for block in {f'model.{path}' if path else 'model'}: block.compile()"
-    with phase.noted(f"Tried: {fix}: it fails"), fresh_cache():
+    with fresh_cache():
         tried, first, ms = run(subject, regional), phase.facts["first_call_s"], phase.facts["compiled_ms"]
-        now, after = tried.first_s, tried.timed.ms
-        phase.facts["regional"] = {"blocks": len(blocks), "path": path, "first_call_s": now, "ms": after}
-        said = f"the first call takes {now:.3g} s for {first:.3g}, a call {after:.3g} ms for {ms:.3g}"
-        if now < 0.8 * first and after < 1.25 * ms:
-            what = f"each of the {len(blocks)} {type(blocks[0]).__name__} is compiled anew"
-            phase.finding(what, fix, seconds=first - now, tried=said)
-        else:
-            phase.note(f"Tried, without gain: {fix}: {said}.")
+    fix = f"compile one block: for block in {f'model.{path}' if path else 'model'}: block.compile()"
+    if tried.failure:
+        phase.note(f"Tried: {fix}: it fails: {tried.failure}")
+        return
+    phase.facts["regional"] = {"blocks": len(blocks), "path": path, "first_call_s": tried.first_s, "ms": tried.ms}
+    said = f"the first call takes {tried.first_s:.3g} s for {first:.3g}, a call {tried.ms:.3g} ms for {ms:.3g}"
+    if tried.first_s < 0.8 * first and tried.ms < 1.25 * ms:
+        what = f"each of the {len(blocks)} {type(blocks[0]).__name__} is compiled anew"
+        phase.finding(what, fix, seconds=first - tried.first_s, tried=said)
+    else:
+        phase.note(f"Tried, without gain: {fix}: {said}.")
 
 
 if __name__ == "__main__":

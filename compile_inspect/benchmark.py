@@ -1,24 +1,30 @@
-"""Eager against compiled by batch size: speed-up, calls until compiling has paid, and what a roofline allows."""
+"""Eager against compiled by batch size: speed-up, calls until compiling has paid, and what a roofline allows.
 
-from __future__ import annotations
+The roofline is a lower bound of time: what a call computes and moves, over what this device reaches in a matmul and in
+a copy. Eager moves bytes operation by operation; compiled code reads inputs and parameters once and writes its results
+once; and each does its arithmetic at the speed of a large matmul.
+"""
 
 import functools
 import math
 import time
+from collections.abc import Callable
+from contextlib import nullcontext
 from pathlib import Path
+from statistics import quantiles
 
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+from torch.utils.flop_counter import flop_registry
 
 from compile_inspect.fresh import fresh_cache, warm_up
 from compile_inspect.main import main
 from compile_inspect.report import Phase, Skip, reason_of
-from compile_inspect.roofline import ceilings, count, roofline
-from compile_inspect.subject import Subject, batch_of, resized
-from compile_inspect.timing import once, time_both
+from compile_inspect.subject import Subject, batch_of, parameters, resized, tensors_of
 from compile_inspect.watching import watch
 
 QUESTION = "At which batch sizes is compiled faster, after how many calls has it paid, and what could it reach?"
-WAITS = 0.8  # launching that takes above this share of a GPU's call bounds it
 SIZES, MOST, SECONDS = 8, 4, 10.0  # batch sizes, the largest over the given one, seconds after which none is begun
 LOSS, GAIN = 0.95, 1.05  # a speed-up of which the middle half lies below the one, above the other, is not noise
 COLUMNS = {
@@ -26,6 +32,10 @@ COLUMNS = {
     "break_even_calls": "paid after", "roofline_eager_ms": "bound: eager",
     "roofline_compiled_ms": "compiled", "roofline_speedup": "x eager", "bound": "by",
 }  # fmt: skip
+
+ROWS = {"embedding", "index", "index_select", "gather"}  # of their first tensor they read as much as they return
+# torch 2.11 has no formula for it.
+LIKE = {"_scaled_dot_product_flash_attention_for_cpu": torch.ops.aten._scaled_dot_product_flash_attention}
 
 in_eager = functools.partial(torch.compiler.set_stance, "force_eager")
 
@@ -42,7 +52,7 @@ def look(subject: Subject, phase: Phase) -> None:
 
     try:
         with fresh_cache(), watch() as seen:
-            first_s = once(subject.caller(compiled, *inputs(given)), subject)[0] / 1e3
+            first_s = subject.once(subject.caller(compiled, *inputs(given)))[0] / 1e3
     except Exception as error:
         raise Skip(f"the compiled model fails: {reason_of(error)}; see the phase triage") from error
     launches, graphs = seen.kernels + seen.counters.get("inductor", {}).get("extern_calls", 0), seen.graphs
@@ -55,70 +65,61 @@ def look(subject: Subject, phase: Phase) -> None:
             left_out.append(f"{size} (no time left)")
             continue
         try:
-            calls = (subject.caller(each, *inputs(size)) for each in (model, compiled))
+            ours, theirs = (subject.caller(each, *inputs(size)) for each in (compiled, model))
             with watch() as seen:  # in eager is also what the model compiles inside
-                eager, timed, (low, times, high) = time_both(*calls, subject, in_eager)
+                eager, timed = subject.in_turns({theirs: in_eager, ours: nullcontext})
         except Exception as error:
             if size == given:
                 raise
             left_out.append(f"{size} ({reason_of(error)})")
             continue
         gain = eager.ms - timed.ms
+        low, times, high = quantiles([a / b for a, b in zip(eager.all, timed.all, strict=True)], n=4)
         paid = max(0, math.ceil((first_s * 1e3 - eager.ms) / gain)) if gain > 0 else None
-        row = {"batch": size, "eager_ms": eager.ms, "compiled_ms": timed.ms, "speedup": times, "from": low, "to": high,
-               "break_even_calls": paid, "host_ms": timed.host_ms, "recompiled": seen.graphs}  # fmt: skip
-        try:
+        rows.append({"batch": size, "eager_ms": eager.ms, "compiled_ms": timed.ms, "speedup": times, "from": low,
+                     "to": high, "break_even_calls": paid,
+                     "recompiled": seen.graphs})  # fmt: skip
+        with phase.noted("No roofline"):  # tensors without storage, an operator that a dispatch mode cannot see
             with in_eager():
                 work = count(subject, model, *inputs(size))
             top = top or ceilings(subject, work["compiled_bytes"])
-            row |= roofline(work, launches, top, subject.on_gpu)
-        except Exception as error:  # tensors without storage, an operator that a dispatch mode cannot see
-            row["no_roofline"] = reason_of(error)
-        rows.append(row)
+            rows[-1] |= roofline(work, launches, top, subject.on_gpu)
     here = rows[0]  # the given size is the first
-    # A break that reads a number, as .item() does, has the host wait for the GPU: then host_ms says nothing.
-    bound = subject.on_gpu and graphs == 1 and here["host_ms"] > WAITS * here["compiled_ms"]
     rows.sort(key=lambda row: row["batch"] or 0)
     phase.facts |= {key: here[key] for key in ("batch", "eager_ms", "compiled_ms", "speedup", "break_even_calls")}
     phase.facts |= {"first_call_s": first_s, "launches": launches, "graphs": graphs, "sizes": rows,
-                    "ceilings": top, "left_out": left_out, "launch_bound": bound}  # fmt: skip
-    show(phase, given, here, rows)
+                    "ceilings": top, "left_out": left_out}  # fmt: skip
+    show(phase, here, rows)
 
 
-def show(phase: Phase, given: int | None, here: dict, rows: list[dict]) -> None:
+def show(phase: Phase, here: dict, rows: list[dict]) -> None:
     """The table, the plot, what it is worth to change, and the answer."""
-    facts, ms, speedup = phase.facts, here["compiled_ms"], here["speedup"]
-    cells = [[row.get(key) for key in COLUMNS] for row in rows]
-    phase.table("a call, the calls until it has paid, and the roofline's bound in ms", [*COLUMNS.values()], cells)
+    facts, given = phase.facts, here["batch"]
+    phase.table("a call, the calls until it has paid, and the roofline's bound in ms", COLUMNS, rows)
     if len(rows) > 1:
         phase.bars("speed-up by batch size", "x", {f"batch {row['batch']}": row["speedup"] for row in rows})
-    if anew := [str(row["batch"]) for row in rows if row["recompiled"]]:
-        phase.note(f"The dynamic batch was compiled anew for batch {', '.join(anew)}.")
     if facts["left_out"]:
         phase.note(f"Batch sizes left out: {'; '.join(facts['left_out'])}.")
     if top := facts["ceilings"]:
         phase.note(
             f"Measured here: {top['bytes_per_s'] / 1e9:.3g} GB/s (a copy), {top['flops_per_s'] / 1e12:.3g} TFLOP/s "
-            f"({top['dtype']} matmul), {top['launch_us']:.3g} us an operation; "
-            "the bound is of these ceilings, which a cache may beat."
+            f"({top['dtype']} matmul), {top['launch_us']:.3g} us an operation; a cache may beat these ceilings."
         )
-    if facts["launch_bound"]:
-        phase.note("The call is launch-bound: the host launches for as long as it takes. See the phase cuda_graphs.")
     if here["to"] < LOSS:
         better = next((row for row in rows if row["from"] > GAIN and row["batch"] > given), None)
         fix = f"call it with batches of {better['batch']}: {better['speedup']:.2f}x" if better else "leave it in eager"
         fix += ", or mend what the other phases find"
         if here["recompiled"] > 2:
             fix = "calls with the same inputs compile again: see the phase guards"
-        cost = {"ms": ms - here["eager_ms"], "share": 1 - speedup}
+        cost = {"ms": here["compiled_ms"] - here["eager_ms"], "share": 1 - here["speedup"]}
         phase.finding("the compiled model is slower than eager", fix, **cost)
     after = "never pays" if here["break_even_calls"] is None else f"has paid after {here['break_even_calls']:,} calls"
     if "roofline_speedup" in here and (here["flops"] or facts["launches"]):
         after += f"; the roofline would allow {here['roofline_speedup']:.2f}x"
-    faster = sum(row["from"] > GAIN for row in rows)
     phase.answer = (
-        f"{f'batch {given}: ' if given else ''}{ms:.3g} ms for eager's {here['eager_ms']:.3g}, {speedup:.2f}x, "
-        f"which {after}; faster at {faster} of {len(rows)} batch sizes"
+        f"{f'batch {given}: ' if given else ''}{here['compiled_ms']:.3g} ms for eager's {here['eager_ms']:.3g}, "
+        f"{here['speedup']:.2f}x, which {after}; faster at {sum(row['from'] > GAIN for row in rows)} of {len(rows)} "
+        "batch sizes"
     )
 
 
@@ -142,13 +143,93 @@ def png(facts: dict, path: Path) -> None:
     axes = (figure := Figure((7, 4.5), layout="constrained")).subplots()
     styles = {"eager_ms": "o-", "compiled_ms": "s-", "roofline_eager_ms": "--", "roofline_compiled_ms": ":"}
     for key, style in styles.items():
-        shown = [(row["batch"], row[key]) for row in rows if key in row]
-        if shown:
-            axes.plot(*zip(*shown, strict=True), style, label=key.removesuffix("_ms").replace("_", ", "))
+        values = [row.get(key, math.nan) for row in rows]
+        axes.plot([row["batch"] for row in rows], values, style, label=key.removesuffix("_ms").replace("_", ", "))
     axes.set(xscale="log", yscale="log", xlabel="batch size", ylabel="ms a call", title="eager against compiled")
     axes.set_xticks([row["batch"] for row in rows], [str(row["batch"]) for row in rows], minor=False)
     axes.legend()
     figure.savefig(path, format="png", dpi=150)
+
+
+class Counting(TorchDispatchMode):
+    """(FLOPs, bytes) of each operation that is run within, and the bytes read of each of the model's tensors."""
+
+    def __init__(self, held: list[torch.Tensor]) -> None:
+        super().__init__()
+        self.operations, self.read = [], {storage_of(tensor): 0 for tensor in held}
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        kwargs = kwargs or {}
+        out = func(*args, **kwargs)
+        inputs, outputs = ([t for t in tree_leaves(x) if isinstance(t, torch.Tensor)] for x in ((args, kwargs), out))
+        known = {storage_of(tensor) for tensor in inputs}
+        if outputs and not func._schema.is_mutable and all(storage_of(tensor) in known for tensor in outputs):
+            return out  # a view
+        name, sizes, written = func._schema.name.split("::")[1], [*map(bytes_of, inputs)], sum(map(bytes_of, outputs))
+        if name in ROWS:
+            sizes[0] = min(sizes[0], written)
+        for tensor, size in zip(inputs, sizes, strict=True):
+            if (key := storage_of(tensor)) in self.read:
+                self.read[key] = max(self.read[key], size)
+        formula = flop_registry.get(LIKE.get(name, func._overloadpacket))
+        self.operations.append((formula(*args, **kwargs, out_val=out) if formula else 0, sum(sizes) + written))
+        return out
+
+
+def storage_of(tensor: torch.Tensor) -> int:
+    return tensor.untyped_storage()._cdata
+
+
+def bytes_of(tensor: torch.Tensor) -> int:
+    return min(tensor.numel() * tensor.element_size(), tensor.untyped_storage().nbytes())  # expanded: what is there
+
+
+def count(subject: Subject, model: Callable, args: tuple, kwargs: dict) -> dict:
+    """What one eager call does, and the bytes that no compiler can spare: inputs, parameters, results, gradients."""
+    with Counting(parameters(model)) as counted:
+        out = subject.caller(model, args, kwargs)()
+    ends = tensors_of((args, kwargs, out))
+    ends += [tensor for tensor in parameters(model) if tensor.grad is not None]
+    return {"operations": counted.operations, "flops": sum(flops for flops, _ in counted.operations),
+            "compiled_bytes": sum(counted.read.values()) + sum(map(bytes_of, ends))}  # fmt: skip
+
+
+def ceilings(subject: Subject, moved: int) -> dict:
+    """Bytes and FLOPs a second of this device, at the model's own size and dtype, and microseconds of a launch."""
+    device, gpu = subject.device, subject.on_gpu
+
+    def seconds(call: Callable[[], object], calls: int) -> float:
+        return min(subject.once(lambda: [call() for _ in range(calls)])[0] for _ in range(4)) / calls / 1e3
+
+    low, high = (2**26, 2**28) if gpu else (2**16, 2**26)  # a small model stays in a CPU's caches
+    source = torch.zeros(min(max(moved // 2, low), high) // 4, device=device)
+    target, one = torch.empty_like(source), torch.zeros(1, device=device)
+    tensors = [*parameters(subject.model), *tensors_of((subject.args, subject.kwargs))]
+    floats = [tensor.dtype for tensor in tensors if tensor.is_floating_point() and tensor.element_size() > 1]
+    dtype, n = max(floats, key=floats.count, default=torch.float32), 8192 if gpu else 768
+    matrix = torch.randn(n, n, device=device).to(dtype)
+    with torch.no_grad():
+        return {"bytes_per_s": 8 * source.numel() / seconds(lambda: target.copy_(source), 5), "dtype": str(dtype)[6:],
+                "flops_per_s": 2 * n**3 / seconds(lambda: matrix @ matrix, 2),
+                "launch_us": seconds(lambda: one + 1, 100) * 1e6}  # fmt: skip
+
+
+def roofline(work: dict, launches: int, top: dict, gpu: bool) -> dict:
+    """Lower bounds in ms. A GPU computes while the host launches; on a CPU the one comes after the other."""
+
+    def ms(flops: float, moved: float) -> float:
+        return max(flops / top["flops_per_s"], moved / top["bytes_per_s"]) * 1e3
+
+    together = max if gpu else lambda *parts: sum(parts)
+    # Of C++ kernels several may be in one function, so they can be more than eager's operations.
+    launched = min(launches, len(work["operations"])) * top["launch_us"] / 1e3
+    eager = together(sum(ms(*each) for each in work["operations"]), len(work["operations"]) * top["launch_us"] / 1e3)
+    bounds = {"arithmetic": ms(work["flops"], 0), "memory": ms(0, work["compiled_bytes"]), "launches": launched}
+    compiled = together(max(bounds["arithmetic"], bounds["memory"]), launched)
+    return {"flops": work["flops"], "eager_bytes": sum(moved for _, moved in work["operations"]),
+            "compiled_bytes": work["compiled_bytes"], "operations": len(work["operations"]),
+            "roofline_eager_ms": eager, "roofline_compiled_ms": compiled, "roofline_speedup": eager / compiled,
+            "bound": max(bounds, key=bounds.get)}  # fmt: skip
 
 
 if __name__ == "__main__":

@@ -1,19 +1,16 @@
 """CUDA graphs: what mode="reduce-overhead" records and gives, and what keeps a graph from being recorded."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 
 import torch
 
 from compile_inspect.code import cuda_graphs_held, kernels_run
 from compile_inspect.graph_breaks import breaks_of
+from compile_inspect.graphs import aot_backend, line_of, name_of
 from compile_inspect.logs import logs
 from compile_inspect.main import main
-from compile_inspect.nodes import aot_backend, line_of, name_of
 from compile_inspect.report import Phase, Skip, reason_of
 from compile_inspect.subject import Subject
-from compile_inspect.timing import profiled, time_calls
 from compile_inspect.watching import watch
 
 QUESTION = "Can CUDA graphs launch the model's kernels, what keeps a graph from it, and what do they give?"
@@ -31,33 +28,28 @@ FIXES = {
 
 def look(subject: Subject, phase: Phase) -> None:
     try:
-        breaks = breaks_of(subject).breaks
-        with subject.grad():
-            graphs = graphs_of(subject)
+        breaks, graphs = breaks_of(subject).breaks, graphs_of(subject)
     except Exception as error:
         raise Skip(f"Dynamo or AOTAutograd fails: {reason_of(error)}; see the phase triage") from error
     phase.facts |= {"graphs": graphs, "breaks": [str(each) for each in breaks], "recorded": 0}
     if not graphs:
         phase.answer = "there is nothing to record: Dynamo captures no graph of it"
         return
-    keys = ("writes_to", "on_cpu", "unsafe")
-    rows = [[i, graph["operations"], *(", ".join(graph[key]) for key in keys)] for i, graph in enumerate(graphs)]
-    phase.table("graphs: each is a CUDA graph of its own, launched apart",
-                ["graph", "operations", "writes to inputs", "on the CPU", "not to be recorded"], rows)  # fmt: skip
-    if breaks:
-        phase.note(f"What breaks the model into graphs: {'; '.join(map(str, breaks[:5]))} (see graph_breaks).")
-    hindered = phase.facts["hindered"] = sum(any(graph[key] for key in keys) for graph in graphs)
+    columns = {"operations": "operations", "writes_to": "writes to inputs", "on_cpu": "on the CPU",
+               "unsafe": "not to be recorded", "skip": "torch's own check"}  # fmt: skip
+    phase.table("graphs: each is a CUDA graph of its own, launched apart", columns, graphs)
+    hindered = sum(any(graph[key] for key in ("writes_to", "on_cpu", "unsafe")) for graph in graphs)
+    phase.facts["hindered"] = hindered
     if not subject.on_gpu:
-        phase.note(f"torch's own check of the first graph: {graphs[0]['skip'] or 'nothing is in the way'}.")
         kept = f"{hindered} kept from it, whole or in part" if hindered else "and nothing seen here keeps one from it"
         phase.answer = f"nothing was recorded, there is no GPU; on one, {len(graphs)} would be recorded apart, {kept}"
         return
     default, recorded = measure(subject, None), measure(subject, "reduce-overhead")
     phase.facts |= {"default": default, "reduce_overhead": recorded, "recorded": recorded["held"]}
-    names = {"ms": "a call, ms", "host_ms": "host, ms", "idle": "GPU idle, share", "kernels": "kernels",
-             "launched": "graphs launched", "held": "graphs held", "reserved": "memory, MiB"}  # fmt: skip
-    table = [[mode, *map(run.get, names)] for mode, run in (("default", default), ("reduce-overhead", recorded))]
-    phase.table("one call", ["mode", *names.values()], table)
+    columns = {"mode": "mode", "ms": "a call, ms", "host_ms": "host, ms", "idle": "GPU idle, share",
+               "kernels": "kernels", "launched": "graphs launched", "held": "graphs held",
+               "reserved": "memory, MiB"}  # fmt: skip
+    phase.table("one call", columns, [{"mode": "default"} | default, {"mode": "reduce-overhead"} | recorded])
     before, after, idle = default["ms"], recorded["ms"], f"{recorded['idle']:.0%} for {default['idle']:.0%}"
     if before / after > GAIN:
         fix, gain = 'torch.compile(..., mode="reduce-overhead")', {"ms": before - after, "share": 1 - after / before}
@@ -76,7 +68,7 @@ def measure(subject: Subject, mode: str | None) -> dict:
     call = subject.compiled(mode=mode)
     with torch.cuda.device(subject.device):
         with logs(cudagraphs=True, perf_hints=True) as records, watch() as seen:
-            timed = time_calls(call, subject)
+            timed = subject.timed(call)
         # A CUDA graph's memory is a pool of its own; pool (0, 0) is the allocator's.
         pools = [each for each in torch.cuda.memory_snapshot() if tuple(each["segment_pool_id"]) != (0, 0)]
         reserved = sum(each["total_size"] for each in pools) / 2**20
@@ -92,7 +84,7 @@ def measure(subject: Subject, mode: str | None) -> dict:
 def busy_ms(call: Callable[[], object], subject: Subject) -> float:
     """Milliseconds of a call in which the GPU runs a kernel or copies; the profiler slows the host, not these."""
     ran = sorted(
-        (event.time_range.start, event.time_range.end) for event in profiled(call, subject).events()
+        (event.time_range.start, event.time_range.end) for event in subject.profiled(call).events()
         if event.device_type == torch.autograd.DeviceType.CUDA and not event.is_user_annotation
     )  # fmt: skip
     busy = until = 0.0

@@ -1,7 +1,5 @@
 """The FX graphs as Dynamo hands them to a backend: operations, inputs, source lines, and what explain() leaves out."""
 
-from __future__ import annotations
-
 import linecache
 import re
 from collections import Counter
@@ -9,10 +7,10 @@ from collections import Counter
 import torch
 
 from compile_inspect.graph_breaks import breaks_of
+from compile_inspect.graphs import at, is_own, own_line, target_of
 from compile_inspect.logs import logs
 from compile_inspect.main import main
-from compile_inspect.nodes import at, is_own, own_line, target_of
-from compile_inspect.report import Phase, Skip
+from compile_inspect.report import Phase, Skip, counted
 from compile_inspect.subject import Subject
 from compile_inspect.watching import watch
 
@@ -30,14 +28,13 @@ def look(subject: Subject, phase: Phase) -> None:
     graphs, inputs = [], []
 
     def backend(graph: torch.fx.GraphModule, values: list):
-        names = [node.name for node in graph.graph.nodes if node.op == "placeholder"]
+        names = [node.name for node in graph.graph.find_nodes(op="placeholder")]
         graphs.append(graph)
         inputs.append([described(*each) for each in zip(names, values, strict=False)])
         return graph.forward
 
-    fn, args, kwargs = subject.fresh()
-    with watch() as seen, logs(trace_source=True) as records, subject.grad():
-        torch.compile(fn, backend=backend)(*args, **kwargs)
+    with watch() as seen, logs(trace_source=True) as records:
+        subject.compiled(backend=backend)()
     if not graphs:
         failures = [frame.failure for frame in seen.frames if frame.failure]
         why = [*failures, *seen.counters.get("unimplemented", {}), "no operation on tensors is called"][0]
@@ -56,17 +53,18 @@ def look(subject: Subject, phase: Phase) -> None:
     phase.table("nodes, without the inputs", ["graph", "opcode", "name", "target", "args"], nodes)
     for i, graph in enumerate(graphs[:CODES]):
         phase.code(f"graph {i} of {len(graphs)}", graph.print_readable(print_output=False))
-    phase.facts["operations_by_target"] = counted = dict(Counter(map(target_of, calls)).most_common())
-    phase.table("operations by target", ["target", "operations"], [list(each) for each in counted.items()])
+    phase.facts["operations_by_target"] = by_target = dict(Counter(map(target_of, calls)).most_common())
+    phase.table("operations by target", ["target", "operations"], [list(each) for each in by_target.items()])
     # The header of a function is traced too, and is no statement.
     traced = (re.match(r"TRACE starts_line (.+):(\d+) in .*\n(?!\s*(async )?def )", text) for _, text in records)
     look_at_lines(phase, calls, {(match[1], int(match[2])) for match in traced if match and is_own(match[1])})
     look_at_explain(subject, phase)
     each, missed = phase.facts["nodes_per_line"], phase.facts["missed_by_explain"]
-    said = f"of {sum(each.values())} lines traced {each.get('1', 0)} became one node, {each.get('0', 0)} none"
-    said += f", {sum(each.values()) - each.get('1', 0) - each.get('0', 0)} several" if each else ""
+    said = (
+        f"of {counted(sum(each.values()), 'line')} traced {each.get('1', 0)} became one node, {each.get('0', 0)} none"
+    )
     said += f"; explain() misses the break at {', '.join(missed)}" if missed else ""
-    phase.answer = f"{len(graphs)} graph{'s' * (len(graphs) != 1)}, {len(calls)} operations; {said}"
+    phase.answer = f"{counted(len(graphs), 'graph')}, {counted(len(calls), 'operation')}; {said}"
 
 
 def look_at_lines(phase: Phase, calls: list[torch.fx.Node], traced: set[tuple[str, int]]) -> None:
@@ -79,9 +77,8 @@ def look_at_lines(phase: Phase, calls: list[torch.fx.Node], traced: set[tuple[st
         {"at": at(*line), "source": linecache.getline(*line).strip(), "nodes": lines[line]} for line in sorted(lines)
     ]
     phase.facts["nodes_per_line"] = {str(n): count for n, count in sorted(Counter(map(len, lines.values())).items())}
-    rows = [[x["at"], x["source"], len(x["nodes"]), ", ".join(x["nodes"])] for x in phase.facts["lines"]]
-    title = "source line -> nodes; a line that runs twice has those of both runs"
-    phase.table(title, ["line", "source", "nodes", "names"], rows)
+    columns = {"at": "line", "source": "source", "nodes": "nodes"}
+    phase.table("source line -> nodes; a line that runs twice has those of both runs", columns, phase.facts["lines"])
 
 
 def look_at_explain(subject: Subject, phase: Phase) -> None:
@@ -95,9 +92,8 @@ def look_at_explain(subject: Subject, phase: Phase) -> None:
     phase.facts["missed_by_explain"] = missed
     phase.facts["explain"] = {"graphs": said.graph_count, "breaks": said.graph_break_count, "ops": said.op_count}
     rows = [["explain", *phase.facts["explain"].values()], ["log", found.graphs, len(found.breaks), found.operations]]
-    phase.table(
-        "torch._dynamo.explain(), and the log that find_breaks reads", ["", "graphs", "breaks", "operations"], rows
-    )
+    title = "torch._dynamo.explain(), and the log that find_breaks reads"
+    phase.table(title, ["", "graphs", "breaks", "operations"], rows)
     if (methods := found.operations - said.op_count) > 0:
         phase.note(f"explain() counts functions only: {methods} methods of tensors (opcode call_method) are left out.")
     if missed:

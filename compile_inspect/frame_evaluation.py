@@ -1,7 +1,5 @@
 """PEP 523 at work: when a frame is compiled, its bytecode before and after, and what Dynamo tracked its locals as."""
 
-from __future__ import annotations
-
 import dis
 import linecache
 import re
@@ -13,10 +11,9 @@ from unittest.mock import patch
 
 import torch
 
-from compile_inspect.logs import logs
+from compile_inspect.graphs import at, is_own
 from compile_inspect.main import main
-from compile_inspect.nodes import at, is_own
-from compile_inspect.report import Phase
+from compile_inspect.report import Phase, counted
 from compile_inspect.subject import Subject
 from compile_inspect.watching import watch
 
@@ -85,7 +82,7 @@ def look(subject: Subject, phase: Phase) -> None:
     fn, args, kwargs = subject.fresh()
     root = getattr(getattr(type(fn), "forward", fn), "__code__", None)
     stages, started = [], time.perf_counter()
-    with converted() as frames, tracked() as trackers, logs():
+    with converted() as frames, tracked() as trackers:
         call = subject.caller(torch.compile(fn, backend="eager"), args, kwargs)
         for stage, does in {"torch.compile(model)": None, "first call": call, "second call": call}.items():
             if does:
@@ -94,54 +91,51 @@ def look(subject: Subject, phase: Phase) -> None:
             codes = {code for code in [root, *(old for old, _ in frames)] if code is not None}
             stages.append([stage, len(frames), sum(len(entries_of(code)) for code in codes), seconds])
     (_, frames_before, before, _), (_, frames_after, after, _), _ = stages
-    phase.facts["compiled_at"] = {"entries_before_call": before, "entries_after_call": after,
-                                  "frames_before_call": frames_before, "frames_after_call": frames_after}  # fmt: skip
+    phase.facts |= {"trackers": trackers, "compiled_at": {
+        "entries_before_call": before, "entries_after_call": after,
+        "frames_before_call": frames_before, "frames_after_call": frames_after}}  # fmt: skip
     phase.table("when frames are compiled", ["after", "frames", "cache entries", "seconds"], stages)
     look_at_bytecode(phase, frames)
-    phase.facts["trackers"] = trackers
     rows = [[function, *each] for function, held in trackers.items() for each in held.items()]
     phase.table("what Dynamo tracks locals as", ["function", "local", "VariableTracker"], rows)
     look_at_kinds(phase)
     left = ", ".join(kind for kind, outcome in phase.facts["kinds"].items() if outcome == "eager")
     resumed = ", ".join(each["at"] for each in phase.facts["resumes"])
     phase.answer = (
-        f"at its first call: {before} cache entries after torch.compile, {after} after the call; {len(frames)} "
-        f"frame{'s' * (len(frames) != 1)} rewritten{f', resumed after a break at {resumed}' if resumed else ''}; "
+        f"at its first call: {before} cache entries after torch.compile, {after} after the call; "
+        f"{counted(len(frames), 'frame')} rewritten{f', resumed after a break at {resumed}' if resumed else ''}; "
         f"of the kinds tried eager keeps {left}"
     )
 
 
 def look_at_bytecode(phase: Phase, frames: list[tuple[CodeType, CodeType]]) -> None:
     """Each frame before and after, what the rewritten one calls, and where the functions after a break go on."""
-    phase.facts["frames"], phase.facts["resumes"], rows = [], [], []
-    for i, (old, new) in enumerate(frames):
-        before, after = (len(list(dis.get_instructions(code))) for code in (old, new))
-        calls = [name for name in new.co_names if name.startswith(("__compiled_fn_", "__resume_at_"))]
+    phase.facts["frames"], phase.facts["resumes"] = [], []
+    for old, new in frames:
         resumed = re.match(r"torch_dynamo_resume_in_.*_at_(\d+)", old.co_name)
         line = int(resumed[1]) if resumed else old.co_firstlineno
-        place, source = at(old.co_filename, line), linecache.getline(old.co_filename, line).strip()
-        phase.facts["frames"].append({"name": old.co_name, "before": before, "after": after, "calls": calls})
+        frame = {"name": old.co_name, "at": at(old.co_filename, line)}
         if resumed:
-            phase.facts["resumes"].append({"name": old.co_name, "at": place, "source": source})
-        short = ", ".join(re.sub(r"(__compiled_fn_\d+)_.*", r"\1", name) for name in calls)
-        rows.append([old.co_name, place, before, after, short])
-        if i < LISTINGS:
-            phase.code(f"{old.co_name}: bytecode before", dis.Bytecode(old).dis())
-            phase.code(f"{old.co_name}: bytecode after", dis.Bytecode(new).dis())
-    phase.table("rewritten frames, in instructions", ["frame", "line", "before", "after", "it calls"], rows)
+            phase.facts["resumes"].append(frame | {"source": linecache.getline(old.co_filename, line).strip()})
+        frame |= {"before": len(list(dis.get_instructions(old))), "after": len(list(dis.get_instructions(new)))}
+        calls = [name for name in new.co_names if name.startswith(("__compiled_fn_", "__resume_at_"))]
+        phase.facts["frames"].append(frame | {"calls": calls})
+    for old, new in frames[:LISTINGS]:
+        phase.code(f"{old.co_name}: bytecode before", dis.Bytecode(old).dis())
+        phase.code(f"{old.co_name}: bytecode after", dis.Bytecode(new).dis())
+    columns = {"name": "frame", "at": "line", "before": "before", "after": "after", "calls": "it calls"}
+    phase.table("rewritten frames, in instructions", columns, phase.facts["frames"])
 
 
 def look_at_kinds(phase: Phase) -> None:
     """Tiny functions of ours, compiled and run to their end; the graphs that this makes are counted."""
     phase.facts["kinds"], rows = {}, []
-    old = tuple(int(part) for part in torch.__version__.split(".")[:2]) < (2, 15)
     for kind, (source, run) in KINDS.items():
-        if kind == "coroutine" and old:  # the process dies of it in 2.11, later: segmentation fault
+        if kind == "coroutine" and torch.__version__ < "2.15":  # once compiled, it crashes the process, later
             phase.facts["kinds"][kind] = "not tried"
-            rows.append([kind, source, "not tried", None, "once compiled, it crashes torch 2.11"])
             continue
         exec(compile(source, __file__, "exec"), names := {})  # code without a file is inlined into a frame of torch's
-        with watch() as seen, logs():
+        with watch() as seen:
             run(torch.compile(names["fn"], backend="eager")(torch.ones(3)))
         reasons = [*seen.counters.get("unimplemented", {}), *(frame.failure or "" for frame in seen.frames)]
         reason = re.search(r"Explanation: (.*)", "\n".join(reasons))

@@ -1,18 +1,15 @@
 """Graph breaks: where, why, what is left to eager, what that costs in a call, and the fix, tried where it can be."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from statistics import median
 
 import torch
 
 from compile_inspect.breaks import SPLIT, Break, Breaks, find_breaks
+from compile_inspect.graphs import at
 from compile_inspect.main import main
-from compile_inspect.nodes import at
-from compile_inspect.report import Phase
+from compile_inspect.report import Phase, counted, reason_of
 from compile_inspect.subject import Subject
-from compile_inspect.timing import once, time_calls
 
 QUESTION = "Which lines break the graph, what does that cost, and how are they written without?"
 CALLS = 15  # whose median is told
@@ -70,14 +67,10 @@ def look(subject: Subject, phase: Phase) -> None:
         none = "" if found.graphs else ": Dynamo finds no operation on tensors, or leaves the whole model to eager"
         phase.answer = f"no line breaks it: graphs {found.graphs}, operations {found.operations}{none}"
         return
-    rows = [[b["at"], b["source"], b["lost"], b["reason"]] for b in breaks]
-    phase.table("graph breaks", ["line", "source", "left to eager", "torch's reason"], rows)
+    columns = {"at": "line", "source": "source", "lost": "left to eager", "reason": "torch's reason"}
+    phase.table("graph breaks", columns, breaks)
     whole, outside = time_outside(subject)
     phase.facts |= {"compiled_ms": whole, "outside_ms": outside, "share": outside / whole, "at_most": True}
-    phase.note(
-        f"A compiled call takes {whole:.3g} ms, {outside:.3g} ms of it outside the compiled graphs: in the lines that "
-        "break them, what is left to eager, and the guards and calls of the functions that go on after a break."
-    )
     saved, tried = outside, try_settings(subject, phase, found.breaks)
     trial = phase.facts.get("tried")
     if trial and not trial["breaks"]:  # what mending them all saved, which is less than what lies outside the graphs
@@ -89,8 +82,8 @@ def look(subject: Subject, phase: Phase) -> None:
         phase.finding(what, row["fix"], where=row["at"], tried=said, **cost)
     worst = "" if all(each.lost == SPLIT for each in found.breaks) else "; after some, eager takes all that follows"
     phase.answer = (
-        f"{count} break{'s' * (count > 1)}, {found.graphs} graph{'s' * (found.graphs != 1)}; "
-        f"{outside / whole:.0%} of a compiled call ({outside:.3g} of {whole:.3g} ms) lies outside them{worst}"
+        f"{counted(count, 'break')}, {counted(found.graphs, 'graph')}; {outside / whole:.0%} of a compiled call "
+        f"({outside:.3g} of {whole:.3g} ms) lies outside them, in these lines and in what resumes after them{worst}"
     )
 
 
@@ -108,19 +101,18 @@ def try_settings(subject: Subject, phase: Phase, breaks: list[Break]) -> str:
 
     def timed(settings: dict[str, bool]) -> float:
         with torch._dynamo.config.patch(settings):
-            return time_calls(subject.compiled(), subject).ms
+            return subject.timed(subject.compiled()).ms
 
     said = ", ".join(f"{key} = True" for key in settings)
-    with phase.noted(f"Tried: {said}: it fails"):
+    try:
         with torch._dynamo.config.patch(settings):
             left = len(breaks_of(subject).breaks)
         # In turns, and the better of two: on a busy host calls of one process settle at different speeds.
         before, after = map(min, zip(*((timed({}), timed(settings)) for _ in range(2)), strict=True))
-        phase.facts["tried"] = {"settings": list(settings), "breaks": left, "ms": after, "before_ms": before}
-        said += f": {left} break{'s' * (left != 1)} left, {after:.3g} ms a call where it was {before:.3g}."
-        phase.note(f"Tried: {said}")
-        return said
-    return f"{said}: it fails."
+    except Exception as error:
+        return f"{said}: it fails: {reason_of(error)}"
+    phase.facts["tried"] = {"settings": list(settings), "breaks": left, "ms": after, "before_ms": before}
+    return f"{said}: {counted(left, 'break')} left, {after:.3g} ms a call where it was {before:.3g}."
 
 
 def time_outside(subject: Subject) -> tuple[float, float]:
@@ -132,7 +124,7 @@ def time_outside(subject: Subject) -> tuple[float, float]:
 
         def run(*values):
             nonlocal inside
-            ms, _, out = once(lambda: compiled(*values), subject)
+            ms, _, out = subject.once(lambda: compiled(*values))
             inside += ms
             return out
 
@@ -141,7 +133,7 @@ def time_outside(subject: Subject) -> tuple[float, float]:
     call, times = subject.compiled(backend=timed), []
     for _ in range(3 + CALLS):
         inside = 0.0
-        whole = once(call, subject)[0]
+        whole = subject.once(call)[0]
         times.append((whole, whole - inside))
     return tuple(map(median, zip(*times[3:], strict=True)))
 

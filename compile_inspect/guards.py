@@ -1,9 +1,7 @@
 """Guards: what each cache entry checks, its symbolic shapes, what another batch size recompiles, what guards cost."""
 
-from __future__ import annotations
-
 import re
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Callable
 from itertools import zip_longest
 from types import CodeType
@@ -12,11 +10,9 @@ import torch
 
 from compile_inspect.frame_evaluation import converted, entries_of
 from compile_inspect.fresh import own_code
-from compile_inspect.logs import logs
 from compile_inspect.main import main
-from compile_inspect.report import Phase, Skip
+from compile_inspect.report import Phase, Skip, reason_of
 from compile_inspect.subject import Subject, batch_of, resized
-from compile_inspect.timing import once, time_calls
 from compile_inspect.watching import Compiled, watch
 
 QUESTION = "What does a call check before it runs compiled code, what does that cost, and what makes it compile again?"
@@ -62,49 +58,51 @@ def of_shapes(entry) -> list[str]:
 def look(subject: Subject, phase: Phase) -> None:
     look_at_entries(subject, phase)
     look_at_example(phase)
-    batch, facts = batch_of(subject) or 0, phase.facts
-    facts["recompilation"] = None
-    batch = batch if batch and takes_another(subject, phase, batch) else 0
+    batch, phase.facts["recompilation"] = batch_of(subject) or 0, None
+    if batch:
+        try:
+            subject.caller(subject.fresh()[0], *resized(subject, batch + 1))()
+        except Exception as error:
+            phase.note(f"In eager the model does not take another batch size than {batch}: {reason_of(error)}")
+            batch = 0
     counts = look_at_symbols(subject, phase, batch)
     said = look_at_recompilation(subject, phase, batch, counts) if batch else "another batch size was not tried"
-    guards, entries = sum(each["guards"] for each in facts["entries"]), len(facts["entries"])
-    cost = "" if facts["share"] is None else f" take {facts['guard_us']:.0f} us, {facts['share']:.1%} of a call"
+    guards, entries = sum(each["guards"] for each in phase.facts["entries"]), len(phase.facts["entries"])
+    us, share = phase.facts["guard_us"], phase.facts["share"]
+    cost = "" if share is None else f" take {us:.0f} us, {share:.1%} of a call"
     phase.answer = f"{guards} guards in {entries} cache entr{'y' if entries == 1 else 'ies'}{cost}; {said}"
 
 
 def look_at_entries(subject: Subject, phase: Phase) -> None:
     """The guard tree of each cache entry, and what it takes in each call."""
     call = subject.compiled(backend="eager")
-    with converted() as frames, logs():
+    with converted() as frames:
         call()
     entries = [(code.co_name, entry) for code in dict.fromkeys(old for old, _ in frames) for entry in entries_of(code)]
     if not entries:
         raise Skip("Dynamo compiles no frame of this model, so nothing is guarded")
-    guards, phase.facts["entries"] = [], []
+    texts, phase.facts["entries"] = defaultdict(list), []
     for name, entry in entries:
-        guards += (held := parse(entry))
+        held = parse(entry)
+        for kind, text in held:
+            texts[kind].append(text)
         kinds = dict(Counter(kind for kind, _ in held).most_common())
         phase.facts["entries"].append({"frame": name, "guards": len(held), "kinds": kinds})
         phase.code(f"guard tree of {name}", str(entry.guard_manager))
-    rows = []
-    for kind, n in Counter(kind for kind, _ in guards).most_common():  # one of the model's own, if there is one
-        first = min((text for each, text in guards if each == kind), key=lambda text: "L['" not in text)
-        rows.append([kind, n, in_words(kind, first)])
+    rows = [[kind, len(held), in_words(kind, min(held, key=lambda text: "L['" not in text))]  # one of the model's own
+            for kind, held in sorted(texts.items(), key=lambda item: -len(item[1]))]  # fmt: skip
     phase.table("guards by kind", ["kind", "guards", "the first of them, in words"], rows)
-    again = []
-    for _ in range(3):
-        with watch() as seen, logs():
+    with watch() as seen:
+        for _ in range(3):
             call()
-        again += [(seen.frames[0].seconds, *seen.recompiles)] if seen.recompiles else []
-    phase.facts["same_inputs"] = len(again)
-    if len(again) == 3:  # one more compilation is how a number becomes dynamic
-        seconds, reason = again[-1][:2]
+    phase.facts["same_inputs"] = len(seen.recompiles)
+    if len(seen.recompiles) >= 3:  # one more compilation is how a number becomes dynamic
         phase.finding(
-            f"each call with the same inputs compiles again: {plain(reason.splitlines()[0])}",
-            "keep what changes between calls, as a counter or a list, in a tensor or outside the compiled function; "
-            "torch.compile gives up at torch._dynamo.config.recompile_limit", ms=seconds * 1e3,
-        )  # fmt: skip
-    look_at_time(subject, phase, time_calls(call, subject).ms)
+            f"each call with the same inputs compiles again: {plain(seen.recompiles[-1].splitlines()[0])}",
+            "keep what changes between calls, as a counter or a list, in a tensor or outside the compiled function",
+            ms=seen.frames[-1].seconds * 1e3,
+        )
+    look_at_time(subject, phase, subject.timed(call).ms)
 
 
 def look_at_time(subject: Subject, phase: Phase, ms: float) -> None:
@@ -112,22 +110,18 @@ def look_at_time(subject: Subject, phase: Phase, ms: float) -> None:
     phase.facts |= {"guard_us": None, "share": None}
     # The stance refuses models that compile anew in each call, and some without tensors.
     with phase.noted("Their time cannot be measured"):
-        phase.facts["guard_us"] = guard_us(subject)
-    if (us := phase.facts["guard_us"]) is None:
-        return
-    phase.facts["share"] = share = us / 1e3 / ms
-    phase.note(
-        f"Guards take {us:.0f} us of a call, which with backend eager takes {ms:.3g} ms: measured with the stance "
-        f"skip_guard_eval_unsafe against the default one, the second-lowest of {ROUNDS} turns, as what else runs here "
-        "adds to it. Of a faster call their share is larger."
-    )
-    filtered = {"guard_filter_fn": torch.compiler.skip_guard_on_all_nn_modules_unsafe}
-    if share > DEAR and subject.held and (left := guard_us(subject, options=filtered)) < 0.8 * us:
-        phase.finding(
-            f"guards take {us:.0f} us of each call", "if no module changes after the first call: torch.compile(model, "
-            "options={'guard_filter_fn': torch.compiler.skip_guard_on_all_nn_modules_unsafe})",
-            ms=us / 1e3, share=share, tried=f"{left:.0f} us are left.",
-        )  # fmt: skip
+        us = guard_us(subject)
+        phase.facts |= {"guard_us": us, "share": us / 1e3 / ms}
+        phase.note(
+            f"Guards take {us:.0f} us of a call, which with backend eager takes {ms:.3g} ms; of a faster one their "
+            "share is larger. It is measured with the stance skip_guard_eval_unsafe against the default one."
+        )
+        filtered = {"guard_filter_fn": torch.compiler.skip_guard_on_all_nn_modules_unsafe}
+        if us / 1e3 > DEAR * ms and subject.held and (left := guard_us(subject, options=filtered)) < 0.8 * us:
+            fix = "if no module changes after the first call: torch.compile(model, options={'guard_filter_fn': "
+            fix += "torch.compiler.skip_guard_on_all_nn_modules_unsafe})"
+            cost = {"ms": us / 1e3, "share": us / 1e3 / ms, "tried": f"{left:.0f} us are left."}
+            phase.finding(f"guards take {us:.0f} us of each call", fix, **cost)
 
 
 def guard_us(subject: Subject, **options) -> float:
@@ -148,10 +142,10 @@ def guard_us(subject: Subject, **options) -> float:
 
     def ms() -> float:
         # The least: microseconds, which another process would drown in a mean.
-        return min(once(lambda: compiled(*args, **kwargs), subject)[1] for _ in range(CALLS))
+        return min(subject.once(lambda: compiled(*args, **kwargs))[1] for _ in range(CALLS))
 
     found = []
-    with subject.grad(), logs():
+    with subject.grad():
         for _ in range(ROUNDS):
             checked = ms()
             with torch.compiler.set_stance(skip_guard_eval_unsafe=True):
@@ -202,7 +196,7 @@ def look_at_symbols(subject: Subject, phase: Phase, batch: int) -> list[int]:
     installed = [text for code in codes for entry in entries_of(code) for text in of_shapes(entry)]
     duck = [each["of"] for each in symbols.values() if len(each["of"]) > 1]
     phase.facts |= {"symbols": symbols, "duck": duck, "shape_guards": {"raw": raw, "installed": installed}}
-    rows = [[name, each["now"], each["range"], ", ".join(each["of"])] for name, each in symbols.items()]
+    rows = [[name, *each.values()] for name, each in symbols.items()]
     phase.table("symbols, with dynamic=True", ["symbol", "now", "range", "sizes (several: duck shaping)"], rows)
     rows = [list(pair) for pair in zip_longest(raw, installed)]
     phase.table("shape guards, each column in its own order", ["raw, in the ShapeEnv", "installed"], rows)
@@ -215,7 +209,7 @@ def three_sizes(
     """What wrap(model) compiles when it is called with batch, batch + 1 and batch + 2 rows, and of which code."""
     compiled, calls, codes = wrap(subject.fresh()[0]), [], {}
     for size in range(batch, batch + 3) if batch else [0]:
-        with watch() as seen, converted() as frames, logs():
+        with watch() as seen, converted() as frames:
             subject.caller(compiled, *resized(subject, size, mark))()
         calls.append(seen)
         codes |= dict.fromkeys(old for old, _ in frames)
@@ -226,41 +220,29 @@ def frames_of(seen: Compiled) -> int:
     return sum(frame.name is not None for frame in seen.frames)  # one without a name is a backward graph
 
 
-def takes_another(subject: Subject, phase: Phase, batch: int) -> bool:
-    """Whether eager takes one more row, too."""
-    with phase.noted(f"In eager the model does not take another batch size than {batch}"):
-        subject.caller(subject.fresh()[0], *resized(subject, batch + 1))()
-        return True
-    return False
-
-
 def look_at_recompilation(subject: Subject, phase: Phase, batch: int, dynamic: list[int]) -> str:
     """A call with one more row: the guard that fails, the compilation that it causes, and the fixes, tried."""
-    (first, second, third), _ = three_sizes(subject, batch, lambda fn: torch.compile(fn, backend="aot_eager"))
-    if not second.recompiles:
+    calls, _ = three_sizes(subject, batch, lambda fn: torch.compile(fn, backend="aot_eager"))
+    if not calls[1].recompiles:
         return "another batch size compiles nothing"
-    counts, dynamic_now = {"as it is": [frames_of(seen) for seen in (first, second, third)]}, not frames_of(third)
+    counts = {"as it is": [frames_of(seen) for seen in calls]}
     with phase.noted("With mark_dynamic it cannot be compiled"):
-        marked, _ = three_sizes(
-            subject, batch, lambda fn: torch.compile(fn, backend="eager"), torch._dynamo.mark_dynamic
-        )
-        counts["mark_dynamic"] = [frames_of(seen) for seen in marked]
+        mark, wrap = torch._dynamo.mark_dynamic, lambda fn: torch.compile(fn, backend="eager")
+        counts["mark_dynamic"] = [frames_of(seen) for seen in three_sizes(subject, batch, wrap, mark)[0]]
     counts |= {"dynamic=True": dynamic} if dynamic else {}
-    reason, seconds = second.recompiles[0].splitlines()[0], sum(frame.seconds for frame in second.frames)
-    phase.facts["recompilation"] = {"reason": reason, "seconds": seconds, "dynamic": dynamic_now, "counts": counts}
+    reason, seconds = calls[1].recompiles[0].splitlines()[0], sum(frame.seconds for frame in calls[1].frames)
+    phase.facts["recompilation"] = {"reason": reason, "seconds": seconds, "dynamic": not frames_of(calls[2]),
+                                    "counts": counts}  # fmt: skip
     columns = ["frames compiled", *(f"batch {batch + extra}" for extra in range(3))]
     phase.table("another batch size", columns, [[name, *each] for name, each in counts.items()])
-    phase.note(
-        f"Another batch size fails a guard: {reason}. Dynamo and AOTAutograd compile again, {seconds:.2g} s (backend "
-        f"aot_eager); Inductor comes on top. The new entry is {'dynamic' if dynamic_now else 'static again'}."
-    )
+    phase.note(f"The guard that fails: {reason}. Compiling again takes {seconds:.2g} s, and Inductor comes on top.")
     best = min(counts, key=lambda name: sum(counts[name]))
     if best in FIXES:
-        phase.finding(
-            f"another batch size ({batch} -> {batch + 1}) recompiles: {reason}", FIXES[best], seconds=seconds,
-            tried=f"frames compiled for three sizes: {sum(counts[best])} instead of {sum(counts['as it is'])}.",
-        )  # fmt: skip
-    return f"a batch of {batch + 1} recompiles, {'and then serves every size' if dynamic_now else 'as does each size'}"
+        tried = f"frames compiled for three sizes: {sum(counts[best])} instead of {sum(counts['as it is'])}."
+        what = f"another batch size ({batch} -> {batch + 1}) recompiles: {reason}"
+        phase.finding(what, FIXES[best], seconds=seconds, tried=tried)
+    then = "as does each size" if frames_of(calls[2]) else "and then serves every size"
+    return f"a batch of {batch + 1} recompiles, {then}"
 
 
 if __name__ == "__main__":

@@ -1,7 +1,5 @@
 """What Inductor generates: fused kernels and their lines, what kept loops apart, the library calls between them."""
 
-from __future__ import annotations
-
 import re
 from collections import Counter
 from collections.abc import Iterable
@@ -9,13 +7,12 @@ from collections.abc import Iterable
 import torch
 from torch import nn
 
-from compile_inspect.kernels import Lowered, Step, lower
+from compile_inspect.graphs import Lowered, Step, lower
 from compile_inspect.logs import logs
 from compile_inspect.main import main
 from compile_inspect.models import pointwise
 from compile_inspect.report import Phase, Skip
 from compile_inspect.subject import Subject
-from compile_inspect.timing import profiled
 
 QUESTION = "Which operations become one kernel, which do not, and which are left to a library?"
 CODES = 40  # listings
@@ -37,20 +34,18 @@ def look(subject: Subject, phase: Phase) -> None:
     graphs = [graph for graph in graphs if not graph.error]
     if not graphs:
         raise Skip("no graph with operations was lowered by Inductor; see graph_breaks")
-    steps = [step for graph in graphs for step in graph.after]
-    before = [step for graph in graphs for step in graph.before]
-    extern, kernels, code = [step for step in steps if step.extern], kernels_of(graphs), "".join(g.code for g in graphs)
+    before, after = ([step for graph in graphs for step in getattr(graph, each)] for each in ("before", "after"))
+    extern, code = [step for step in after if step.extern], "".join(graph.code for graph in graphs)
     widths = [int(n) for n in re.findall(r"\+=static_cast<int64_t>\((\d+)L\)", code)] if "at::vec" in code else []
-    facts = {
-        "kernels": kernels, "operations": sum(graph.operations for graph in graphs),
-        "kernels_before": len(loops(before)), "kernels_after": len(loops(steps)), "bytes_before": moved(before),
-        "bytes_after": moved(steps), "extern": dict(Counter(step.extern for step in extern)),
+    phase.facts |= (facts := {
+        "kernels": kernels_of(graphs), "operations": sum(graph.operations for graph in graphs),
+        "kernels_before": len(loops(before)), "kernels_after": len(loops(after)), "bytes_before": moved(before),
+        "bytes_after": moved(after), "extern": dict(Counter(step.extern for step in extern)),
         "language": "triton" if "async_compile.triton" in code else "cpp", "vector_width": max(widths, default=None),
         "not_fused": not_fused(records),
-    }  # fmt: skip
-    phase.facts |= facts
+    })  # fmt: skip
     show(phase, graphs, extern)
-    indexing(phase, steps)
+    indexing(phase, after)
     for name, title in (("ir_pre_fusion", "loop IR before fusion"), ("ir_post_fusion", "loop IR after fusion")):
         phase.code(title, "\n".join(text for artifact, text in records if artifact == name))
     for i, graph in enumerate(graphs[:CODES]):
@@ -63,8 +58,8 @@ def look(subject: Subject, phase: Phase) -> None:
     wide = f", {max(widths)} numbers wide" if widths else ""
     phase.answer = (
         f"{facts['operations']} operators become {facts['kernels_before']} loops, fused to {facts['kernels_after']} in "
-        f"{sum(kernel['calls'] for kernel in kernels)} calls of {len(kernels)} {facts['language']} kernels{wide}: "
-        f"{moved(steps) / 1e6:.3g} MB moved, {moved(before) / 1e6:.3g} unfused; {len(extern)} extern calls"
+        f"{sum(k['calls'] for k in facts['kernels'])} calls of {len(facts['kernels'])} {facts['language']} kernels"
+        f"{wide}: {moved(after) / 1e6:.3g} MB moved, {moved(before) / 1e6:.3g} unfused; {len(extern)} extern calls"
     )
 
 
@@ -106,8 +101,6 @@ def not_fused(records: list[tuple[str, str]]) -> dict[str, int]:
 
 
 def show(phase: Phase, graphs: list[Lowered], extern: list[Step]) -> None:
-    from torch._inductor.codecache import cache_dir
-
     rows = [
         [f"{i} {'backward' if graph.backward else 'forward'}", graph.operations, len(loops(graph.before)),
          len(loops(graph.after)), len(graph.kernels()), len(graph.after) - len(loops(graph.after)),
@@ -117,18 +110,16 @@ def show(phase: Phase, graphs: list[Lowered], extern: list[Step]) -> None:
     phase.table("from operators to kernels; MB are what the loops read and write", columns, rows)
     phase.note(
         "A pointwise operator is inlined into the loop that uses it as the graph is lowered; fusion then joins loops. "
-        "A C++ kernel is a function with all the loops between two extern calls; a Triton kernel is one fused loop. "
-        f"torch.compile writes the code below {cache_dir()}; TORCH_LOGS=output_code names the files."
+        "A C++ kernel is a function with all the loops between two extern calls; a Triton kernel is one fused loop."
     )
-    rows = [[k["name"], k["calls"], k["loops"], ", ".join(k["operations"]), ", ".join(k["lines"])]
-            for k in phase.facts["kernels"]]  # fmt: skip
-    phase.table("generated kernels", ["kernel", "calls", "loops", "operations", "lines"], rows)
+    columns = {key: key for key in ("name", "calls", "loops", "operations", "lines")}
+    phase.table("generated kernels", columns, phase.facts["kernels"])
     rows = []
     for name, calls in phase.facts["extern"].items():
         kind = "library" if LIBRARY.search(name) else "ATen's own kernel" if "aten" in name else "custom operator"
-        rows.append([name, calls, kind, ", ".join(distinct((s for s in extern if s.extern == name), "lines"))])
+        rows.append([name, calls, kind, distinct((step for step in extern if step.extern == name), "lines")])
     phase.table("not generated: extern calls", ["function", "calls", "what it is", "lines"], rows)
-    rows = [[reason, pairs] for reason, pairs in phase.facts["not_fused"].items()]
+    rows = [list(each) for each in phase.facts["not_fused"].items()]
     phase.table("why not fused, from torch's fusion log", ["torch's reason", "pairs"], rows)
 
 
@@ -136,13 +127,10 @@ def indexing(phase: Phase, steps: list[Step]) -> None:
     """The index expressions of the first fused loops, or of the first ones, in words."""
     for step in sorted((step for step in steps if step.indexing), key=lambda step: step.parts < 2)[:1]:
         sizes, indices = step.indexing
-        rows = [
-            [f"{name} = {index}", " ".join(map(str, filter(None, access))), in_words(index, sizes)]
-            for name, index, access in indices
-        ]
+        rows = [[f"{name} = {index}", access, in_words(index, sizes)] for name, index, access in indices]
         over = ", ".join(f"{var} < {size}" for var, size in sizes.items())
-        columns = ["index", "access", "meaning"]
-        phase.table(f"SymPy indexing of the first loops in {step.name}: {over}", columns, rows)
+        title = f"SymPy indexing of the first loops in {step.name}: {over}"
+        phase.table(title, ["index", "access", "meaning"], rows)
 
 
 def in_words(index, sizes: dict) -> str:
@@ -164,31 +152,29 @@ def fallbacks(subject: Subject, phase: Phase, steps: dict[str, Step]) -> None:
     """A finding for each ATen operator without loops, with its time in a call of the model in eager."""
     if not steps:
         return
-    fn, args, kwargs = subject.fresh()
-    call = subject.caller(fn, args, kwargs)
+    call = subject.caller(*subject.fresh())
     call()
-    averages = profiled(call, subject).key_averages()
+    averages = subject.profiled(call).key_averages()
     times = {e.key: (e.device_time_total if subject.on_gpu else e.cpu_time_total) / 1e3 for e in averages}
     for name, step in steps.items():
         operator = re.sub(r"^(torch\.ops\.)?aten\.|\.\w+$", "", name)
-        where = ", ".join(step.lines)
-        phase.finding(f"{operator} is not compiled", NO_LOOPS, where=where, ms=times.get(f"aten::{operator}"))
+        cost = {"where": ", ".join(step.lines), "ms": times.get(f"aten::{operator}")}
+        phase.finding(f"{operator} is not compiled", NO_LOOPS, **cost)
 
 
 def examples(subject: Subject, phase: Phase) -> None:
     """The chapter's two: sin, mul and add; and a product with bias and ReLU."""
-    linear, rows = nn.Sequential(nn.Linear(256, 256), nn.ReLU()).to(subject.device), []
+    linear = nn.Sequential(nn.Linear(256, 256), nn.ReLU()).to(subject.device)
+    phase.facts["claims"] = {}
     for name, (model, inputs) in {"sin_mul_add": pointwise(), "linear_relu": (linear, (torch.randn(64, 256),))}.items():
         inputs = [each.to(subject.device) for each in inputs]
         torch.compiler.reset()
         with torch.no_grad():
             graph = lower(lambda backend, m=model, x=inputs: torch.compile(m, backend=backend)(*x))[0]
         generated, extern = len(graph.kernels()), dict(Counter(step.extern for step in graph.after if step.extern))
+        phase.facts["claims"][name] = generated if name == "sin_mul_add" else {"extern": extern, "generated": generated}
         fused = ", ".join(distinct(loops(graph.after), "operations"))
-        rows.append([name, graph.operations, generated, fused, ", ".join(extern)])
-        claim = {"extern": extern, "generated": generated} if name == "linear_relu" else generated
-        phase.facts.setdefault("claims", {})[name] = claim
-    phase.table("two examples", ["example", "operators", "generated kernels", "what is in them", "extern calls"], rows)
+        phase.note(f"{name}: {generated} kernel generated, with {fused}; extern calls: {', '.join(extern) or 'none'}.")
 
 
 if __name__ == "__main__":

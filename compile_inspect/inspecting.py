@@ -1,7 +1,5 @@
 """The phases run in one process, one after another, with torch's state put back afterwards."""
 
-from __future__ import annotations
-
 import importlib
 import random
 import sys
@@ -9,18 +7,24 @@ import time
 import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import partial
 
 import torch
+import torch._dynamo
+import torch._functorch.config
+import torch._inductor.config
+from torch.backends import cudnn
 
 from compile_inspect.logs import logs
 from compile_inspect.report import PHASES, Phase, Report, Skip, reason_of
 from compile_inspect.subject import Subject, SubjectError
 
-FLAGS = ("torch._dynamo.config", "torch._inductor.config", "torch._functorch.config", "torch.backends.cudnn")
+CONFIGS = torch._dynamo.config, torch._inductor.config, torch._functorch.config
 SETTINGS = (  # how each is read, and put back
     (random.getstate, random.setstate), (torch.is_grad_enabled, torch.set_grad_enabled),
     (torch.get_default_dtype, torch.set_default_dtype), (torch.get_num_threads, torch.set_num_threads),
     (torch.get_deterministic_debug_mode, torch.set_deterministic_debug_mode),
+    *((partial(getattr, cudnn, each), partial(setattr, cudnn, each)) for each in ("enabled", "benchmark", "deterministic")),
 )  # fmt: skip
 
 
@@ -38,28 +42,19 @@ def inspect(
         raise ValueError(f"inspect: there is no phase {unknown[0]!r}; the phases are {', '.join(PHASES)}")
     with state_kept():
         subject = Subject(model, args, kwargs, name, train)
-        report = Report(subject.name, machine(subject))
         with subject.left_alone():
-            call_once(subject)
-            report.shared = subject.shared
-            for each in phases:
-                report.phases.append(run_phase(each, subject))
+            subject.call_once()
+            report = Report(subject.name, machine(subject), shared=subject.shared)
+            report.phases += [run_phase(each, subject) for each in phases]
     return report
 
 
-def call_once(subject: Subject) -> None:
-    """Call the model in eager: an error here is the model's own."""
-    fn, args, kwargs = subject.fresh()
-    subject.caller(fn, args, kwargs)()
-    subject.synchronize()
-
-
-def run_phase(name: str, subject: Subject, changed: Callable[[Phase], None] = lambda phase: None) -> Phase:
+def run_phase(name: str, subject: Subject, changed: Callable[[Phase], None] = Phase.changed) -> Phase:
     """One phase, which is told to `changed` as it grows. What it raises becomes its status and reason."""
     module = importlib.import_module(f"compile_inspect.{name}")
-    phase = Phase(name, module.QUESTION, changed=changed)
+    phase, started = Phase(name, module.QUESTION), time.perf_counter()
+    phase.changed = changed
     changed(phase)
-    started = time.perf_counter()
     try:
         with state_kept(), logs():
             module.look(subject, phase)
@@ -85,34 +80,24 @@ def machine(subject: Subject) -> dict:
 @contextmanager
 def state_kept() -> Iterator[None]:
     """Within it torch's settings and random numbers may change; afterwards they are as before, and caches are empty."""
-    import torch._dynamo
-    import torch._functorch.config
-    import torch._inductor.config
-
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # reading a setting that is deprecated warns
+        configs = [(config, config.get_config_copy()) for config in CONFIGS]
     settings = [(read, put_back, read()) for read, put_back in SETTINGS]
-    flags = {name: _values(name) for name in FLAGS}
     numpy = getattr(sys.modules.get("numpy"), "random", None)
     drawn = numpy and numpy.get_state()
     try:
         with torch.random.fork_rng(range(torch.cuda.device_count()) if torch.cuda.is_initialized() else []):
             yield
     finally:
-        for name, values in flags.items():
-            for key, value in _values(name).items():
-                if value != values[key]:
-                    setattr(sys.modules[name], key, values[key])
         for read, put_back, value in settings:
             if read() != value:
                 put_back(value)
         if numpy:
             numpy.set_state(drawn)
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            for config, values in configs:
+                now = config.get_config_copy()
+                config.load_config({key: value for key, value in values.items() if value != now[key]})
         torch.compiler.reset()
-
-
-def _values(name: str) -> dict:
-    module = sys.modules[name]
-    if name == "torch.backends.cudnn":
-        return {key: getattr(module, key) for key in ("enabled", "benchmark", "deterministic")}
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # reading a setting that is deprecated warns
-        return module.get_config_copy()

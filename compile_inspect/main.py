@@ -9,8 +9,6 @@ prints is kept out of the report; of a worker that is lost the last line is told
 failed; 2, with one sentence, where the model cannot be had or called; 130 after ctrl-C, with what was seen until then.
 """
 
-from __future__ import annotations
-
 import argparse
 import contextlib
 import importlib.util
@@ -22,9 +20,11 @@ import signal
 import sys
 import tempfile
 import time
-from collections.abc import Iterator
+from dataclasses import asdict
+from importlib import import_module as loaded
 from importlib.metadata import version
 from multiprocessing.connection import Connection
+from multiprocessing.process import BaseProcess
 from pathlib import Path
 
 from compile_inspect.report import PHASES, Phase, Report, closing, phase_lines, reason_of
@@ -35,26 +35,22 @@ LOADING = 120.0  # seconds in which the model must be imported, made and called 
 def parser(phase: str | None) -> argparse.ArgumentParser:
     prog = f"python -m compile_inspect.{phase or 'main'}"
     parser = argparse.ArgumentParser(prog=prog, description="what torch.compile does with a model, and what to change")
-    parser.add_argument(
-        "--model", default="decoder", metavar="WHAT",
-        help="pkg.module:name or file.py:name: a function, an nn.Module, a class or a factory without arguments; "
-        "or one of the bundled decoder (default), mlp, pointwise, planted",
-    )  # fmt: skip
-    parser.add_argument(
-        "--input", action="append", default=[], metavar="SHAPE[:DTYPE]",
-        help="a random tensor, as 8x128:int64 (default float32), or python:0.5; once for each argument",
-    )  # fmt: skip
-    parser.add_argument("--inputs", metavar="WHAT", help="pkg:make_inputs: returns a tuple, or a dict of keywords")
-    parser.add_argument("--train", action="store_true", help="a call is forward and backward (default: no gradients)")
-    parser.add_argument("--device", metavar="NAME", help="cpu, cuda, cuda:1 (default: the GPU, if there is one)")
-    parser.add_argument("--timeout", type=float, default=120.0, metavar="S", help="seconds for a phase (default 120)")
-    parser.add_argument("--html", type=Path, metavar="FILE", help="write the report as one page")
-    parser.add_argument("--png", type=Path, metavar="FILE", help="draw the phase benchmark")
-    parser.add_argument("--json", type=Path, metavar="FILE", help="write it as a record (schema 2)")
-    parser.add_argument("-v", "--verbose", action="store_true", help="show code, bytecode and guards whole")
+    add = parser.add_argument
+    add("--model", default="decoder", metavar="WHAT", help="pkg.module:name or file.py:name: a function, an nn.Module, "
+        "a class or a factory without arguments; or one of decoder (default), mlp, pointwise, planted")  # fmt: skip
+    add("--input", action="append", default=[], metavar="SHAPE[:DTYPE]", help="a random tensor, as 8x128:int64 "
+        "(default float32), or python:0.5; once for each argument")  # fmt: skip
+    add("--inputs", metavar="WHAT", help="pkg:make_inputs: returns a tuple, or a dict of keywords")
+    add("--train", action="store_true", help="a call is forward and backward (default: no gradients)")
+    add("--device", metavar="NAME", help="cpu, cuda, cuda:1 (default: the GPU, if there is one)")
+    add("--timeout", type=float, default=120.0, metavar="S", help="seconds for a phase (default 120)")
+    add("--html", type=Path, metavar="FILE", help="write the report as one page")
+    add("--png", type=Path, metavar="FILE", help="draw the phase benchmark")
+    add("--json", type=Path, metavar="FILE", help="write it as a record (schema 2)")
+    add("-v", "--verbose", action="store_true", help="show code, bytecode and guards whole")
     if phase is None:
-        parser.add_argument("--phases", nargs="+", choices=PHASES, default=list(PHASES), metavar="PHASE",
-                            help=f"only these of {', '.join(PHASES)}")  # fmt: skip
+        add("--phases", nargs="+", choices=PHASES, default=list(PHASES), metavar="PHASE",
+            help=f"only these of {', '.join(PHASES)}")  # fmt: skip
     return parser
 
 
@@ -64,8 +60,10 @@ def main(argv: list[str] | None = None, phase: str | None = None) -> int:
     options.phases = [phase] if phase else options.phases
     if not options.timeout > 0:
         return complain(f"--timeout {options.timeout:g}: give seconds above 0")
-    writers = {options.html: Report.html, options.png: write_png,
-               options.json: lambda report, path: write_record(report, command, path)}  # fmt: skip
+    writers = {
+        options.html: Report.html, options.json: lambda report, path: write_record(report, command, path),
+        options.png: lambda report, path: loaded("compile_inspect.benchmark").png(report.facts("benchmark"), path),
+    }  # fmt: skip
     writers.pop(None, None)
     for path in writers:
         if not path.absolute().parent.is_dir():
@@ -83,10 +81,8 @@ def main(argv: list[str] | None = None, phase: str | None = None) -> int:
         try:
             write(report, path)
             print(f"{path}: written")
-        except OSError as error:
-            status = max(status, complain(f"{path}: {error.strerror}; name another file", 1))
-        except (ValueError, RuntimeError) as error:
-            status = max(status, complain(str(error), 1))
+        except (OSError, ValueError, RuntimeError) as error:
+            status = max(status, complain(f"{path}: {error}", 1))
     return status
 
 
@@ -95,28 +91,30 @@ def complain(text: str, status: int = 2) -> int:
     return status
 
 
-def write_png(report: Report, path: Path) -> None:
-    """The times by batch size. Raises RuntimeError where they were not measured, or without matplotlib."""
-    from compile_inspect.benchmark import png
-
-    png(report.facts("benchmark"), path)
-
-
 def supervise(options: argparse.Namespace, report: Report, log: Path) -> int:
     """Run the phases in workers, show each as it ends, and put it into the report; the exit status."""
     todo, status = list(options.phases), 0
     while todo:
-        worker, current = Worker(options, todo, log), None
+        channel, theirs = multiprocessing.Pipe(duplex=False)
+        worker = multiprocessing.get_context("spawn").Process(target=work, args=(options, todo, log, theirs))
+        worker.start()
+        theirs.close()
+        current, seconds, began = None, max(options.timeout, LOADING), time.monotonic()  # the model is being loaded
         try:
-            for kind, held in worker.messages(max(options.timeout, LOADING), options.timeout):
+            while todo:
+                kind, held = "lost", ("timed out", f"it took longer than {seconds:g} s; --timeout allows more")
+                if channel.poll(max(began + seconds - time.monotonic(), 0.01)):
+                    try:
+                        kind, held = json.loads(channel.recv())
+                    except EOFError:  # it ended, be it with status 0, as after os._exit(0)
+                        held = "failed", how_it_ended(worker, log)
                 if kind == "lost" and current is None:
                     kind, held = "error", f"the model could not be loaded and called: {held[1]}"
                 if kind == "error":  # after a phase: a model that can be had once only; what was seen is kept
                     return complain(held, 1 if report.phases else 2)
-                if kind == "machine":
+                if kind == "loaded":
                     (report.machine, report.shared), current = held, Phase(todo[0])
-                    continue
-                if kind == "phase":
+                elif kind == "phase":
                     current = Phase.from_dict(held)
                 else:
                     current.status, current.reason = held
@@ -126,57 +124,33 @@ def supervise(options: argparse.Namespace, report: Report, log: Path) -> int:
                     print("\n".join(phase_lines(current, options.verbose)), flush=True)
                     status = max(status, int(current.status in ("failed", "timed out")))
                     current = Phase(todo[0]) if todo else None
+                if kind == "lost":
+                    break
+                if kind == "loaded" or held["status"] != "running":  # a phase begins
+                    seconds, began = options.timeout, time.monotonic()
         finally:
-            worker.kill()
+            kill(worker)
     return status
 
 
-class Worker:
-    """The process that runs the phases, and the messages that it sends."""
+def how_it_ended(worker: BaseProcess, log: Path) -> str:
+    worker.join()
+    code = worker.exitcode
+    by = f"was killed by signal {-code}" if code < 0 else f"ended with status {code}"
+    memory = "; most likely out of memory: try smaller inputs" if code == -signal.SIGKILL else ""
+    text = log.read_text(encoding="utf-8", errors="replace").strip().splitlines() if log.exists() else []
+    return f"the process {by}{memory}" + (f"; it printed last: {text[-1][:200]}" if text else "")
 
-    def __init__(self, options: argparse.Namespace, phases: list[str], log: Path) -> None:
-        spawn, self.log = multiprocessing.get_context("spawn"), log
-        self.channel, channel = spawn.Pipe(duplex=False)
-        self.process = spawn.Process(target=work, args=(options, phases, log, channel))
-        self.process.start()
-        channel.close()
 
-    def messages(self, loading: float, timeout: float) -> Iterator[tuple[str, object]]:
-        """("machine", ...), ("phase", ...) as it grows, ("error", ...); ("lost", (status, reason)) of the worker."""
-        seconds, name, deadline = loading, "", time.monotonic() + loading
-        while True:
-            if not self.channel.poll(max(deadline - time.monotonic(), 0.01)):
-                yield "lost", ("timed out", f"it took longer than {seconds:g} s; --timeout allows more")
-                return
-            try:
-                kind, held = json.loads(self.channel.recv())
-            except EOFError:  # before it said that it is done, be it with status 0, as after os._exit(0)
-                yield "lost", ("failed", self._end())
-                return
-            if kind == "done":
-                return
-            began = held["name"] if kind == "phase" else kind
-            if began != name:
-                seconds, name, deadline = timeout, began, time.monotonic() + timeout
-            yield kind, held
-
-    def _end(self) -> str:
-        self.process.join()
-        code = self.process.exitcode
-        by = f"was killed by signal {-code}" if code < 0 else f"ended with status {code}"
-        memory = "; most likely out of memory: try smaller inputs" if code == -signal.SIGKILL else ""
-        text = self.log.read_text(encoding="utf-8", errors="replace").strip().splitlines() if self.log.exists() else []
-        return f"the process {by}{memory}" + (f"; it printed last: {text[-1][:200]}" if text else "")
-
-    def kill(self) -> None:
-        with contextlib.suppress(ProcessLookupError, PermissionError, AttributeError):
-            os.killpg(self.process.pid, signal.SIGKILL)  # with what it started, as g++; not on Windows
-        self.process.kill()
-        self.process.join()
+def kill(worker: BaseProcess) -> None:
+    with contextlib.suppress(ProcessLookupError, PermissionError, AttributeError):
+        os.killpg(worker.pid, signal.SIGKILL)  # with what it started, as g++; not on Windows
+    worker.kill()
+    worker.join()
 
 
 def work(options: argparse.Namespace, phases: list[str], log: Path, channel: Connection) -> None:
-    """The worker: load the model, call it once, then run the phases; each message is a line of JSON."""
+    """The worker: load the model, call it once, then run the phases; each message is (kind, what), as JSON."""
     if hasattr(os, "setsid"):
         os.setsid()
     if not options.verbose:
@@ -186,26 +160,25 @@ def work(options: argparse.Namespace, phases: list[str], log: Path, channel: Con
     def send(kind: str, held: object) -> None:
         channel.send(json.dumps([kind, held], default=str))
 
-    from compile_inspect.inspecting import call_once, machine, run_phase
+    from compile_inspect.inspecting import machine, run_phase
     from compile_inspect.subject import SubjectError, make_subject
 
     try:
         subject = make_subject(options.model, options.input, options.inputs, options.device, options.train)
-        call_once(subject)
+        subject.call_once()
     except SubjectError as error:
         return send("error", str(error))
     except BaseException as error:
         said = f"{options.model}: the model itself fails in eager: {reason_of(error)}; see --input and --inputs"
         return send("error", said)
-    send("machine", [machine(subject), subject.shared])
+    send("loaded", [machine(subject), subject.shared])
     for name in phases:
-        run_phase(name, subject, lambda phase: send("phase", phase.as_dict()))
-    send("done", None)
+        run_phase(name, subject, lambda phase: send("phase", asdict(phase)))
 
 
 def write_record(report: Report, command: str, path: Path) -> None:
     """The report as a record of the topic compile_inspect, an example for each phase. Raises ValueError and OSError."""
-    record, sources = importlib.import_module("harness.record"), importlib.import_module("harness.sources")
+    record, sources = loaded("harness.record"), loaded("harness.sources")
     commit, dirty = record.git_state()
     described = report.machine | {"host": {"cpu": platform.processor() or platform.machine(), "cores": os.cpu_count()}}
     described["triton"] = version("triton") if importlib.util.find_spec("triton") else None

@@ -1,7 +1,5 @@
 """The models that are shown when none is named: small, so that every phase runs on a CPU, and one of them broken."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 
 import torch

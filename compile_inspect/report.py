@@ -1,14 +1,12 @@
 """What an inspection found: phases with their blocks, findings ranked by cost, and a verdict in three lines."""
 
-from __future__ import annotations
-
 import math
 import shutil
 import textwrap
 import traceback
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from pathlib import Path
 
 from compile_inspect.breaks import NOT_THE_USERS
@@ -17,7 +15,8 @@ PHASES = (
     "basics", "dynamo_capture", "frame_evaluation", "guards", "graph_breaks", "aot_autograd", "inductor_codegen",
     "cuda_graphs", "benchmark", "triage",
 )  # fmt: skip
-ROWS, LINES = 40, 1000  # of a table, and of a text
+ROWS, LINES, BAR = 40, 1000, 40  # of a table, of a text, and characters of a bar
+TRIAGE = "run the phase triage: it finds the operation"
 SHOWN = 8  # rows of a table on the terminal, unless asked for all
 
 
@@ -49,6 +48,10 @@ class Finding:
         return f"{self.seconds:.3g} s once" if self.seconds is not None else "not measured"
 
     @property
+    def heading(self) -> str:
+        return f"{f'{self.where}: ' if self.where not in self.what else ''}{self.what}: {self.cost}"
+
+    @property
     def rank(self) -> tuple:
         # What costs nothing measurable in a call comes after what costs seconds once.
         return (not self.urgent, not self.ms, -(self.ms or 0.0), self.seconds is None, -(self.seconds or 0.0))
@@ -56,30 +59,37 @@ class Finding:
 
 @dataclass
 class Block:
-    """A `table`, a `note`, `code`, which `fold` hides on the page until it is asked for, or labelled `bars`."""
+    """A `table`, a `note`, or `code`, which `fold` hides on the page and the terminal until it is asked for."""
 
     kind: str
     title: str = ""
     text: str = ""
-    columns: list[str] = field(default_factory=list)  # of bars: the unit
-    rows: list[list] = field(default_factory=list)  # of cells: numbers are formatted here
+    columns: list[str] = field(default_factory=list)
+    rows: list[list] = field(default_factory=list)  # of cells
     fold: bool = True
 
     def cells(self) -> list[list[str]]:
-        return [[number(cell) for cell in row] for row in self.rows]
+        return [[text_of(cell) for cell in row] for row in self.rows]
+
+    def numeric(self) -> list[bool]:
+        """Of each column, whether it has numbers alone."""
+        columns = zip(*self.rows, strict=True)
+        return [all(cell is None or (type(cell) in (int, float)) for cell in column) for column in columns]
 
 
-def is_number(cell: object) -> bool:
-    return isinstance(cell, int | float) and not isinstance(cell, bool)
-
-
-def number(cell: object) -> str:
-    """A cell as text: floats with three significant digits."""
+def text_of(cell: object) -> str:
+    """A cell as text: floats with three significant digits, lists with commas."""
     if isinstance(cell, bool):
         return "yes" if cell else "no"
+    if isinstance(cell, list):
+        return ", ".join(map(text_of, cell))
     if isinstance(cell, float):
         return "inf" if math.isinf(cell) else f"{cell:.3g}" if abs(cell) < 1000 else f"{cell:,.0f}"
     return "" if cell is None else f"{cell:,}" if isinstance(cell, int) else str(cell)
+
+
+def counted(n: int, what: str) -> str:
+    return f"{n:,} {what}{'s' * (n != 1)}"
 
 
 def reason_of(error: BaseException) -> str:
@@ -105,30 +115,36 @@ class Phase:
     answer: str = ""
     seconds: float = 0.0
     facts: dict = field(default_factory=dict)
-    blocks: list = field(default_factory=list)
+    blocks: list[Block] = field(default_factory=list)
     findings: list[Finding] = field(default_factory=list)
-    changed: Callable[[Phase], None] = field(default=lambda phase: None, repr=False, compare=False)
 
-    def _add(self, block) -> None:
-        self.blocks.append(block)
+    changed = staticmethod(lambda phase: None)  # told of the phase as it grows; no field of it
+
+    def _add(self, *block, **more) -> None:
+        self.blocks.append(Block(*block, **more))
         self.changed(self)
 
-    def table(self, title: str, columns: list[str], rows: list[list]) -> None:
-        """A table; a long one says how many rows it leaves out, and none is shown without rows."""
+    def table(self, title: str, columns: list[str] | dict[str, str], rows: list) -> None:
+        """A table of rows, or of dicts, with a column for each key that `columns` names; none is shown without rows."""
+        if isinstance(columns, dict):
+            rows, columns = [[row.get(key) for key in columns] for row in rows], [*columns.values()]
         if rows:
             left = f" (the first {ROWS} of {len(rows)})" if len(rows) > ROWS else ""
-            self._add(Block("table", title + left, columns=columns, rows=rows[:ROWS]))
+            self._add("table", title + left, columns=columns, rows=rows[:ROWS])
+
+    def bars(self, title: str, unit: str, values: dict[str, float]) -> None:
+        """A table with a bar in each row."""
+        most = max(values.values()) or 1
+        bars = {name: "█" * max(1, round(BAR * value / most)) for name, value in values.items()}
+        self.table(title, ["", unit, ""], [[name, float(value), bars[name]] for name, value in values.items()])
 
     def code(self, title: str, text: str, fold: bool = True) -> None:
         lines = text.strip("\n").splitlines()
         left = [f"... {len(lines) - LINES} more lines"] if len(lines) > LINES else []
-        self._add(Block("code", title, "\n".join(lines[:LINES] + left), fold=fold))
+        self._add("code", title, "\n".join(lines[:LINES] + left), fold=fold)
 
     def note(self, text: str) -> None:
-        self._add(Block("note", text=text))
-
-    def bars(self, title: str, unit: str, values: dict[str, float]) -> None:
-        self._add(Block("bars", title, columns=[unit], rows=[[name, float(value)] for name, value in values.items()]))
+        self._add("note", text=text)
 
     @contextmanager
     def noted(self, what: str) -> Iterator[None]:
@@ -142,14 +158,11 @@ class Phase:
         self.findings.append(Finding(what, fix, **cost))
         self.changed(self)
 
-    def as_dict(self) -> dict:
-        plain = {name: value for name, value in vars(self).items() if name not in ("blocks", "findings", "changed")}
-        return plain | {"blocks": [asdict(b) for b in self.blocks], "findings": [asdict(f) for f in self.findings]}
-
     @classmethod
-    def from_dict(cls, held: dict) -> Phase:
-        blocks = [Block(**each) for each in held["blocks"]]
-        return cls(**held | {"blocks": blocks, "findings": [Finding(**each) for each in held["findings"]]})
+    def from_dict(cls, held: dict) -> "Phase":
+        """The phase of which dataclasses.asdict() made `held`."""
+        blocks, findings = [Block(**each) for each in held["blocks"]], [Finding(**each) for each in held["findings"]]
+        return cls(**held | {"blocks": blocks, "findings": findings})
 
 
 @dataclass
@@ -170,9 +183,10 @@ class Report:
     @property
     def findings(self) -> list[Finding]:
         """What to change, the dearest first: a cost in each call before a cost paid once."""
-        found = sorted((finding for phase in self.phases for finding in phase.findings), key=lambda each: each.rank)
-        done = any(each.urgent for phase in self.phases if phase.name == "triage" for each in phase.findings)
-        return [each for each in found if not (done and each.fix.startswith("run the phase triage"))]
+        found = (finding for phase in self.phases for finding in phase.findings)
+        if self.facts("triage").get("stage"):
+            found = (finding for finding in found if finding.fix != TRIAGE)
+        return sorted(found, key=lambda each: each.rank)
 
     def verdict(self) -> list[str]:
         """Three lines: what compiling gives, what the breaks cost or what costs most, and what to change first."""
@@ -189,7 +203,7 @@ class Report:
             least, share, one = "up to " * broken.get("at_most", False), broken.get("share"), len(breaks) == 1
             cost = f"cost{'s' * one} {least}{share:.0%} of the call" if share is not None else "found"
             first = f"{breaks[0]['at']} {breaks[0]['source']}"
-            lines.append(f"{len(breaks)} graph break{'s' * (not one)} {cost}; first: {first}")
+            lines.append(f"{counted(len(breaks), 'graph break')} {cost}; first: {first}")
         elif "breaks" in broken:
             lines.append("No graph break." if broken["graphs"] else "Dynamo captures no graph of the model.")
         for each in self.findings[:1]:
@@ -197,11 +211,11 @@ class Report:
             lines.append(f"Change first: {what} ({each.cost}): {each.fix}")
         return lines if self.findings else [*lines, "Nothing to change was found."]
 
-    def html(self, path) -> None:
-        """Write the page: one self-contained file."""
-        from compile_inspect.page import write_page
+    def html(self, path: str | Path) -> None:
+        """Write the page: one self-contained file. Raises OSError."""
+        from compile_inspect.page import page
 
-        write_page(self, path)
+        Path(path).write_text(page(self), encoding="utf-8")
 
     def __str__(self) -> str:
         return "\n".join(text for phase in self.phases for text in phase_lines(phase)) + "\n" + closing(self)
@@ -221,28 +235,18 @@ def wrapped(text: str, indent: str = "  ") -> list[str]:
 def table_lines(table: Block, most: int | None = None) -> list[str]:
     """A table in columns, `most` rows of it; one too wide for the terminal gives up the ends of its longest cells."""
     rows = [table.columns, *table.cells()[:most]]
-    widths = [max(len(row[i]) for row in rows) for i in range(len(table.columns))]
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     while sum(widths) + 2 * len(widths) > width() and max(widths) > 8:
         widths[widths.index(max(widths))] -= 1
-    numeric = [all(row[i] is None or is_number(row[i]) for row in table.rows) for i in range(len(widths))]
 
     def line(row: list[str]) -> str:
         cut = [cell if len(cell) <= w else cell[: w - 1] + "…" for cell, w in zip(row, widths, strict=True)]
-        parts = (c.rjust(w) if right else c.ljust(w) for c, w, right in zip(cut, widths, numeric, strict=True))
-        return ("  " + "  ".join(parts)).rstrip()
+        aligned = zip(cut, widths, table.numeric(), strict=True)
+        return ("  " + "  ".join(c.rjust(w) if right else c.ljust(w) for c, w, right in aligned)).rstrip()
 
     left = len(table.rows) - len(rows) + 1
     more = [f"  ... {left} more rows: -v, or --html"] if left > 0 else []
     return [f"  {table.title}", *(line([cell.replace("\n", " ") for cell in row]) for row in rows), *more]
-
-
-def bar_lines(bars: Block) -> list[str]:
-    label, most = max(len(name) for name, _ in bars.rows), max(value for _, value in bars.rows) or 1.0
-    room = width() - label - 16
-    return [f"  {bars.title}"] + [
-        f"  {name.ljust(label)} {'█' * max(1, round(room * value / most))} {number(value)} {bars.columns[0]}"
-        for name, value in bars.rows
-    ]
 
 
 def phase_lines(phase: Phase, verbose: bool = False) -> list[str]:
@@ -251,27 +255,21 @@ def phase_lines(phase: Phase, verbose: bool = False) -> list[str]:
     for block in phase.blocks:
         if block.kind == "table":
             lines += table_lines(block, None if verbose else SHOWN)
-        elif block.kind == "bars":
-            lines += bar_lines(block)
         elif block.kind == "note":
             lines += wrapped(block.text)
         elif verbose or not block.fold:
             lines += [f"  {block.title}", *(f"    {line}" for line in block.text.splitlines())]
     if phase.status != "passed":
         lines += wrapped(f"{phase.status.upper()}: {phase.reason}")
-    if phase.answer:
-        lines += wrapped(f"=> {phase.answer}")
-    return lines
+    return lines + (wrapped(f"=> {phase.answer}") if phase.answer else [])
 
 
 def closing(report: Report) -> str:
     """The findings, the dearest first, and the verdict."""
     lines = ["", "findings, the dearest first"] if report.findings else []
     for i, each in enumerate(report.findings, 1):
-        at = f"{each.where}: " if each.where and each.where not in each.what else ""
-        lines += wrapped(f"{i}. {at}{each.what}: {each.cost}")
+        lines += wrapped(f"{i}. {each.heading}")
         lines += wrapped(f"fix: {each.fix}" + (f" Tried: {each.tried}" if each.tried else ""), "     ")
     lines += ["", f"verdict on {report.model}"]
-    if report.shared:
-        lines += wrapped(f"The model {report.shared}.")
+    lines += wrapped(f"The model {report.shared}.") if report.shared else []
     return "\n".join([*lines, *(text for line in report.verdict() for text in wrapped(line))])

@@ -1,6 +1,4 @@
-"""The model under inspection: loaded from a module or a file, with its inputs, and copied for each phase."""
-
-from __future__ import annotations
+"""The model under inspection: loaded from a module or a file, with its inputs, copied for each phase, and timed."""
 
 import ast
 import copy
@@ -11,16 +9,21 @@ import inspect
 import os
 import re
 import sys
+import time
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager, nullcontext, suppress
+from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
+from dataclasses import dataclass
 from pathlib import Path
+from statistics import median
 from types import ModuleType
 
 import torch
 from torch import nn
+from torch.profiler import ProfilerActivity, profile
 from torch.utils._pytree import tree_leaves, tree_map
 
 INPUT = re.compile(r"(?P<shape>(?:\d+(?:x\d+)*)?)(?::(?P<dtype>\w+))?$")
+ROUNDS, BUDGET = 15, 1.0  # calls whose median is told, and the seconds that they may take together
 DEEP = 4  # a model that takes more than this share of the memory, 1/4, is not copied
 
 
@@ -40,6 +43,15 @@ def refused(what: str) -> Iterator[None]:
         raise SubjectError(f"{what} {type(error).__name__}: {said}") from error
 
 
+@dataclass(frozen=True)
+class Timed:
+    """Medians: `ms` until the result is there, `host_ms` until the call returns; and `all` the milliseconds."""
+
+    ms: float
+    host_ms: float
+    all: list[float]
+
+
 class Subject:
     """A model, or a function, with the arguments to call it with.
 
@@ -51,22 +63,12 @@ class Subject:
     def __init__(
         self, model: Callable, args: Iterable = (), kwargs: dict | None = None, name: str = "", train: bool = False
     ) -> None:
-        if not callable(model):
-            raise SubjectError(f"inspect: {type(model).__name__} cannot be called; pass a function or a module")
-        if hasattr(model, "_torchdynamo_orig_callable") or hasattr(model, "_orig_mod"):
-            raise SubjectError("inspect: the model is compiled already; pass the function or module it was made of")
-        if isinstance(model, torch.jit.ScriptModule | torch.jit.ScriptFunction):
-            raise SubjectError("inspect: torch.compile takes no TorchScript; pass the function or module that it is of")
-        lazy = (inspect.isgeneratorfunction, inspect.iscoroutinefunction, inspect.isasyncgenfunction)
-        if any(kind(getattr(model, "forward", model)) for kind in lazy):
-            raise SubjectError("inspect: a call of a generator or coroutine runs nothing; pass a function that runs it")
-        self.args, self.kwargs, self.train = tuple(args), dict(kwargs or {}), train
-        self.model = _initialized(model, self.args, self.kwargs)
+        self.model, self.args, self.kwargs, self.train = model, tuple(args), dict(kwargs or {}), train
         self.name = name or getattr(model, "__qualname__", type(model).__name__)
-        self.held = parameters(self.model)  # of the model that fresh() returned last
+        self.held = parameters(model)  # of the model that fresh() returned last
         tensors = [*tensors_of((self.args, self.kwargs)), *self.held]
-        if any(tensor.is_meta for tensor in tensors):
-            raise SubjectError("inspect: tensors on the device meta have no values; move the model with to_empty()")
+        if reason := unfit(model, tensors):
+            raise SubjectError(f"inspect: {reason}")
         self.device = next((t.device for t in tensors if t.device.type != "cpu"), torch.device("cpu"))
         self.shared = ""  # why phases share one model, where it is not copied
 
@@ -77,28 +79,28 @@ class Subject:
     def fresh(self) -> tuple[Callable, tuple, dict]:
         """(model, args, kwargs): copies, and nothing that torch.compile has compiled before."""
         torch.compiler.reset()
-        model = self._copied(self.model)
+        model, held = self.model, sum(each.untyped_storage().nbytes() for each in parameters(self.model))
+        if held * DEEP > memory_of(self.device):
+            self.shared = f"has {held / 2**30:.1f} GiB and is not copied: the phases share it, with its state"
+        else:
+            try:
+                model = copy.deepcopy(model)
+            except Exception as error:  # locks, streams, open files
+                self.shared = f"cannot be copied ({type(error).__name__}): the phases share it, with its state"
         for module in modules_of(model):
             module.train(self.train)
         self.held = parameters(model)
-        args, kwargs = tree_map(_clone, (self.args, self.kwargs))
-        return model, args, kwargs
-
-    def _copied(self, model: Callable) -> Callable:
-        held = sum(each.untyped_storage().nbytes() for each in parameters(model))
-        if held * DEEP > memory_of(self.device):
-            self.shared = f"has {held / 2**30:.1f} GiB and is not copied: the phases share it, with its state"
-            return model
-        try:
-            return copy.deepcopy(model)
-        except Exception as error:  # locks, streams, open files
-            self.shared = f"cannot be copied ({type(error).__name__}): the phases share it, with its state"
-            return model
+        return model, *tree_map(_clone, (self.args, self.kwargs))
 
     def compiled(self, **options) -> Callable[[], object]:
         """One call of the model, compiled from nothing with torch.compile's options."""
         model, args, kwargs = self.fresh()
         return self.caller(torch.compile(model, **options), args, kwargs)
+
+    def call_once(self) -> None:
+        """Call the model in eager: an error here is the model's own."""
+        self.caller(*self.fresh())()
+        self.synchronize()
 
     def caller(self, fn: Callable, args: tuple, kwargs: dict) -> Callable[[], object]:
         """One call of fn, as a user makes it: without gradients, or with `train` forward and backward."""
@@ -142,21 +144,64 @@ class Subject:
         if self.on_gpu:
             torch.cuda.synchronize(self.device)
 
+    def once(self, call: Callable[[], object]) -> tuple[float, float, object]:
+        """(milliseconds of a call, those until it returns, its result)."""
+        self.synchronize()
+        started = time.perf_counter()
+        out = call()  # held, so that freeing it is not timed
+        returned = time.perf_counter()
+        self.synchronize()
+        return (time.perf_counter() - started) * 1e3, (returned - started) * 1e3, out
+
+    def timed(self, call: Callable[[], object]) -> Timed:
+        """Three calls to settle, then the median of up to 15."""
+        return self.in_turns({call: nullcontext})[0]
+
+    def in_turns(self, calls: dict[Callable, Callable[[], AbstractContextManager]]) -> list[Timed]:
+        """Each call in its context, call by call in turns: what the host does meanwhile meets all of them."""
+        found, spent = [[] for _ in calls], 0.0
+        for call, around in calls.items():
+            with around():
+                for _ in range(3):
+                    call()
+        while len(found[0]) < 3 or (len(found[0]) < ROUNDS and spent < BUDGET * 1e3 * len(calls)):
+            for (call, around), each in zip(calls.items(), found, strict=True):
+                with around():
+                    each.append(self.once(call)[:2])
+                spent += each[-1][0]
+        columns = (list(zip(*each, strict=True)) for each in found)
+        return [Timed(median(ms), median(host_ms), list(ms)) for ms, host_ms in columns]
+
+    def profiled(self, call: Callable[[], object]) -> profile:
+        """torch's profile of a call, on the CPU and, where the model is there, on the GPU."""
+        kinds = [ProfilerActivity.CPU] + [ProfilerActivity.CUDA] * self.on_gpu
+        with profile(activities=kinds, acc_events=True) as seen:
+            call()
+            self.synchronize()
+        return seen
+
+
+def unfit(model: object, tensors: list[torch.Tensor]) -> str:
+    """Why torch.compile cannot take this model, or a phase not its tensors; empty where nothing is against it."""
+    lazy = (inspect.isgeneratorfunction, inspect.iscoroutinefunction, inspect.isasyncgenfunction)
+    if not callable(model):
+        return f"{type(model).__name__} cannot be called; pass a function or a module"
+    if hasattr(model, "_torchdynamo_orig_callable") or hasattr(model, "_orig_mod"):
+        return "the model is compiled already; pass the function or module it was made of"
+    if isinstance(model, torch.jit.ScriptModule | torch.jit.ScriptFunction):
+        return "torch.compile takes no TorchScript; pass the function or module that it is of"
+    if any(kind(getattr(model, "forward", model)) for kind in lazy):
+        return "a call of a generator or coroutine runs nothing; pass a function that runs it"
+    if any(tensor.is_meta or nn.parameter.is_lazy(tensor) for tensor in tensors):
+        return "a tensor on the device meta, or one that the first call makes, has no values; call the model once first"
+    return ""
+
 
 @functools.lru_cache(maxsize=8)
 def _weights(shape: torch.Size, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
     """What a backward begins with: no constant, as the sum of what a softmax or a norm returns has no gradient."""
     numbers = torch.arange(shape.numel(), dtype=torch.float64)
     return torch.cos(numbers).reshape(shape).to(device, dtype)
-
-
-def _initialized(model: Callable, args: tuple, kwargs: dict) -> Callable:
-    """The model; one that makes parameters at its first call, as nn.LazyLinear does: a copy that was called."""
-    if any(map(torch.nn.parameter.is_lazy, parameters(model))):
-        model = copy.deepcopy(model)
-        with torch.no_grad():
-            model(*args, **kwargs)
-    return model
 
 
 def _clone(leaf):
@@ -169,12 +214,9 @@ def modules_of(model: object) -> list[nn.Module]:
     """The module that a model is, or those that a bound method, a functools.partial or a callable object holds."""
     if isinstance(model, nn.Module):
         return [model]
-    if isinstance(model, functools.partial):
-        return modules_of(model.func)
-    if inspect.ismethod(model):
-        return [model.__self__] if isinstance(model.__self__, nn.Module) else modules_of(model.__self__)
-    held = [] if inspect.isroutine(model) else getattr(model, "__dict__", {}).values()
-    return [each for each in held if isinstance(each, nn.Module)]
+    if (held_by := getattr(model, "__self__", None) or getattr(model, "func", None)) is not None:
+        return modules_of(held_by)
+    return [each for each in getattr(model, "__dict__", {}).values() if isinstance(each, nn.Module)]
 
 
 def parameters(model: object) -> list[torch.Tensor]:
@@ -185,8 +227,7 @@ def parameters(model: object) -> list[torch.Tensor]:
             names = inspect.getclosurevars(model)
             held = [*names.nonlocals.values(), *names.globals.values()]
             modules = [each for each in held if isinstance(each, nn.Module)]
-    tensors = (tensor for module in modules for tensor in [*module.parameters(), *module.buffers()])
-    return [*dict.fromkeys(tensors)]
+    return [*dict.fromkeys(tensor for each in modules for tensor in [*each.parameters(), *each.buffers()])]
 
 
 def tensors_of(out: object) -> list[torch.Tensor]:
@@ -238,42 +279,29 @@ def load(spec: str) -> object:
     Raises SubjectError where it cannot be imported or is not there, with the names that are.
     """
     where, _, name = (spec, "", "") if spec.endswith(".py") or ":" not in spec else spec.rpartition(":")
-    module = _imported(where)
+    if where.endswith(".py") and not Path(where).is_file():
+        raise SubjectError(f"{where}: there is no such file")
+    with refused(f"{where}: importing it raises"):
+        module = _imported(Path(where)) if where.endswith(".py") else importlib.import_module(where)
     callables = [
         key for key, value in vars(module).items()
         if callable(value) and not key.startswith("_") and getattr(value, "__module__", None) == module.__name__
     ]  # fmt: skip
     has = ", ".join(callables) or "nothing callable"
-    if not name:
-        if len(callables) != 1:
-            raise SubjectError(f"{spec}: name one of {has}, as {where}:NAME")
-        name = callables[0]
+    if not name and len(callables) != 1:
+        raise SubjectError(f"{spec}: name one of {has}, as {where}:NAME")
+    name = name or callables[0]
     if not hasattr(module, name):
         raise SubjectError(f"{spec}: {where} has no {name}; it has {has}")
     return getattr(module, name)
 
 
-def _imported(where: str) -> ModuleType:
-    path = Path(where)
-    if path.suffix == ".py" and not path.is_file():
-        raise SubjectError(f"{where}: there is no such file")
-    with refused(f"{where}: importing it raises"):
-        if not path.is_file():
-            return importlib.import_module(where)
-        sys.path.insert(0, str(path.resolve().parent))  # it imports its neighbours, as when it is run
-        module = importlib.util.module_from_spec(importlib.util.spec_from_file_location(path.stem, path))
-        sys.modules[path.stem] = module
-        module.__spec__.loader.exec_module(module)
-        return module
-
-
-def called_without_arguments(value: Callable) -> bool:
-    """Whether it can be called without any: a factory, or a class."""
-    try:
-        inspect.signature(value).bind()
-    except (TypeError, ValueError):
-        return False
-    return True
+def _imported(path: Path) -> ModuleType:
+    sys.path.insert(0, str(path.resolve().parent))  # it imports its neighbours, as when it is run
+    module = importlib.util.module_from_spec(importlib.util.spec_from_file_location(path.stem, path))
+    sys.modules[path.stem] = module
+    module.__spec__.loader.exec_module(module)
+    return module
 
 
 def make_model(spec: str) -> Callable:
@@ -281,12 +309,14 @@ def make_model(spec: str) -> Callable:
     value = load(spec)
     if not callable(value):
         raise SubjectError(f"{spec}: is {type(value).__name__}; name a function, an nn.Module or a factory")
-    if isinstance(value, nn.Module) or not called_without_arguments(value):
+    try:
+        inspect.signature(value).bind()
+    except (TypeError, ValueError):  # it needs arguments
         if isinstance(value, type):
-            raise SubjectError(f"{spec}: the class needs arguments; name a function without any that makes it")
+            raise SubjectError(f"{spec}: the class needs arguments; name a function that makes it") from None
         return value
     with refused(f"{spec}: calling it raises"):
-        made = value()
+        made = value if isinstance(value, nn.Module) else value()
     return made if callable(made) else value
 
 
@@ -319,11 +349,9 @@ def _input(spec: str, high: int, device: torch.device) -> object:
         if not isinstance(dtype, torch.dtype):
             raise SubjectError(f"--input {spec}: write a shape and a dtype, as 8x128:int64, or python:0.5 for a number")
         shape = [int(n) for n in match["shape"].split("x") if n]
-        if dtype == torch.bool:
-            return torch.rand(shape, device=device) < 0.5
         if dtype.is_floating_point or dtype.is_complex:
             return torch.randn(shape, device=device).to(dtype)
-        return torch.randint(0, high, shape, dtype=dtype, device=device)
+        return torch.randint(0, 2 if dtype == torch.bool else high, shape, device=device).to(dtype)
 
 
 def make_subject(spec: str, inputs: list[str], source: str | None, device: str | None, train: bool) -> Subject:

@@ -1,7 +1,5 @@
 """A compile that fails or gives a wrong result: the stage, the first wrong operation, the smallest wrong graph."""
 
-from __future__ import annotations
-
 import contextlib
 import copy
 import io
@@ -19,31 +17,30 @@ import torch
 from torch.utils._pytree import tree_map
 
 from compile_inspect.errors import as_double, error_ratio, references, results
+from compile_inspect.graphs import line_of, name_of
 from compile_inspect.main import main
-from compile_inspect.nodes import at, layer_of, name_of, own_line
 from compile_inspect.report import Phase, Skip, reason_of
 from compile_inspect.subject import Subject, tensors_of
 
 QUESTION = "Is the compiled result right, and if not, which stage and which operation is the first that is wrong?"
 STAGES = {"eager": "Dynamo's capture", "aot_eager": "AOTAutograd", "inductor": "Inductor's code"}
+INSTEAD = {"eager": "leave the model in eager", "aot_eager": 'backend="eager"', "inductor": 'backend="aot_eager"'}
 TLPARSE = shutil.which("tlparse") or shutil.which("tlparse", path=str(Path(sys.executable).parent))
 MINIFYING = 15.0  # seconds after which the minifier keeps what it has
 
 
 def look(subject: Subject, phase: Phase) -> None:
-    rows, wrong = [], ""
+    rows = []
     with torch._inductor.config.patch(fallback_random=True), traced(phase):
         eager, exact, steady = references(subject)
         if not steady:
             raise Skip("the model returns something else at each call, in eager too: there is nothing to compare with")
         for stage, does in STAGES.items():
-            ratio, said = outcome(lambda: results(subject, compiled_by(stage)), eager, exact)  # noqa: B023
-            rows.append([stage, does, ratio, said])
-            if ratio > 1 and not wrong:
-                wrong, happens = stage, said
+            rows.append([stage, does, *outcome(lambda: results(subject, compiled_by(stage)), eager, exact)])  # noqa: B023
     columns = ["backend", "adds", "error / allowed", "outcome"]
     phase.table("the same call, one stage of the compiler more at a time", columns, rows)
-    phase.facts |= {"errors": {row[0]: row[2] for row in rows}, "float64": exact is not None, "stage": wrong or None}
+    wrong, _, _, happens = next((row for row in rows if row[2] > 1), (None,) * 4)
+    phase.facts |= {"errors": {row[0]: row[2] for row in rows}, "float64": exact is not None, "stage": wrong}
     if not wrong:
         phase.answer = "it returns no tensor, so there is nothing to compare; no backend fails"
         if eager:
@@ -51,24 +48,20 @@ def look(subject: Subject, phase: Phase) -> None:
             phase.answer = f"backends {', '.join(STAGES)} agree with plain eager: {worst}"
         return
     phase.answer = f"{STAGES[wrong]} ({wrong}): {happens}"
-    instead = {"eager": "leave the model in eager", "aot_eager": 'backend="eager"', "inductor": 'backend="aot_eager"'}
-    fix = f"until it is mended: {instead[wrong]}, or torch.compiler.disable around that line"
+    fix = f"until it is mended: {INSTEAD[wrong]}, or torch.compiler.disable around that line"
     found = first_wrong(subject, wrong) if wrong != "eager" else None
     if found is None:
         phase.finding(f'backend="{wrong}" {happens}', fix, urgent=True)
         return
     graph, inputs, node = found
-    own, layer = own_line(node), layer_of(node)
-    line = at(*own) if own else ""
-    where = f"{name_of(node)} ({', '.join(filter(None, [f'layer {layer}' if layer else '', line]))})"
-    phase.facts["first_wrong"] = {"operation": name_of(node), "at": line, "layer": layer}
-    phase.note(f"The first operation after which {wrong} is wrong is {where}.")
+    operation, line = name_of(node), line_of(node)
+    phase.facts["first_wrong"] = {"operation": operation, "at": line}
     small = minify(graph, inputs, wrong)
     phase.facts["minified"] = sum(each.op.startswith("call") for each in small.graph.nodes)
     phase.code(f"the smallest graph that torch's minifier finds to be wrong in {wrong}", small.code, fold=False)
-    phase.answer += f"; first after {where}"
+    phase.answer += f"; first after {operation} ({line})"
     fix = f"report the minified graph to PyTorch; {fix}"
-    phase.finding(f"{wrong} {happens} after {where}", fix, where=line, urgent=True)
+    phase.finding(f"{wrong} {happens} after {operation}", fix, where=line, urgent=True)
 
 
 def compiled_by(stage: str) -> Callable[[Callable], Callable]:

@@ -8,9 +8,9 @@ from torch import nn
 from torch.utils.flop_counter import FlopCounterMode
 
 from compile_inspect import benchmark
+from compile_inspect.benchmark import count, roofline
 from compile_inspect.inspecting import run_phase
 from compile_inspect.models import BUNDLED
-from compile_inspect.roofline import count, roofline
 from compile_inspect.subject import Subject
 
 N = 64 * 64 * 4  # bytes

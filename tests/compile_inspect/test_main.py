@@ -3,6 +3,7 @@
 import json
 import subprocess
 import sys
+from dataclasses import asdict
 from html.parser import HTMLParser
 
 import pytest
@@ -118,7 +119,7 @@ def test_the_verdict_is_three_lines_and_the_dearest_comes_first():
 
 def test_a_phase_survives_the_way_from_the_worker():
     phase = filled().phases[1]
-    assert Phase.from_dict(json.loads(json.dumps(phase.as_dict()))) == phase
+    assert Phase.from_dict(json.loads(json.dumps(asdict(phase)))) == phase
 
 
 def test_the_terminal_is_not_overrun(monkeypatch):

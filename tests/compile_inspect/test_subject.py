@@ -155,12 +155,6 @@ def test_what_cannot_be_copied_gets_its_modes_and_gradients_back():
     assert (model[0].weight.grad.sum(), model[0].bias.grad, model[0].weight.dtype) == (9, None, torch.float32)
 
 
-def test_parameters_that_the_first_call_makes():
-    model = nn.LazyLinear(2)
-    assert inspect(model, torch.ones(2, 3), phases=("dynamo_capture",))["dynamo_capture"].status == "passed"
-    assert torch.nn.parameter.is_lazy(model.weight)
-
-
 def test_what_torch_compile_cannot_take_is_one_sentence():
     async def coroutine(x):
         return x

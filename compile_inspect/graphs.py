@@ -1,22 +1,96 @@
-"""What Inductor generates for a model, without compiling it: loops before and after fusion, kernels, extern calls."""
+"""FX graphs: what their nodes call and the line that made them, AOTAutograd alone, and Inductor without compiling.
 
-from __future__ import annotations
+lower() has what Inductor generates for a model: loops before and after fusion, kernels, extern calls.
+"""
 
+import copy
+import functools
 import re
+import warnings
 from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from pathlib import Path
 from unittest.mock import patch
 
 import torch
 
-from compile_inspect.nodes import copied, line_of, operation_of
+from compile_inspect.breaks import NOT_THE_USERS
 from compile_inspect.report import reason_of
 
 VIEWS = {
     "_unsafe_view", "alias", "as_strided", "detach", "expand", "getitem", "permute", "reshape", "select", "slice",
     "split", "split_with_sizes", "squeeze", "t", "transpose", "unbind", "unsqueeze", "view",
 }  # fmt: skip
+
+
+@functools.cache
+def is_own(file: str) -> bool:
+    """Whether a file is neither torch's nor Python's."""
+    return not file.startswith("<") and not str(Path(file).resolve()).startswith(NOT_THE_USERS)
+
+
+def at(file: str, line: int) -> str:
+    return f"{Path(file).name}:{line}"
+
+
+def own_line(node: torch.fx.Node) -> tuple[str, int] | None:
+    """(file, line) of the innermost line of the user's own code that made this node."""
+    stack = re.findall(r'File "(.+)", line (\d+)', node.meta.get("stack_trace") or "")
+    return next(((file, int(line)) for file, line in reversed(stack) if is_own(file)), None)
+
+
+def line_of(node: torch.fx.Node) -> str:
+    """file:line of the model's own line that made this node, or the path of torch's innermost module that did."""
+    if own := own_line(node):
+        return at(*own)
+    stack = [re.sub(r"^L\[.*?\]\.?", "", path) for path, _ in (node.meta.get("nn_module_stack") or {}).values()]
+    return f"module {stack[-1]}" if stack else ""
+
+
+def name_of(node: torch.fx.Node) -> str:
+    return getattr(node.target, "__name__", str(node.target))
+
+
+def target_of(node: torch.fx.Node) -> str:
+    """What a node calls, by its full name."""
+    return f"Tensor.{node.target}" if node.op == "call_method" else node._pretty_print_target(node.target)
+
+
+def operation_of(node: torch.fx.Node) -> str:
+    """The ATen operator that this node came from, before decompositions, as `mul`."""
+    target = node.meta.get("original_aten") or node.target
+    return re.sub(r"^(aten|prims)\.|^<built-in function |>$", "", str(getattr(target, "overloadpacket", target)))
+
+
+def operations(graph: torch.fx.GraphModule | None) -> list[str]:
+    """What is called, without the getitems that unpack tuples."""
+    nodes = graph.graph.nodes if graph is not None else ()
+    return [str(n.target) for n in nodes if n.op.startswith("call") and "getitem" not in str(n.target)]
+
+
+def copied(graph: torch.fx.GraphModule) -> torch.fx.GraphModule:
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", FutureWarning)  # copy.deepcopy of a graph walks a tree with an old name
+        return torch.fx.GraphModule(graph, copy.deepcopy(graph.graph))
+
+
+def aot_backend(forward: Callable[[torch.fx.GraphModule], object], **options) -> Callable:
+    """AOTAutograd, which shows `forward` each forward graph, with nothing behind it: operations are called one by one.
+
+    `options` are those of torch's aot_autograd: partition_fn, decompositions.
+    """
+    from functorch.compile import make_boxed_func
+    from torch._dynamo.backends.common import aot_autograd
+
+    def compiler(graph: torch.fx.GraphModule, _) -> Callable:
+        forward(graph)
+        return make_boxed_func(graph.forward)
+
+    return aot_autograd(fw_compiler=compiler, bw_compiler=lambda graph, _: make_boxed_func(graph.forward), **options)
+
+
+# --- Inductor
 
 
 @dataclass(frozen=True)
@@ -62,10 +136,10 @@ class Lowered:
         return list(zip(names, groups, strict=True))
 
 
-def lower(call: Callable[[Callable], object], loops_only: bool = False) -> list[Lowered]:
+def lower(call: Callable[[Callable], object]) -> list[Lowered]:
     """Each graph that call(backend) hands to the backend, lowered by Inductor; what runs then is the graph itself.
 
-    No C++ or Triton compiler runs, and no cache is read. With `loops_only` it ends before fusion.
+    No C++ or Triton compiler runs, and no cache is read.
     """
     from torch._functorch import config as functorch_config
     from torch._inductor import config, cpu_vec_isa
@@ -76,8 +150,6 @@ def lower(call: Callable[[Callable], object], loops_only: bool = False) -> list[
 
     def before(nodes: list) -> list:
         found.append(Lowered(_steps(nodes)))
-        if loops_only:
-            raise StopIteration
         return nodes
 
     def after(nodes: list) -> list:
@@ -99,8 +171,7 @@ def lower(call: Callable[[Callable], object], loops_only: bool = False) -> list[
         try:
             compile_fx(graph, inputs)
         except Exception as error:
-            if not loops_only:
-                found[done:] = [Lowered(error=reason_of(error))]
+            found[done:] = [Lowered(error=reason_of(error))]
         return kept.forward
 
     # A C++ compiler is asked for each vector unit of this CPU, unless it is said that those found will do.
@@ -139,8 +210,8 @@ def _step(node) -> Step:
     bodies, indexing = [leaf._body for leaf in leaves if getattr(leaf, "_body", None) is not None], ()
     if bodies:
         entries = [(kind.name.lower(), entry) for kind, held in bodies[0].memory_usage.items() for entry in held]
-        used = {entry.index_name: (kind, entry.buffer_name) for kind, entry in entries}
-        rows = [(name, index, used.get(name, ())) for name, index in bodies[0].indexing_exprs.items()]
+        used = {entry.index_name: f"{kind} {entry.buffer_name or ''}".strip() for kind, entry in entries}
+        rows = [(name, index, used.get(name, "")) for name, index in bodies[0].indexing_exprs.items()]
         indexing = (dict(bodies[0].var_ranges), rows)
     primitives = [name for body in bodies for name in body.op_counts.elements()]
     lines = list(dict.fromkeys(filter(None, map(line_of, origins))))
