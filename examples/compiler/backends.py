@@ -126,9 +126,9 @@ def demo(h: Harness) -> None:
     def answer() -> str:
         called = {name: " as ".join(filter(None, (name, rows[name]["instead"]))) for name in working}
         whole = [called[name] for name in working if not best[name].losses]
-        partly = [f"{called[name]} ({', '.join(best[name].losses)})" for name in working if best[name].losses]
+        partly = [f"{called[name]} loses: {', '.join(best[name].losses)}" for name in working if best[name].losses]
         gone = [name for name in BACKENDS if name not in working]
-        return "; ".join([f"Nothing is lost in {', '.join(whole)}", *partly, f"not here: {', '.join(gone)}."])
+        return "; ".join([f"{', '.join(whole)} lose nothing", *partly, f"not usable here: {', '.join(gone)}."])
 
     h.answer(answer, timed=False)
 

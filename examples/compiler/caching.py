@@ -139,8 +139,8 @@ def demo(h: Harness) -> None:
     anew = [name for name, caches in changed.items() if caches["FX graph"] == "miss"][1:]
     h.answer(
         lambda: (
-            f"The first call takes {warm} s on a warm folder, {mega} s from saved artifacts, {cold} s cold, each after "
-            f"{rows[IMPORTS_TIMED]['imports s']} s of imports. Compiled anew for: {', '.join(anew)}."
+            f"The first call takes {warm} s with a warm cache folder, {mega} s from saved artifacts, {cold} s cold, "
+            f"after {rows[IMPORTS_TIMED]['imports s']} s of imports. Compiled anew for: {', '.join(anew)}."
         ),
         timed=False,
     )

@@ -4,19 +4,19 @@ torch.compile guards the sizes of its inputs. A size compiled as a constant need
 symbol, one graph serves many sizes. torch.compile(f) begins with a constant and takes a symbol once the size changes
 (automatic): two graphs; not one for every shape, as the chapter's "Pitfall 2: Dynamic Shapes" says, nor one for all, as
 "How torch.compile Works Internally" does. dynamic=True, mark_dynamic(x, 0), mark_unbacked(x, 0) start with a symbol.
-1 gets a graph of its own, as it broadcasts, except under mark_unbacked, whose kernels are slower. Past recompile_limit
-(8) a size without a graph runs in eager, after one warning; here the limit is lifted.
+1 gets a graph of its own, as it broadcasts, except under mark_unbacked, whose kernels are slower. Under static
+(dynamic=False) each size is compiled. Two policies pad with rows of zeros, so that few constants serve all: "padded to
+64" every batch to 64 rows, "powers of two" each to the next power of two. Past recompile_limit (8) a size without a
+graph runs in eager, after one warning; here the limit is lifted.
 
 The model is the gated MLP of a transformer block, once with many tokens a row (long kernels: the GPU is the limit) and
 once with one (short kernels: the host is).
 
 Question   How often does a model compile when every batch has another size, and what does each policy cost per call?
 Needs      torch
-Wins when  kernels are long enough to hide guards. Leave the default: one size it compiles as a constant, more sizes
-           share two graphs. A graph for each size (dynamic=False) takes longer to compile and gains nothing at 4
-           sizes, and at 10 each call searches the guards of all graphs. Padding computes rows that nobody asked for;
-           it keeps CUDA graphs few. With short kernels use eager: on the recorded host CUDA graphs do not beat it
-           either (study).
+Wins when  kernels are long enough to hide guards. A graph for each size (static) takes longer to compile and gains
+           nothing; with 10 graphs each call searches the guards of all. Padding computes rows that nobody asked for;
+           it keeps CUDA graphs few. With short kernels these do not beat eager either, on the recorded host (study).
 Study      studies/compiler/dynamic_shapes.py (one CUDA graph for each size)
 Source     chapter sections "Dynamic Shapes", "2. Handle Dynamic Shapes", "Pitfall 2: Dynamic Shapes" and "How
            torch.compile Works Internally".
@@ -161,20 +161,20 @@ def fastest(table) -> str:
 
 
 def answer(graphs: int, tables: dict[str, dict]) -> str:
-    default = [f"{kernels} {each[MANY].by_host(EAGER, AUTOMATIC)}" for kernels, each in tables.items()]
     best = {mix: fastest(table) for mix, table in reversed(tables[LONG].items())}
     if best.get("1 size") == "static":
-        best["1 size"] = "a constant"  # which is what the default compiles
-    take = ", ".join(f"{name} for {mix if mix == MANY else mix.split()[0]}" for mix, name in best.items())
-    names = {f"torch.compile {name}" for name, (_, _, rows) in POLICIES.items() if rows}
-    padded = max(row.speedup for row in tables[LONG][MANY].rows if row.variant in names)
+        best["1 size"] = "automatic"  # which compiles the first size as that constant
+    take = ", ".join(f"{name} for {mix}" for mix, name in best.items())
+    take = "Leave the default (automatic):" if {*best.values()} == {"automatic"} else f"Take {take}. By default"
+    default = [f"{kernels} {each[MANY].by_host(EAGER, AUTOMATIC)}" for kernels, each in tables.items()]
+    speeds = {row.variant.removeprefix("torch.compile "): row.speedup for row in tables[LONG][MANY].rows}
+    padded = [name for name, (_, _, rows) in POLICIES.items() if rows and name in speeds]
+    default[0] += f", with padding instead {', '.join(f'{speeds[name]:.2f}x ({name})' for name in padded)}"
     # Within the spread of uneven times nothing is a gain.
     gains = [row.p80 < table[EAGER].p20 for table in tables.get(SHORT, {}).values() for row in table.rows[1:]]
-    behind = "" if all(gains) else f"; short gain under {sum(gains) or 'none'} of {len(gains)}"
-    return (
-        f"{MANY}, the default ({graphs} graphs) over eager: {', '.join(default)}; long padded {padded:.2f}x at best. "
-        f"Fastest: {take}{behind}."
-    )
+    gained, n = sum(gains), len(gains)
+    behind = "" if gained == n else f" (gains in {gained} of {n} rows)" if gained else ": use eager there"
+    return f"{take} {MANY} compile {graphs} graphs. Over eager: {'; '.join(default)}{behind}."
 
 
 def one_model(h: Harness, kernels: str, tokens: int, width: int, counted: tuple[str, ...]) -> tuple[dict, dict]:

@@ -170,8 +170,8 @@ def answer(rows: dict[str, dict], tables: list) -> str:
     cause, eager = worst.partition(", ")[2], {each: row["left to eager"] for each, row in rows.items()}
     if worst != item:
         costs[-1] += f", {cause} {tables[-1].by_host(worst, ONE_GRAPH)}"
-        costs[-1] += ", as eager runs the rest" if eager[cause] != SPLIT else ""
-    return f"Mended over broken, a call: {'; '.join(costs)}."
+        costs[-1] += " (it leaves the rest to eager)" if eager[cause] != SPLIT else ""
+    return f"Speed with the break mended, over broken: {'; '.join(costs)}."
 
 
 def demo(h: Harness) -> None:

@@ -3,9 +3,9 @@
 step() has a graph break, a number whose change compiles it again, an operation that Inductor does not generate, a
 softmax that fuses, and an input changed in place, which keeps CUDA graphs from being used. TORCH_LOGS takes names of
 artifacts, each of which shows one thing, and of components (dynamo, inductor), which report each stage that they reach.
-Here compile_inspect.logs collects them; one that does not show what was planted fails the run.
-os.environ["TORCH_LOGS"] = "..." in the program itself comes too late: torch reads the variable once, when it is
-imported. Set it in the shell, or call torch._logging.set_logs(graph_breaks=True).
+recompiles shows the guard that failed and, under "User stack trace", the line of your code that the guard is for. An
+artifact that does not show what was planted fails the run. Set TORCH_LOGS in the shell: torch reads it once, when it is
+imported. A running program calls torch._logging.set_logs(graph_breaks=True) instead.
 
 Question   Which switch says why a graph breaks, why it is compiled again, what fused, and why no CUDA graph runs?
 Needs      torch
@@ -67,8 +67,9 @@ def shown_by(records: list[tuple[str, str]], skips: int, gpu: bool) -> dict[str,
     context = re.search(r"Developer debug context: (\S+ \S+)", text)
     shown["graph_breaks"] = f"line {breaks}: {context[1] if context else text.splitlines()[-1]}"
 
-    changed = [m[1] for t in texts["recompiles"] if (m := re.search(r"- \d+/\d+: (scale == [\d.]+)", t))]
-    require(changed == [f"scale == {SCALES[0]}"], f"recompiles: {texts['recompiles']}")
+    trace = rf'(?s)- \d+/\d+: (scale == [\d.]+).*User stack trace:.*{re.escape(here)}", line (\d+), in step'
+    changed = [f"line {m[2]}, {m[1]}" for t in texts["recompiles"] if (m := re.search(trace, t))]
+    require(changed == [f"line {line_of('* scale')}, scale == {SCALES[0]}"], f"recompiles: {texts['recompiles']}")
     shown["recompiles"] = f"{changed[0]} no longer held; {len(SCALES)} values of scale, compiled again once"
 
     names = kernels_of("\n".join(texts["output_code"]))
@@ -103,8 +104,7 @@ def shown_by(records: list[tuple[str, str]], skips: int, gpu: bool) -> dict[str,
 
 def kernels_of(code: str) -> list[str]:
     """The names of generated kernels in code, each once."""
-    names = re.findall(rf"^({KERNEL}) = async_compile", code, re.MULTILINE)
-    return list(dict.fromkeys(names))
+    return list(dict.fromkeys(re.findall(rf"^({KERNEL}) = async_compile", code, re.MULTILINE)))
 
 
 def artifacts_in_process(h: Harness) -> tuple[list[tuple[str, str]], int]:
@@ -140,7 +140,7 @@ def demo(h: Harness) -> None:
         lambda: (
             f"TORCH_LOGS=graph_breaks: {shown['graph_breaks'].partition(':')[0]}; recompiles: "
             f"{shown['recompiles'].partition(';')[0]}; fusion: {shown['fusion'].partition(',')[0]}; cudagraphs: "
-            f"{shown['cudagraphs']}. TORCH_LOGS set by a running program comes too late: {min(asked.values())} records."
+            f"{shown['cudagraphs']}. Set by the running program: too late, {min(asked.values())} records."
         ),
         timed=False,
     )

@@ -138,9 +138,9 @@ def demo(h: Harness) -> None:
         nearer = sum(row["emulated differs"] < row["compiled differs"] for row in errors.values())
         speed = f", at {table.over('torch.compile', DETERMINISTIC):.2f}x the speed" if table.timed else ""
         return (
-            f"bfloat16: {min(ratios):.2f} to {max(ratios):.2f}x eager's error. emulate_precision_casts brings {nearer} "
-            f"of {len(errors)} operations nearer to eager's bits. index_add: {results['torch.compile']} different "
-            f"results in {CALLS} calls, {results[DETERMINISTIC]} if deterministic{speed}."
+            f"Compiled bfloat16: {min(ratios):.2f} to {max(ratios):.2f}x eager's error. emulate_precision_casts brings "
+            f"{nearer} of {len(errors)} operations nearer to eager's bits. index_add: {results['torch.compile']} "
+            f"different results in {CALLS} calls, {results[DETERMINISTIC]} if deterministic{speed}."
         )
 
     h.answer(answer, timed=False)

@@ -101,7 +101,7 @@ def answer(table, seconds: dict[str, dict[int, float]]) -> str:
         calls.append(f"{way} {table.over(EAGER, name):.2f}x ({table.over(EAGER, name, host=2):.2f}x)")
     depths = [*next(iter(seconds.values()))]
     return (
-        f"Compiling {' and '.join(map(str, depths))} layers takes {', '.join(cold)}. "
+        f"Time to compile {' and '.join(map(str, depths))} layers: {', '.join(cold)}. "
         f"A call of {depths[-1]}, over eager (host twice as fast): {', '.join(calls)}."
     )
 

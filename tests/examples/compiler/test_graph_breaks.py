@@ -52,7 +52,8 @@ def test_the_answer_has_the_cost_of_an_item_and_the_hosts_share_of_it(host_bound
     ])  # fmt: skip
     host = " (host twice as fast: 1.00x)" if host_bound else ""
     assert graph_breaks.answer(rows, [table]) == (
-        f"Mended over broken, a call: at 32x1024 .item() 2.00x{host}, generator argument 4.00x, as eager runs the rest."
+        f"Speed with the break mended, over broken: at 32x1024 .item() 2.00x{host}, generator argument 4.00x (it "
+        "leaves the rest to eager)."
     )
 
 

@@ -62,10 +62,10 @@ def test_the_answer_fits_and_has_the_hosts_share():
     tables = {name: [table(1.0, name == "1 B", gpu=1.0), table(2.0, False)] for name in ("1 B", "40 B")}
     told = large_models.answer(tables)
     assert told.startswith(
-        "One block compiled, all in a CUDA graph, over eager (host twice as fast), 1 and 512 tokens: "
+        "Blocks compiled, in one CUDA graph, over eager (host twice as fast), 1 and 512 tokens: "
         "1 B 4.00x (2.00x) and 2.00x (2.00x), 40 B "
     )
-    assert told.endswith(". A block compiles in: of 1 B 29.7 s (all 30 s), of 40 B 29.7 s.")
+    assert told.endswith(". Compiling one block takes 29.7 s at 1 B (all layers: 30 s), 29.7 s at 40 B.")
     assert len(told) <= 240
 
 

@@ -30,7 +30,7 @@ def test_the_artifacts_show_what_is_planted(in_process, h, monkeypatch):
     records = in_process[0]
     shown = lah.shown_by(*in_process)
     assert shown["graph_breaks"].startswith(f"line {line_of('print(')}: ")
-    assert shown["recompiles"].startswith(f"scale == {SCALES[0]} no longer held")
+    assert shown["recompiles"].startswith(f"line {line_of('* scale')}, scale == {SCALES[0]} no longer held")
     assert "_cdist_forward" in shown["perf_hints"]
     assert re.search(r"fusing op\d", shown["fusion"])
     assert "gelu" in shown["output_code"]
@@ -38,7 +38,9 @@ def test_the_artifacts_show_what_is_planted(in_process, h, monkeypatch):
     monkeypatch.setattr(lah, "artifacts_in_process", lambda _: in_process[:2])
     lah.demo(h)
     h.finish()
-    assert f"graph_breaks: line {line_of('print(')}; recompiles: scale == {SCALES[0]} no longer held" in h.record.answer
+    for each in ("graph_breaks", "recompiles"):
+        assert f"{each}: line {line_of({'graph_breaks': 'print(', 'recompiles': '* scale'}[each])}" in h.record.answer
+    assert f", scale == {SCALES[0]} no longer held; fusion: fused " in h.record.answer
 
 
 def test_an_artifact_that_says_nothing_fails(in_process):

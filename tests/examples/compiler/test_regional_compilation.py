@@ -38,7 +38,7 @@ def test_what_each_way_traces_at_each_depth(monkeypatch):
     assert many[0] > 5 * few[0]
     assert few[2] < few[1]  # a call of the region is one
     sentence, _ = h._answer  # of times that another process may have made too uneven to answer from
-    assert sentence().startswith("Compiling 2 and 12 layers takes whole ")
+    assert sentence().startswith("Time to compile 2 and 12 layers: whole ")
 
 
 @torch.no_grad()
@@ -68,7 +68,7 @@ def test_the_answer_fits_and_has_the_hosts_share():
     table = Table("12 layers, forward", "", EAGER, rows)
     told = regional_compilation.answer(table, {name: {2: 18.75, 12: 21.75} for name in WAYS})
     assert told == (
-        "Compiling 2 and 12 layers takes whole 18.8 and 21.8 s, each block 18.8 and 21.8 s, region 18.8 and 21.8 s. "
+        "Time to compile 2 and 12 layers: whole 18.8 and 21.8 s, each block 18.8 and 21.8 s, region 18.8 and 21.8 s. "
         "A call of 12, over eager (host twice as fast): whole 2.00x (2.00x), each block 1.33x (1.33x), "
         "region 2.00x (1.00x)."
     )

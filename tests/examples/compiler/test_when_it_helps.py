@@ -60,7 +60,7 @@ def test_a_launch_bound_ratio_has_the_hosts_share():
         Table("when_it_helps", "1x1", EAGER, rows), [(1, 1)], [(1, 1)], (1.0, 1.0), dict.fromkeys(times, (1, 1))
     )
     assert judged["1x1, reduce-overhead"]["by host"] == "4.00x (host twice as fast: 2.00x)"
-    assert answer(judged).startswith("Over eager: 4.00x (host twice as fast: 2.00x) at 1x1 (")
+    assert answer("2 layers", judged).startswith("2 layers, over eager: 4.00x (host twice as fast: 2.00x) at 1x1 (")
 
 
 def test_the_answer_takes_the_best_of_each_size():
@@ -71,7 +71,7 @@ def test_the_answer_takes_the_best_of_each_size():
         "a, default": row(1.5, 1.5), "a, reduce": row(2.0, 1.6), "b, default": row(1.0),
         "c, default": row(1.1, 1.1, "other"),
     }  # fmt: skip
-    said = answer(rows)
-    assert said.startswith("Over eager: 2.00x at a (launch-bound) to 1.10x at c (other). Predicted ratios are off by ")
-    assert " at most 25%. " in said
-    assert answer(rows | {"d, default": row(0.9)}).endswith("Slower than eager: d, default.")
+    said = answer("M", rows)
+    assert said.startswith("M, over eager: 2.00x at a (launch-bound) to 1.10x at c (other). Predicted within ")
+    assert said.endswith(" within 25%. No size is slower than eager.")
+    assert answer("M", rows | {"d, default": row(0.9)}).endswith(". Slower: d, default.")
