@@ -24,7 +24,7 @@ SETTINGS = (  # how each is read, and put back
     (random.getstate, random.setstate), (torch.is_grad_enabled, torch.set_grad_enabled),
     (torch.get_default_dtype, torch.set_default_dtype), (torch.get_num_threads, torch.set_num_threads),
     (torch.get_deterministic_debug_mode, torch.set_deterministic_debug_mode),
-    *((partial(getattr, cudnn, each), partial(setattr, cudnn, each)) for each in ("enabled", "benchmark", "deterministic")),
+    *((partial(getattr, cudnn, x), partial(setattr, cudnn, x)) for x in ("enabled", "benchmark", "deterministic")),
 )  # fmt: skip
 
 
