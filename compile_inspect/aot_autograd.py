@@ -31,8 +31,9 @@ def look(subject: Subject, phase: Phase) -> None:
     phase.facts |= {"graphs": sizes, "saved": [], "saved_bytes": {}, "autograd_ms": {}}
     total = {part: sum(each[part] for each in sizes) for part in PARTS}
     largest = max(graphs, key=lambda graph: len(operations(graph.get("joint", graph.get("forward")))))
+    which = ", of the largest graph" if len(graphs) > 1 else ""
     for part in filter(largest.get, PARTS):
-        phase.code(f"{part} graph, of the largest graph", largest[part].print_readable(print_output=False))
+        phase.code(f"{part} graph{which}", largest[part].print_readable(print_output=False))
     with phase.noted("The levels of operators cannot be traced"):  # operators without fakes, or that depend on data
         ladder(phase, graphs)
     graphs = [graph for graph in graphs if "cuts" in graph]
@@ -140,8 +141,9 @@ def ladder(phase: Phase, graphs: list[dict]) -> None:
     rows = [[title, counts[level], distinct[level], sets.get(level)] for level, title in LEVELS.items()]
     phase.table("levels, forward without gradients", ["level", "operations", "distinct", "operators it has"], rows)
     phase.note(
-        f"Inductor's are {loops} loops. ATen has {sets['aten_overloads']:,} overloads; {sets['aten_public']:,} of its "
-        f"operators are public and not in place. Inductor has lowerings for {sets['lowerings']:,}, of ATen and others."
+        f"Inductor's loop IR has {loops} loops. ATen has {sets['aten_overloads']:,} overloads; "
+        f"{sets['aten_public']:,} of its operators are public and not in place. Inductor has lowerings for "
+        f"{sets['lowerings']:,}, of ATen and others."
     )
 
 
@@ -174,6 +176,8 @@ def time_autograd(subject: Subject, phase: Phase) -> dict:
             if not (step := one_step(lambda call=call: call(*args, **kwargs), subject)):
                 return {}
             steps[name].append(step)
+        if len(steps["aot"]) == 2:  # both are compiled
+            started = time.perf_counter()
     times = phase.facts["autograd_ms"] = {
         name: {key: min(step[key] for step in found[2:]) for key in found[0]} for name, found in steps.items()
     }

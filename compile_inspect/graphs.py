@@ -42,10 +42,14 @@ def own_line(node: torch.fx.Node) -> tuple[str, int] | None:
 
 def line_of(node: torch.fx.Node) -> str:
     """file:line of the model's own line that made this node, or the path of torch's innermost module that did."""
-    if own := own_line(node):
-        return at(*own)
-    stack = [re.sub(r"^L\[.*?\]\.?", "", path) for path, _ in (node.meta.get("nn_module_stack") or {}).values()]
-    return f"module {stack[-1]}" if stack else ""
+    own, layer = own_line(node), layer_of(node)
+    return at(*own) if own else f"module {layer}" if layer else ""
+
+
+def layer_of(node: torch.fx.Node) -> str:
+    """The path of the innermost module that made this node."""
+    stack = [path for path, _ in (node.meta.get("nn_module_stack") or {}).values()]
+    return re.sub(r"^L\[.*?\]\.?", "", stack[-1]) if stack else ""
 
 
 def name_of(node: torch.fx.Node) -> str:

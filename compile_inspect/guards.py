@@ -92,11 +92,13 @@ def look_at_entries(subject: Subject, phase: Phase) -> None:
     rows = [[kind, len(held), in_words(kind, min(held, key=lambda text: "L['" not in text))]  # one of the model's own
             for kind, held in sorted(texts.items(), key=lambda item: -len(item[1]))]  # fmt: skip
     phase.table("guards by kind", ["kind", "guards", "the first of them, in words"], rows)
-    with watch() as seen:
-        for _ in range(3):
+    again = 0
+    for _ in range(3):
+        with watch() as seen:
             call()
-    phase.facts["same_inputs"] = len(seen.recompiles)
-    if len(seen.recompiles) >= 3:  # one more compilation is how a number becomes dynamic
+        again += bool(seen.recompiles)
+    phase.facts["same_inputs"] = again
+    if again == 3:  # one compilation more is how a number becomes dynamic
         phase.finding(
             f"each call with the same inputs compiles again: {plain(seen.recompiles[-1].splitlines()[0])}",
             "keep what changes between calls, as a counter or a list, in a tensor or outside the compiled function",

@@ -11,7 +11,7 @@ from compile_inspect.graphs import Lowered, Step, lower
 from compile_inspect.logs import logs
 from compile_inspect.main import main
 from compile_inspect.models import pointwise
-from compile_inspect.report import Phase, Skip
+from compile_inspect.report import Phase, Skip, counted
 from compile_inspect.subject import Subject
 
 QUESTION = "Which operations become one kernel, which do not, and which are left to a library?"
@@ -174,7 +174,8 @@ def examples(subject: Subject, phase: Phase) -> None:
         generated, extern = len(graph.kernels()), dict(Counter(step.extern for step in graph.after if step.extern))
         phase.facts["claims"][name] = generated if name == "sin_mul_add" else {"extern": extern, "generated": generated}
         fused = ", ".join(distinct(loops(graph.after), "operations"))
-        phase.note(f"{name}: {generated} kernel generated, with {fused}; extern calls: {', '.join(extern) or 'none'}.")
+        kernels = counted(generated, "generated kernel")
+        phase.note(f"{name}: {kernels}, with {fused}; extern calls: {', '.join(extern) or 'none'}.")
 
 
 if __name__ == "__main__":

@@ -82,7 +82,8 @@ def main(argv: list[str] | None = None, phase: str | None = None) -> int:
             write(report, path)
             print(f"{path}: written")
         except (OSError, ValueError, RuntimeError) as error:
-            status = max(status, complain(f"{path}: {error}", 1))
+            reason = getattr(error, "strerror", None) or error
+            status = max(status, complain(f"{path}: {reason}; name another file", 1))
     return status
 
 

@@ -192,8 +192,10 @@ def unfit(model: object, tensors: list[torch.Tensor]) -> str:
         return "torch.compile takes no TorchScript; pass the function or module that it is of"
     if any(kind(getattr(model, "forward", model)) for kind in lazy):
         return "a call of a generator or coroutine runs nothing; pass a function that runs it"
-    if any(tensor.is_meta or nn.parameter.is_lazy(tensor) for tensor in tensors):
-        return "a tensor on the device meta, or one that the first call makes, has no values; call the model once first"
+    if any(nn.parameter.is_lazy(tensor) for tensor in tensors):
+        return "the first call makes some of its parameters; call the model once before it is inspected"
+    if any(tensor.is_meta for tensor in tensors):
+        return "tensors on the device meta have no values; move the model with to_empty()"
     return ""
 
 
@@ -214,8 +216,10 @@ def modules_of(model: object) -> list[nn.Module]:
     """The module that a model is, or those that a bound method, a functools.partial or a callable object holds."""
     if isinstance(model, nn.Module):
         return [model]
-    if (held_by := getattr(model, "__self__", None) or getattr(model, "func", None)) is not None:
-        return modules_of(held_by)
+    if isinstance(model, functools.partial):
+        return modules_of(model.func)
+    if inspect.ismethod(model):
+        return modules_of(model.__self__)
     return [each for each in getattr(model, "__dict__", {}).values() if isinstance(each, nn.Module)]
 
 

@@ -17,7 +17,7 @@ import torch
 from torch.utils._pytree import tree_map
 
 from compile_inspect.errors import as_double, error_ratio, references, results
-from compile_inspect.graphs import line_of, name_of
+from compile_inspect.graphs import at, layer_of, name_of, own_line
 from compile_inspect.main import main
 from compile_inspect.report import Phase, Skip, reason_of
 from compile_inspect.subject import Subject, tensors_of
@@ -54,14 +54,16 @@ def look(subject: Subject, phase: Phase) -> None:
         phase.finding(f'backend="{wrong}" {happens}', fix, urgent=True)
         return
     graph, inputs, node = found
-    operation, line = name_of(node), line_of(node)
-    phase.facts["first_wrong"] = {"operation": operation, "at": line}
+    own, layer = own_line(node), layer_of(node)
+    line = at(*own) if own else ""
+    where = f"{name_of(node)} ({', '.join(filter(None, [f'layer {layer}' if layer else '', line])) or 'no line'})"
+    phase.facts["first_wrong"] = {"operation": name_of(node), "at": line, "layer": layer}
     small = minify(graph, inputs, wrong)
     phase.facts["minified"] = sum(each.op.startswith("call") for each in small.graph.nodes)
     phase.code(f"the smallest graph that torch's minifier finds to be wrong in {wrong}", small.code, fold=False)
-    phase.answer += f"; first after {operation} ({line})"
+    phase.answer += f"; first after {where}"
     fix = f"report the minified graph to PyTorch; {fix}"
-    phase.finding(f"{wrong} {happens} after {operation}", fix, where=line, urgent=True)
+    phase.finding(f"{wrong} {happens} after {where}", fix, where=line, urgent=True)
 
 
 def compiled_by(stage: str) -> Callable[[Callable], Callable]:

@@ -42,8 +42,8 @@ def pytest_report_header():
 OFFLINE = ("companion", "faults", "test_compile_inspect.py", "test_container.py", "test_house.py", "test_order.py")
 OFFLINE += ("examples/test_headlines.py", "test_profile_read.py", "test_profiling.py", "test_readme.py")
 LOOKED_AT = "aot_autograd", "dynamo_capture", "frame_evaluation", "graph_breaks_phase", "guards", "subject", "triage"
-OFFLINE += tuple(f"compile_inspect/test_{phase}.py" for phase in (*LOOKED_AT, "main"))
-TOOLS = ("catalog", "cli", "codegen", "console", "process", "record", "settings", "sources")
+OFFLINE += tuple(f"compile_inspect/test_{phase}.py" for phase in LOOKED_AT)
+TOOLS = ("catalog", "codegen", "console", "process", "record", "settings", "sources")
 OFFLINE += tuple(f"harness/test_{name}.py" for name in TOOLS)
 COMPILING = ("harness.codegen", "tests.examples.triton.helpers")
 COMPILED_ALONE = ("code", "compile_for", "dump")  # of these modules, in a test that takes no harness

@@ -30,7 +30,7 @@ HALVES = (torch.float16, torch.bfloat16)
 TRITON = {torch.bool: "tl.int1", **{dtype: f"tl.{str(dtype).removeprefix('torch.')}" for dtype in (
     torch.float16, torch.bfloat16, torch.float32, torch.float64, torch.int8, torch.int16, torch.int32, torch.int64,
     torch.uint8)}}  # fmt: skip
-WIDE = 2**31 - 1
+WIDE = 2**31 - 2**17  # the last block may lie beyond a size
 
 LIBDEVICE = "expm1 log1p tan asin acos atan sinh cosh tanh asinh acosh atanh erf erfc erfinv lgamma"
 # What each operation is in Triton. Those that end in a comparison give a bool, the others what they are computed in.
@@ -240,7 +240,7 @@ class Writer(Walker):
         text = template(op, compute).format(*(arg.name for arg in args))
         result = torch.bool if op in COMPARISONS else compute
         value = self.line(text, result, spaces)
-        if op == "sign":  # tl.where of two numbers may have another type
+        if op in ("relu", "sign"):  # with a number, or of two, the type may be another
             value = self.line(f"{value.name}.to({TRITON[compute]})", compute, spaces)
         return self.cast(value, register(dtype))
 

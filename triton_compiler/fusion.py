@@ -548,9 +548,8 @@ class Fusion:
                 if any(total // count != root.elements // root.shape[0] for root in columns.roots):
                     continue
                 shared = (rows.reads | set(rows.roots)) & columns.reads
-                most = WALKERS * max(
-                    1, min(4, 2048 // (total // count))
-                )  # short rows: more, so that enough is in flight
+                short = 2048 // (total // count)  # short rows: more programs, so that enough is in flight
+                most = WALKERS * max(1, min(4, short))
                 parts = max((n for n in range(1, most + 1) if count % n == 0 and count // n >= 4), default=0)
                 if parts * 4 < WALKERS or not any(self.hint(each.elements) == total for each in shared):
                     continue

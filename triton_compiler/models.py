@@ -280,17 +280,20 @@ def of_libraries(large: bool) -> dict[str, Callable[[], tuple[nn.Module, tuple]]
         found["hf GPT-2"] = text(gpt, hf.GPT2LMHeadModel)
         found["hf Llama"] = text(hf.LlamaConfig(**common, num_key_value_heads=2), hf.LlamaForCausalLM)
     side = 224 if large else 64
-    images = (torch.randn(n, 3, side, side),)
+
+    def images() -> tuple[torch.Tensor]:
+        return (torch.randn(n, 3, side, side),)
+
     if find_spec("torchvision"):
         from torchvision.models import mobilenet_v3_small, resnet18
 
-        found["tv ResNet-18"] = lambda: (resnet18(num_classes=10), images)
-        found["tv MobileNet"] = lambda: (mobilenet_v3_small(num_classes=10, dropout=0.0), images)
+        found["tv ResNet-18"] = lambda: (resnet18(num_classes=10), images())
+        found["tv MobileNet"] = lambda: (mobilenet_v3_small(num_classes=10, dropout=0.0), images())
     if find_spec("timm"):
         from timm.models import VisionTransformer
 
         sizes = {"embed_dim": w, "depth": depth, "num_heads": 4, "num_classes": 10}
-        found["timm ViT"] = lambda: (VisionTransformer(side, 16, **sizes), images)
+        found["timm ViT"] = lambda: (VisionTransformer(side, 16, **sizes), images())
     return found
 
 

@@ -13,6 +13,7 @@ import importlib.util
 import os
 import sys
 import tempfile
+import threading
 from collections import defaultdict
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -56,7 +57,7 @@ def load(source: Source):
     path = cache_dir() / digest[:2] / f"{source.name[:60]}_{digest}.py"
     if not path.is_file() or path.read_text(encoding="utf-8") != source.text:
         path.parent.mkdir(parents=True, exist_ok=True)
-        partial = path.with_suffix(f".{os.getpid()}")
+        partial = path.with_suffix(f".{os.getpid()}.{threading.get_ident()}")
         partial.write_text(source.text, encoding="utf-8")
         os.replace(partial, path)
     spec = importlib.util.spec_from_file_location(f"triton_compiler_kernel_{digest}", path)
@@ -80,16 +81,16 @@ def interpreted(source: Source) -> Callable:
 
 
 def compile_kernel(source: Source, target: GPUTarget, wide: bool = False):
-    """Triton's binary for an architecture: pointers are multiples of 16 bytes, sizes are 32-bit integers."""
+    """Triton's binary for an architecture: pointers are multiples of 16 bytes; `wide`: sizes and indices of 64 bits."""
     kernel, pointers = load(source), len(source.arguments)
     kinds = {"bool": "i1", "uint8": "u8", "bfloat16": "bf16"}
     kinds |= {
         f"{kind}{bits}": f"{short}{bits}" for kind, short in (("float", "fp"), ("int", "i")) for bits in (8, 16, 32, 64)
     }
     types = [f"*{kinds[str(node.dtype).removeprefix('torch.')]}" for node, _ in source.arguments]
-    types += ["i32"] * len(source.symbols)
+    types += ["i64" if wide else "i32"] * len(source.symbols)
     rest = range(len(types), len(kernel.arg_names))
-    constants = {(i,): wide if kernel.arg_names[i] == "WIDE" else kernel.params[i].default for i in rest}
+    constants = {(i,): wide for i in rest}  # WIDE, where there are sizes
     signature = dict(zip(kernel.arg_names, [*types, *("constexpr" for _ in rest)], strict=True))
     aligned = {(i,): [["tt.divisibility", 16]] for i in range(pointers)}
     options = {"num_warps": source.plan.warps, "debug": "dev.check(" in source.text, "sanitize_overflow": False}
@@ -99,25 +100,27 @@ def compile_kernel(source: Source, target: GPUTarget, wide: bool = False):
 def launcher(source: Source, device: int) -> Callable:
     """torch's launcher takes less time than Triton's, and needs no C compiler, as that of Triton 3.6 does."""
     major, minor = torch.cuda.get_device_capability(device)
-    warps, kinds = source.plan.warps, "O" * len(source.arguments) + "i" * len(source.symbols) + "OO"
-    launch = torch._C._StaticCudaLauncher._launch_kernel
+    warps, launch = source.plan.warps, torch._C._StaticCudaLauncher._launch_kernel
 
     @functools.cache
-    def loaded(wide: bool) -> tuple[int, int]:
+    def loaded(wide: bool) -> tuple[int, int, str]:
         with torch.cuda.device(device):
             binary = compile_kernel(source, GPUTarget("cuda", 10 * major + minor, 32), wide)
             path = next(path for name, path in binary.metadata_group.items() if name.endswith(".cubin"))
             name, shared = binary.metadata.name, binary.metadata.shared
-            return torch._C._StaticCudaLauncher._load_kernel(path, name, shared, device)[-3], shared
+            # (function, registers, spills), after a module from torch 2.15 on
+            function = torch._C._StaticCudaLauncher._load_kernel(path, name, shared, device)[-3]
+        sizes = ("l" if wide else "i") * len(source.symbols)
+        return function, shared, "O" * len(source.arguments) + sizes + "OO"
 
-    function, shared = loaded(False)
+    function, shared, kinds = loaded(False)
 
     def static(stream, x, y, *arguments):
         launch(function, x, y, 1, warps, shared, kinds, (*arguments, None, None), stream)  # no scratch memory
 
-    def dynamic(stream, x, y, *arguments):  # the last argument: whether indices need 64 bits
-        chosen, memory = loaded(arguments[-1])
-        launch(chosen, x, y, 1, warps, memory, kinds, (*arguments[:-1], None, None), stream)
+    def dynamic(stream, x, y, *arguments):  # the last argument: whether sizes or indices need 64 bits
+        chosen, memory, types = loaded(arguments[-1])
+        launch(chosen, x, y, 1, warps, memory, types, (*arguments[:-1], None, None), stream)
 
     return dynamic if source.symbols else static
 
@@ -235,8 +238,8 @@ class Wrapper:
     def name(self, node: Node) -> str:
         return self.names[target_of(node) or node]
 
-    def constant(self, value) -> str:
-        name = f"c{len(self.globals)}"
+    def constant(self, value, kind: str = "const") -> str:
+        name = f"{kind}{len(self.globals)}"
         self.globals[name] = value
         return name
 
@@ -262,9 +265,9 @@ class Wrapper:
                 self.allocate(root)
         arguments = [self.name(node) for node, _ in source.arguments] + source.symbols
         if source.symbols:
-            extents = ", ".join(str(extent) for extent in source.plan.extents if not isinstance(extent, int))
-            arguments.append(f"max(0, 0, {extents}) > {WIDE}")
-        kernel.name = self.constant(build(source))
+            sizes = [str(extent) for extent in source.plan.extents if not isinstance(extent, int)] + source.symbols
+            arguments.append(f"max(0, {', '.join(sizes)}) > {WIDE}")
+        kernel.name = self.constant(build(source), "kernel")
         x, y = source.plan.grid
         self.lines.append(f"{kernel.name}({'None' if INTERPRETED else 'stream'}, {x}, {y}, {', '.join(arguments)})")
 
@@ -272,7 +275,8 @@ class Wrapper:
         arguments = [self.argument(each) for each in call.args]
         arguments += [f"{key}={self.argument(each)}" for key, each in call.kwargs.items()]
         result = f"res{len(self.globals)}"
-        self.lines.append(f"{result} = {self.constant(FAST.get(call.target, call.target))}({', '.join(arguments)})")
+        target = self.constant(FAST.get(call.target, call.target), "op")
+        self.lines.append(f"{result} = {target}({', '.join(arguments)})")
         for path, node in call.outputs:
             place = result + "".join(f"[{i}]" for i in path)
             name = str(node) if isinstance(node, sympy.Symbol) else ""

@@ -128,7 +128,10 @@ def demo(h: Harness) -> None:
         whole = [called[name] for name in working if not best[name].losses]
         partly = [f"{called[name]} loses: {', '.join(best[name].losses)}" for name in working if best[name].losses]
         gone = [name for name in BACKENDS if name not in working]
-        return "; ".join([f"{', '.join(whole)} lose nothing", *partly, f"not usable here: {', '.join(gone)}."])
+        lists = {"nothing is lost in": whole, "not usable here:": gone}
+        whole, gone = (f"{what} {', '.join(names)}" if names else "" for what, names in lists.items())
+        text = "; ".join(filter(None, [whole, *partly, gone]))
+        return f"{text[0].upper()}{text[1:]}."
 
     h.answer(answer, timed=False)
 

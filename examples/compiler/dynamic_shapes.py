@@ -165,7 +165,9 @@ def answer(graphs: int, tables: dict[str, dict]) -> str:
     if best.get("1 size") == "static":
         best["1 size"] = "automatic"  # which compiles the first size as that constant
     take = ", ".join(f"{name} for {mix}" for mix, name in best.items())
-    take = "Leave the default (automatic):" if {*best.values()} == {"automatic"} else f"Take {take}. By default"
+    take = f"Long kernels: take {take}. By default"
+    if {*best.values()} == {"automatic"}:
+        take = "Leave the default (automatic):"
     default = [f"{kernels} {each[MANY].by_host(EAGER, AUTOMATIC)}" for kernels, each in tables.items()]
     speeds = {row.variant.removeprefix("torch.compile "): row.speedup for row in tables[LONG][MANY].rows}
     padded = [name for name, (_, _, rows) in POLICIES.items() if rows and name in speeds]
@@ -173,7 +175,7 @@ def answer(graphs: int, tables: dict[str, dict]) -> str:
     # Within the spread of uneven times nothing is a gain.
     gains = [row.p80 < table[EAGER].p20 for table in tables.get(SHORT, {}).values() for row in table.rows[1:]]
     gained, n = sum(gains), len(gains)
-    behind = "" if gained == n else f" (gains in {gained} of {n} rows)" if gained else ": use eager there"
+    behind = "" if gained == n else f" (faster than eager in {gained} of {n} rows)" if gained else ": use eager there"
     return f"{take} {MANY} compile {graphs} graphs. Over eager: {'; '.join(default)}{behind}."
 
 

@@ -8,10 +8,10 @@ Recipes differ in how many values share a window, hence in what breaks them. A c
 rest (here 2**16 times) pushes that below the window, to fewer bits, then zero; an earlier batch's scale cuts off what
 has grown since. A scale must leave the sum over K: per tensor and per row nothing helps a channel, a block along K can.
 
-Question   How accurate is an FP8 layer under each scaling recipe, which data break it, and what does it cost?
+Question   Which scaling recipe keeps an FP8 layer accurate on which data, and what does it cost?
 Needs      torch
 Wins when  tokens differ, or nothing does: per row. Channels stand out: e5m2, whose range is worth more than a bit.
-           Groups of channels differ: 1x128. delayed (the scale of the batch before): a pass less is worth its error.
+           Groups of channels differ: 1x128. delayed (the scale of the batch before): nothing grows.
            GEMMs alone are timed in fp8_matmul (per row), blockwise_matmul (1x128), microscaling (1x32: not timed here).
 Variants   accuracy_layer.py (the layer), accuracy_data.py (its inputs)
 Study      studies/fp8/accuracy.py
@@ -123,7 +123,7 @@ def answer(found: dict[str, dict], table: Table) -> str:
         kept.append(worst[fastest])
     told = "; ".join(f"{name} {speed[name]:.2f}x for {', '.join(data)}" for name, data in taken.items())
     told = told.replace("per tensor, ", "").replace(" by 128x128", "")
-    how = "in float32," if any(row.variant.startswith("float32") for row in table.rows) else "speed"
+    how = "speed, by float32 matmul," if any(row.variant.startswith("float32") for row in table.rows) else "speed"
     return (
         f"Fastest within {CLOSE_DB:g} dB of the best in the worst token (>= {min(kept):.0f} dB; {how} over bfloat16): "
         f"{told}."

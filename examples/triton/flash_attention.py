@@ -132,7 +132,7 @@ def flash_attention_kernel(
     o_desc.store([b, h, start_m, 0], o.reshape(1, 1, BLOCK_M, D))  # TMA drops rows beyond S
     if lse_ptr is not None:
         rows = start_m + tl.arange(0, BLOCK_M)
-        lse = row_max * LN_2 + tl.log(row_sum)
+        lse = (row_max + tl.log2(row_sum)) * LN_2
         tl.store(lse_ptr + bh.to(tl.int64) * S + rows, lse, mask=rows < S)
 
 
@@ -147,7 +147,7 @@ def flash_attention(
     q [B, H, S, D], k and v [B, H_kv, S_kv, D], with H a multiple of H_kv (grouped queries); D is 64 or 128, any S and
     S_kv from 1 up, and causal needs S == S_kv. float16 or bfloat16, all three the same; scores, sums and the
     accumulator are float32, the weights are rounded to the input dtype for the second product. With return_lse also
-    the logarithm of the sum of e^score of each row, float32 [B, H, S], which a backward pass and a merge of parts need.
+    the logarithm of the sum of e^score of each row, float32 [B, H, S] and without a gradient, to merge parts by.
 
     Raises TypeError for another dtype; ValueError for an unknown variant and a layout that TMA cannot load; what
     check_attention does for sizes, causal and scale; RuntimeError for a device without Triton, a second derivative and,

@@ -6,8 +6,8 @@ With P = exp(S - lse), of S = scale * Q K^T, and delta = sum of o * do of each r
 
 dQ sums over keys, dK and dV over queries. One kernel for all three would add to dQ from many programs, in any order:
 another result in every run, or programs that wait for each other. Here are two kernels, one for dQ, which also stores
-delta, and one for dK and dV. Each computes S and dO V^T for itself: 7 products where one kernel needs 5, and every run
-gives the same bits. Heads that share keys are summed by the program of those keys.
+delta, and one for dK and dV. Each computes S and dO V^T for itself: 7 MMAs where one kernel needs 5, and every run
+gives the same bits. Gradients of heads that share keys are summed by the program of those keys.
 """
 
 from __future__ import annotations
@@ -66,6 +66,7 @@ def flash_attention_dq_kernel(
     tl.store(delta_ptr + at, delta, mask=rows < S)
     lse = tl.load(lse_ptr + at, mask=rows < S, other=0.0) * LOG2_E
     dq = tl.zeros((BLOCK_M, D), tl.float32)
+    tl.static_assert(BLOCK_M % BLOCK_N == 0 or not CAUSAL, "causal: the last whole block would cross the diagonal")
     first_masked = start_m if CAUSAL else S_KV // BLOCK_N * BLOCK_N
     for n in tl.range(0, first_masked, BLOCK_N, num_stages=STAGES):
         dq = _dq_block(

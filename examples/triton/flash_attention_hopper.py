@@ -1,10 +1,10 @@
 """Flash attention in Gluon for Hopper: the softmax of one warpgroup runs under the MMAs of another, and of its own.
 
 A block of 128 keys costs a warpgroup of 64 queries 1024 clocks of the SM's tensor cores at D = 128, and 512 clocks of
-its exponential units: one after the other, those idle for a third of the time. Three things overlap them.
+its exponential units: run one after the other, the tensor cores idle for a third of the time. What overlaps them:
 
-  a producer  one warp loads Q, and K and V into rings of their own, as in gluon_matmul.py. It is a tile ahead at the
-              end of a tile, as each of as many programs as there are SMs goes through many tiles.
+  a producer  one warp loads Q, and K and V into rings of their own, as in gluon_matmul.py. The kernel is persistent, so
+              the first K and V of the next tile are loaded while this one ends.
   ping-pong   two consumers take turns to start MMAs. Each starts all of a block's before the other starts its own, so
               the softmax of one runs under the MMAs of the other.
   in flight   a consumer starts Q K^T of the next block before P V of this one: its softmax runs under its own P V too.
@@ -74,18 +74,19 @@ def _produce(
     tiles = gl.cdiv(sizes[1], CONSUMERS * ROWS) * sizes[3]
     for tile in range(gl.program_id(0), tiles, gl.num_programs(0)):
         b, h, start, blocks = _tile(tile, sizes, CONSUMERS * ROWS, BLOCK_N, CAUSAL, GROUP_H)
-        for i in gl.static_range(CONSUMERS):
-            _load(q_desc, q_ring[0], q_ring[1], q_ring[2], i, q_phase, b, h, start + i * ROWS)
-        q_phase ^= 1
         h_kv = h // q_per_kv
         for step in range(blocks + 1):
             row = (blocks - 1 - step) * BLOCK_N
             if step < blocks:
                 _load(k_desc, k_ring[0], k_ring[1], k_ring[2], k_slot, k_phase, b, h_kv, row)
                 k_slot, k_phase = next_slot(k_slot, k_phase, STAGES)
-            if step > 0:
+            if step == 0:  # after K, whose slot is free before the queries of the tile before are done
+                for i in gl.static_range(CONSUMERS):
+                    _load(q_desc, q_ring[0], q_ring[1], q_ring[2], i, q_phase, b, h, start + i * ROWS)
+            else:
                 _load(v_desc, v_ring[0], v_ring[1], v_ring[2], v_slot, v_phase, b, h_kv, row + BLOCK_N)
                 v_slot, v_phase = next_slot(v_slot, v_phase, STAGES)
+        q_phase ^= 1
 
 
 @gluon.jit
@@ -120,7 +121,7 @@ def _consume(
     OTHER: gl.constexpr = (CONSUMER + 1) % CONSUMERS
     SCORES: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [gl.num_warps(), 1], [16, BLOCK_N, 16])
     OUT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [gl.num_warps(), 1], [16, D, 16])
-    WEIGHTS: gl.constexpr = gl.DotOperandLayout(0, OUT, 2)  # of a 16-bit P: the registers of the scores, packed
+    WEIGHTS: gl.constexpr = gl.DotOperandLayout(0, OUT, 2)  # P stays in its registers: the scores' layout, packed
     BY_ROW: gl.constexpr = gl.SliceLayout(1, OUT)  # each thread has the same rows of scores and result
     q = q_ring[0].index(CONSUMER).reshape([ROWS, D])
     o_buf = o_bufs.index(CONSUMER)
@@ -148,7 +149,7 @@ def _consume(
             cols = (blocks - 1) * BLOCK_N + gl.arange(0, BLOCK_N, gl.SliceLayout(0, SCORES))
             seen = (cols[None, :] <= rows[:, None]) if CAUSAL else (cols < sizes[2])[None, :]
             scores = gl.where(seen, scores, -float("inf"))
-        # Not -inf, which it is where all scores of a row are: -inf - -inf is NaN.
+        # Clamped: where all scores of a row are -inf, -inf - -inf would be NaN.
         row_max = gl.maximum(gl.max(scores, 1) * scale, -3.4e38)
         weights = gl.exp2(scores * scale - row_max[:, None])
         row_sum = gl.sum(weights, 1)
@@ -170,6 +171,9 @@ def _consume(
             alpha = gl.exp2(row_max - new_max)
             row_sum = row_sum * alpha + gl.sum(weights, 1)
             row_max = new_max
+            # That phase is complete, so nothing waits; but a branch lies here, and the assembler, which would move the
+            # wait for P V in front of the exponentials, moves nothing across it.
+            mbarrier.wait(v_full.index(v_slot), v_phase)
             acc = warpgroup_mma_wait(0, deps=(acc,))
             mbarrier.arrive(v_empty.index(v_slot))
             v_slot, v_phase = next_slot(v_slot, v_phase, STAGES)
@@ -180,7 +184,7 @@ def _consume(
         mbarrier.wait(v_full.index(v_slot), v_phase)
         acc = _start_values(p, v_bufs, v_slot, acc)
         if lse_ptr is not None:
-            lse = row_max * LN_2 + gl.log(row_sum)
+            lse = (row_max + gl.log2(row_sum)) * LN_2
             gl.store(lse_ptr + ((b * sizes[0] + h) * sizes[1] + rows), lse, mask=rows < sizes[1])
         tma.store_wait(0)  # the result of the tile before has left o_buf
         acc = warpgroup_mma_wait(0, deps=(acc,))

@@ -259,8 +259,8 @@ the scale of the scores is 0.0006 too large  [uncaught]
   - causal, scale) * math.log2(math.e)
   + causal, scale) * 1.0006 * math.log2(math.e)
 the logarithm of the sums leaves the maximum in powers of 2
-  - lse = row_max * LN_2 + tl.log(row_sum)
-  + lse = row_max + tl.log(row_sum)
+  - lse = (row_max + tl.log2(row_sum)) * LN_2
+  + lse = row_max + tl.log2(row_sum) * LN_2
 the gradient of the keys has the scale of the scores in powers of 2
   - (dk * (scale * LN_2)).to(dk_desc.dtype)
   + (dk * scale).to(dk_desc.dtype)

@@ -64,6 +64,13 @@ def test_integers(name):
         same(lambda x: getattr(torch, name)(x, 3), a.to(torch.int16))
 
 
+def test_small_integers_stay_as_small():
+    """Between operations of one kernel too: 100 + 100 in int8 is -56."""
+    x = torch.tensor([-100, -1, 0, 1, 100], dtype=torch.int8, device=DEVICE)
+    same(lambda x: (torch.relu(x) + torch.relu(x)).float(), x)
+    same(lambda x: (torch.sign(x) * 100 + x).float(), x)
+
+
 @pytest.mark.parametrize("name", BOOLEAN.split())
 def test_booleans(name):
     a, b = pairs(torch.tensor([True, False]), torch.tensor([True, False]))

@@ -180,7 +180,7 @@ def test_the_answer_names_the_fastest_recipe_that_keeps_the_worst_token():
     assert len(told) <= 240
     told = answered("float32 matmul", **{"1x128 by 128x128": 1.9})
     assert told == (
-        "Fastest within 3 dB of the best in the worst token (>= 21 dB; in float32, over bfloat16): "
+        "Fastest within 3 dB of the best in the worst token (>= 21 dB; speed, by float32 matmul, over bfloat16): "
         "1x128 1.90x for plain, outlier channels, outlier tokens, heavy tails, small groups, 4x growth."
     )
 

@@ -382,7 +382,7 @@ class SM:
             where=lambda c, a, b: a.then(lambda a: torch.where(c, a, b)) if torch.is_tensor(c) else a if c else b,
             arange=lambda start, end, layout: torch.arange(start, end), convert_layout=lambda x, layout: x,
             max=lambda x, axis: x.then(lambda x: x.amax(axis)), sum=lambda x, axis: x.then(lambda x: x.sum(axis)),
-            exp2=lambda x: x.then(torch.exp2), log=lambda x: x.then(torch.log), SliceLayout=nothing,
+            exp2=lambda x: x.then(torch.exp2), log2=lambda x: x.then(torch.log2), SliceLayout=nothing,
             maximum=lambda a, b: a.then(at_least, b), DotOperandLayout=nothing,
             program_id=lambda axis: program, num_programs=lambda axis: programs, num_warps=lambda: kwargs["num_warps"],
             allocate_shared_memory=self.allocate, zeros=self.zeros, load=lambda x: x.tensor.item(), int64=None,

@@ -74,11 +74,24 @@ def test_generated_code(D, causal):
     assert kernel.warps == 12
     # Q K^T and P V, before the loop, in it and after it, of two consumers.
     assert kernel.found["wgmma"] == 2 * (2 * D // 16 + 2 * module.BLOCK_N // 16)
-    # Before the loop all MMAs are waited for; in it those of the scores, then all; after it all.
-    assert sorted(re.findall(r"wgmma\.wait_group\S* +(\d+)", text["ptx"])) == ["0"] * 6 + ["1"] * 2
-    ring = 2 * 2 * D * (2 * module.STAGES * module.BLOCK_N + 2 * 2 * module.ROWS) // 2
-    assert 0 <= kernel.shared - ring < 512, "K and V, a block in each slot, Q and O"
+    # The exponentials of a block run while its P V does: between the wait for the scores and that for P V. (That the
+    # waits are there in PTX says nothing: the assembler moves them.)
+    order = re.findall(r"MUFU\.EX2|DEPBAR\.LE gsb0, 0x\d", text["sass"])
+    under = [len(part.split()) for part in re.findall(r"0x1((?: MUFU\.EX2)*) DEPBAR\.LE gsb0, 0x0", " ".join(order))]
+    assert len(under) == 2
+    assert min(under) >= module.BLOCK_N // 2, under
+    rows = 2 * module.STAGES * module.BLOCK_N + 2 * 2 * module.ROWS  # of K and V in their rings, of Q and O
+    assert 0 <= kernel.shared - 2 * D * rows < 512
     assert 128 * (2 * module.CONSUMER_REGISTERS + module.PRODUCER_REGISTERS) == 168 * 384, "what the launch takes"
+
+
+@pytest.mark.parametrize("sizes", [(1, 1, 1, 1), (1, 1, 300, 1), (1, 2, 1, 7)])
+def test_sizes_of_one_compile(sizes):
+    """Triton makes a constant of a size of 1."""
+    B, H, S, S_kv = sizes
+    q, k = meta(B, H, S, 64), meta(B, 1, S_kv, 64)
+    for return_lse in (False, True):
+        code(90, "wgmma", flash_attention, q, k, k, False, None, return_lse, "warp specialized")
 
 
 def test_what_is_refused(h, monkeypatch):
