@@ -113,20 +113,20 @@ def price(h: Harness) -> Table:
 def answer(found: dict[str, dict], table: Table) -> str:
     """For each kind of data the fastest recipe whose worst token is within CLOSE_DB of the best one's."""
     speed = {name: row.speedup for name in TIMED for row in table.rows if row.variant.endswith(f" {name}")}
-    taken: dict[str, list[str]] = {}
-    kept = []
+    data_of: dict[str, list[str]] = {}
+    worst_tokens = []
     for data in found["per row"]:
         worst = {name: found[name][data]["worst token"] for name in TIMED}
         close = [name for name in TIMED if worst[name] >= max(worst.values()) - CLOSE_DB]
         fastest = max(close, key=speed.get)
-        taken.setdefault(fastest, []).append(data)
-        kept.append(worst[fastest])
-    told = "; ".join(f"{name} {speed[name]:.2f}x for {', '.join(data)}" for name, data in taken.items())
-    told = told.replace("per tensor, ", "").replace(" by 128x128", "")
-    how = "speed, by float32 matmul," if any(row.variant.startswith("float32") for row in table.rows) else "speed"
+        data_of.setdefault(fastest, []).append(data)
+        worst_tokens.append(worst[fastest])
+    choices = "; ".join(f"{name} {speed[name]:.2f}x for {', '.join(data)}" for name, data in data_of.items())
+    choices = choices.replace("per tensor, ", "").replace(" by 128x128", "")
+    how = "float32 matmul" if any(row.variant.startswith("float32") for row in table.rows) else "speed"
     return (
-        f"Fastest within {CLOSE_DB:g} dB of the best in the worst token (>= {min(kept):.0f} dB; {how} over bfloat16): "
-        f"{told}."
+        f"Fastest within {CLOSE_DB:g} dB of the best (worst token >= {min(worst_tokens):.0f} dB; {how} over bfloat16): "
+        f"{choices}."
     )
 
 

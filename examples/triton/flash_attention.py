@@ -12,15 +12,13 @@ m', and the block is added. At the end acc / l is the exact answer, in any order
 
 At D = 128 a score costs 512 FLOPs of MMAs, 1/8 clock of a Hopper SM, and an exponential, 1/16 clock. Within a program
 these do not overlap: the softmax waits for Q K^T, and P V for the softmax. So two programs share an SM: one can
-multiply while the other exponentiates. That takes 4 warps: with 8, each thread needs 138 registers, and a second
-program finds too few.
+multiply while the other exponentiates. That takes 4 warps; with 8 (138 registers a thread) only one fits.
 
 Question   How fast is attention without stored scores in Triton, by length and mask, beside the fastest library?
 Needs      triton, sm_90
 Wins when  cuDNN has no kernel for the variant. FlexAttention states most variants in two lines: use it first. Not for
            decoding: one query is one program a head, which streams all of K and V alone (split K and V instead).
-Variants   flash_attention_hopper.py (Gluon, warp-specialized: the softmax of one warpgroup under the MMAs of another),
-           flash_attention_backward.py (the gradients)
+Variants   flash_attention_hopper.py (warp-specialized, in Gluon), flash_attention_backward.py (the gradients)
 Study      studies/triton/flash_attention.py
 Source     goes beyond the chapter; FlashAttention (Dao et al. 2022), 3 (Shah et al. 2024); Milakov, Gimelshein 2018.
 """
@@ -54,8 +52,7 @@ TILES = {64: (128, 64, 4, 3, True), 128: (128, 64, 4, 2, False)}
 # Causal: heads whose tiles run side by side. K and V of 8 heads are 4 KiB a key at D = 128: 16 MiB at S = 4096, which
 # fits L2 (60 MiB), 64 MiB at S = 16384, which does not.
 GROUP_H = 8
-LN_2 = tl.constexpr(math.log(2))
-VARIANTS = ("tiles", "warp specialized")
+VARIANTS, LN_2 = ("tiles", "warp specialized"), tl.constexpr(math.log(2))
 
 
 @triton.jit
@@ -217,7 +214,7 @@ def compare(h: Harness, B: int, H: int, S: int, D: int, causal: bool) -> Table:
 def beside_fastest(table: Table) -> str:
     library = min((row for row in table.rows if not row.ours), key=lambda row: row.ms).variant
     name = library.split()[0].strip(",").removesuffix("Attention")  # cuDNN, Flex, or torch's own
-    return f"{table[table.default].tflops:.0f} ({table.over(library, table.default):.2f}x {name})"
+    return f"{table['triton'].tflops:.0f} ({table.over(library, 'triton'):.2f}x {name})"
 
 
 def answer(pairs: list[list[Table]]) -> str:
