@@ -174,16 +174,15 @@ def _forward(q, k, v, return_lse: bool = True, *, causal: bool, scale: float, va
     (B, H, S, D), (_, H_kv, S_kv, _) = q.shape, k.shape
     o = torch.empty(q.shape, dtype=q.dtype, device=q.device)
     lse = torch.empty(q.shape[:3], dtype=torch.float32, device=q.device) if return_lse else None
-    group_h = GROUP_H if causal else 1
     if variant == "warp specialized" and o.numel():
-        launch_hopper(q, k, v, o, lse, scale, causal, group_h)
+        launch_hopper(q, k, v, o, lse, scale, causal, GROUP_H if causal else 1)
     elif o.numel():
         block_m, block_n, num_warps, stages, v_first = TILES[D]
         flash_attention_kernel[(triton.cdiv(S, block_m) * B * H,)](
             tma_descriptor(q, [1, 1, block_m, D]), tma_descriptor(k, [1, 1, block_n, D]),
             tma_descriptor(v, [1, 1, block_n, D]), tma_descriptor(o, [1, 1, block_m, D]),
-            lse, scale, H, H // H_kv, S, S_kv, BLOCK_M=block_m, BLOCK_N=block_n, D=D, CAUSAL=causal,
-            RAGGED=S_kv % block_n > 0, GROUP_H=group_h, STAGES=stages, V_FIRST=v_first, num_warps=num_warps,
+            lse, scale, H, H // H_kv, S, S_kv, BLOCK_M=block_m, BLOCK_N=block_n, D=D, CAUSAL=causal, STAGES=stages,
+            RAGGED=S_kv % block_n > 0, GROUP_H=GROUP_H if causal else 1, V_FIRST=v_first, num_warps=num_warps,
         )  # fmt: skip
     return o, lse
 
@@ -192,20 +191,24 @@ def runs_gluon(h: Harness) -> bool:
     return not h.interpreted and h.machine.sm == 90
 
 
-def compare(h: Harness, B: int, H: int, S: int, D: int, causal: bool) -> Table:
-    """This kernel beside cuDNN, torch's flash attention and FlexAttention: B x H heads."""
-    q, k, v = (h.randn(B, H, S, D, dtype=h.half) for _ in range(3))
+def variants(h: Harness, S: int, causal: bool) -> dict:
+    """cuDNN (on a GPU), torch's flash attention, FlexAttention (on a GPU) and ours; the first is the baseline."""
     libraries = {"torch flash (FA2)": sdpa(SDPBackend.FLASH_ATTENTION, causal)}
-    if h.device.type != "cpu":
-        mask = create_block_mask(lambda b, h, i, j: i >= j, None, None, S, S, device=h.device) if causal else None
-        libraries = {"cuDNN": sdpa(SDPBackend.CUDNN_ATTENTION, causal)} | libraries
-        libraries["FlexAttention"] = h.compiled(functools.partial(flex_attention, block_mask=mask))
     ours = {"triton": functools.partial(flash_attention, causal=causal)}
     if runs_gluon(h):
         ours["warp specialized"] = functools.partial(ours["triton"], variant="warp specialized")
+    if h.device.type == "cpu":
+        return libraries | ours
+    mask = create_block_mask(lambda b, h, i, j: i >= j, None, None, S, S, device=h.device) if causal else None
+    libraries["FlexAttention"] = h.compiled(functools.partial(flex_attention, block_mask=mask))
+    return {"cuDNN": sdpa(SDPBackend.CUDNN_ATTENTION, causal)} | libraries | ours
+
+
+def compare(h: Harness, B: int, H: int, S: int, D: int, causal: bool) -> Table:
+    q, k, v = (h.randn(B, H, S, D, dtype=h.half) for _ in range(3))
+    calls = variants(h, S, causal)
     return h.compare(
-        libraries | ours, functools.partial(reference, causal=causal), q, k, v, baseline=next(iter(libraries)),
-        default="triton",
+        calls, functools.partial(reference, causal=causal), q, k, v, baseline=next(iter(calls)), default="triton",
         case=f"{B}x{H}x{S}x{D}{' causal' * causal}",
         work=Work(bytes=4 * q.nbytes, flops=attention_flops(q, k, causal), dtype=h.half), **attention_budget(h.half, S),
     )  # fmt: skip

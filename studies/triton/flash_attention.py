@@ -24,7 +24,7 @@ from torch.nn.attention.flex_attention import FlexKernelOptions, create_block_ma
 
 from examples.common.attention import attention_budget, attention_flops, sdpa
 from examples.common.training import forward_backward
-from examples.triton.flash_attention import TILES, flash_attention, reference, runs_gluon
+from examples.triton.flash_attention import TILES, flash_attention, reference, variants
 from examples.triton.flash_attention_backward import gradient_budget, reference_backward
 
 
@@ -75,17 +75,10 @@ def by_head(fn):
 def training(h: Harness, B: int, H: int, S: int, D: int, causal: bool) -> None:
     """Forward + backward beside cuDNN, torch's flash attention and FlexAttention."""
     q, k, v, do = (h.randn(B, H, S, D, dtype=h.half) for _ in range(4))
-    libraries = {"torch flash (FA2)": sdpa(SDPBackend.FLASH_ATTENTION, causal)}
-    if h.device.type == "cuda":
-        mask = create_block_mask(lambda b, h, i, j: i >= j, None, None, S, S, device=h.device) if causal else None
-        libraries = {"cuDNN": sdpa(SDPBackend.CUDNN_ATTENTION, causal)} | libraries
-        libraries["FlexAttention"] = h.compiled(functools.partial(flex_attention, block_mask=mask))
-    ours = {"triton": functools.partial(flash_attention, causal=causal)}
-    if runs_gluon(h):
-        ours["forward warp specialized"] = functools.partial(ours["triton"], variant="warp specialized")
+    calls = variants(h, S, causal)
     h.compare(
-        {name: by_head(forward_backward(fn)) for name, fn in (libraries | ours).items()},
-        by_head(functools.partial(reference_backward, causal=causal)), q, k, v, do, baseline=next(iter(libraries)),
+        {name: by_head(forward_backward(fn)) for name, fn in calls.items()},
+        by_head(functools.partial(reference_backward, causal=causal)), q, k, v, do, baseline=next(iter(calls)),
         title="forward + backward", case=f"{B}x{H}x{S}x{D}{' causal' * causal}", default="triton",
         work=Work(bytes=12 * q.nbytes, flops=7 * attention_flops(q, k, causal) // 2, dtype=h.half),
         **gradient_budget(h.half, S),
