@@ -624,7 +624,8 @@ class Lowering:
             return None
         inner = contiguous_axis(x) in axes  # rows: neighbours in memory are reduced
         programs = few if inner else -(-few // 64)
-        if many <= (REGISTER_ROW if inner else 256) or programs >= SPLIT_PROGRAMS // 2:
+        enough = SPLIT_PROGRAMS if inner and many >= 1 << 15 else SPLIT_PROGRAMS // 2  # long rows leave SMs waiting
+        if many <= (REGISTER_ROW if inner else 256) or programs >= enough:
             return None
         wanted = max(1, min(SPLIT_PROGRAMS // programs, many // (4096 if inner else 64)))
         cut, first, parts, made, numbers, breaks = [], [], [], 1, {}, reshape_breaks(x)

@@ -284,7 +284,9 @@ class Wrapper:
                 name = self.names[node] = f"ext{len(self.names)}"
                 if node.strides is not None and node.device.type in ("cpu", "cuda"):
                     strides = tuple_text(node.strides)
-                    place += f" if {place}.stride() == {strides} else as_expected({place}, {strides})"
+                    # cuDNN's attention returns no logarithms unless it is asked for them; the trace has a tensor.
+                    as_traced = f"{place} is None or {place}.stride() == {strides}"
+                    place += f" if {as_traced} else as_expected({place}, {strides})"
             if isinstance(node, (Node, sympy.Symbol)):
                 self.lines.append(f"{name} = {place}")
             if " if " in place and not INTERPRETED and not call.library:

@@ -39,7 +39,7 @@ from torch.nn.attention.flex_attention import create_block_mask, flex_attention
 from examples.common.attention import attention_budget, attention_flops, check_attention, sdpa
 from examples.common.attention import attention_reference as reference
 from examples.common.device import require_triton_device
-from examples.common.gluon import require_wgmma
+from examples.common.gluon import gluon_architecture, require_wgmma
 from examples.common.operands import check_choice
 from examples.common.tma import require_tma_layout, tma_descriptor
 from examples.common.untraced import untraced
@@ -136,10 +136,10 @@ def flash_attention_kernel(
 @untraced
 def flash_attention(
     q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, causal: bool = False, scale: float | None = None,
-    return_lse: bool = False, variant: str = "tiles",
+    return_lse: bool = False, variant: str | None = None,
 ) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:  # fmt: skip
-    """softmax(scale * q @ k^T) @ v per head, contiguous, scale 1 / sqrt(D) unless given, by one of VARIANTS. Once
-    differentiable in q, k and v; every run gives the same bits.
+    """softmax(scale * q @ k^T) @ v per head, contiguous, scale 1 / sqrt(D) unless given. `variant`: one of VARIANTS, by
+    default the second on sm_90. Once differentiable in q, k and v; every run gives the same bits.
 
     q [B, H, S, D], k and v [B, H_kv, S_kv, D], with H a multiple of H_kv (grouped queries); D is 64 or 128, any S and
     S_kv from 1 up, and causal needs S == S_kv. float16 or bfloat16, all three the same; scores, sums and the
@@ -153,6 +153,7 @@ def flash_attention(
     name = "flash_attention"
     with torch.no_grad():  # this one has a backward
         require_triton_device(name, q, k, v)
+    variant = variant or VARIANTS[gluon_architecture(q.device) == 90]
     check_choice(name, VARIANTS, variant=variant)
     if q.dtype not in DTYPES or k.dtype != q.dtype or v.dtype != q.dtype:
         raise TypeError(f"{name}: dtypes {q.dtype}, {k.dtype}, {v.dtype}; all must be the same one of {DTYPES}")
@@ -175,7 +176,7 @@ def _forward(q, k, v, return_lse: bool = True, *, causal: bool, scale: float, va
     o = torch.empty(q.shape, dtype=q.dtype, device=q.device)
     lse = torch.empty(q.shape[:3], dtype=torch.float32, device=q.device) if return_lse else None
     if variant == "warp specialized" and o.numel():
-        launch_hopper(q, k, v, o, lse, scale, causal, GROUP_H if causal else 1)
+        launch_hopper(q, k, v, o, lse, scale, causal)
     elif o.numel():
         block_m, block_n, num_warps, stages, v_first = TILES[D]
         flash_attention_kernel[(triton.cdiv(S, block_m) * B * H,)](
@@ -196,7 +197,7 @@ def variants(h: Harness, S: int, causal: bool) -> dict:
     libraries = {"torch flash (FA2)": sdpa(SDPBackend.FLASH_ATTENTION, causal)}
     ours = {"triton": functools.partial(flash_attention, causal=causal)}
     if runs_gluon(h):
-        ours["warp specialized"] = functools.partial(ours["triton"], variant="warp specialized")
+        ours["tiles"] = functools.partial(ours["triton"], variant="tiles")
     if h.device.type == "cpu":
         return libraries | ours
     mask = create_block_mask(lambda b, h, i, j: i >= j, None, None, S, S, device=h.device) if causal else None
@@ -237,8 +238,8 @@ def demo(h: Harness) -> None:
                 h.check(fn, reference, q, k, v, causal, what=f"{variant}: {what}", **attention_budget(h.half, S_kv))
     x, tma = h.meta(4, 32, 4096, 128), ("cp.async.bulk.tensor", "mbarrier")
     find = {90: (*tma, "wgmma"), 100: (*tma, "tcgen05.mma"), 120: (*tma, "mma.sync")}
-    h.codegen(flash_attention, x, x, x, find=find)
-    h.codegen(flash_attention, x, x, x, variant="warp specialized", find={90: (*tma, "wgmma", "setmaxnreg")})
+    h.codegen(flash_attention, x, x, x, variant="tiles", find=find)
+    h.codegen(flash_attention, x, x, x, find={90: (*tma, "wgmma", "setmaxnreg")})
 
     full = [(4, 32, 4096, 64), (4, 32, 4096, 128), (1, 32, 16384, 128)]
     cases = h.pick(interpreted=[(1, 2, 200, 128)], quick=[(1, 16, 4096, 128)], full=full)

@@ -1,15 +1,17 @@
-"""Flash attention in Gluon for Hopper: the softmax of one warpgroup runs under the MMAs of another, and of its own.
+"""Flash attention in Gluon for Hopper: the softmax of one warpgroup runs under the MMAs of others, and of its own.
 
-A block of 128 keys costs a warpgroup of 64 queries 1024 clocks of the SM's tensor cores at D = 128, and 512 clocks of
-its exponential units: run one after the other, the tensor cores idle for a third of the time. What overlaps them:
+A block of 128 keys costs a warpgroup of 64 queries 1024 clocks of the SM's tensor cores at D = 128 and 512 at 64, and
+512 clocks of its exponential units: run one after the other, the tensor cores idle for a third or half of the time.
+What overlaps them:
 
   a producer  one warp loads Q, and K and V into rings of their own, as in gluon_matmul.py. The kernel is persistent, so
               the first K and V of the next tile are loaded while this one ends.
-  ping-pong   two consumers take turns to start MMAs. Each starts all of a block's before the other starts its own, so
-              the softmax of one runs under the MMAs of the other.
+  consumers   two warpgroups, or three at D = 64, where the registers suffice: one computes weights while another
+              multiplies. Nothing orders them. (Turns, as in ping-pong schedules, cost 2 % here.)
   in flight   a consumer starts Q K^T of the next block before P V of this one: its softmax runs under its own P V too.
 
-K and V are walked from the last block to the first. Only the last can need a mask, and it is the one before the loop.
+K and V are walked from the last block to the first. Only the last that a consumer sees can need a mask, and it is the
+one before the loop.
 """
 
 from __future__ import annotations
@@ -29,25 +31,35 @@ from examples.common.device import device_limits
 from examples.common.gluon import async_load, async_store, barriers, buffers, init_ring, next_slot
 from examples.common.tma import gluon_descriptor
 
-CONSUMERS = gl.constexpr(2)
-ROWS, BLOCK_N, STAGES = 64, 128, 2  # queries of a consumer, keys of a block, slots of each ring
-CONSUMER_REGISTERS, PRODUCER_REGISTERS = 240, 24  # of a thread: 64 for scores, 64 for the result, 32 for weights
+ROWS, BLOCK_N = 64, 128  # queries of a consumer, keys of a block
+# Consumers -> registers of a consumer's thread and of the producer's. A thread holds 64 scores, D / 2 of the result and
+# 32 registers of weights.
+REGISTERS = {2: (240, 24), 3: (160, 32)}
+LONG = 2048  # from so many queries on, tiles of three consumers waste few rows of the last one
+# Causal: K and V of the heads whose tiles run side by side. Of 8 to 128 MiB this was the fastest at 4096 and at 16384
+# queries, for both head dims.
+GROUP_BYTES = 32 * 2**20
 LN_2 = gl.constexpr(0.6931471805599453)
 
 
 @gluon.jit
-def _tile(tile, sizes, TILE_M: gl.constexpr, BLOCK_N: gl.constexpr, CAUSAL: gl.constexpr, GROUP_H: gl.constexpr):
-    """Batch, head, first query and number of blocks of keys of a tile, in flash_attention_kernel's order."""
-    H, S, S_KV, heads = sizes
+def _tile(tile, sizes, TILE_M: gl.constexpr, CAUSAL: gl.constexpr, group_h):
+    """Batch, head and first query of a tile, in flash_attention_kernel's order."""
+    H, S, _, heads = sizes
     tiles = gl.cdiv(S, TILE_M)
-    first = tile // (GROUP_H * tiles) * GROUP_H
-    in_group = min(heads - first, GROUP_H)
-    bh = first + tile % (GROUP_H * tiles) % in_group
-    start = tile % (GROUP_H * tiles) // in_group * TILE_M
+    first = tile // (group_h * tiles) * group_h
+    in_group = min(heads - first, group_h)
+    bh = first + tile % (group_h * tiles) % in_group
+    start = tile % (group_h * tiles) // in_group * TILE_M
     if CAUSAL:
         start = (tiles - 1) * TILE_M - start
-    end = min(S_KV, start + TILE_M) if CAUSAL else S_KV
-    return bh // H, bh % H, start, gl.cdiv(end, BLOCK_N)
+    return bh // H, bh % H, start
+
+
+@gluon.jit
+def _blocks(end, S_KV, BLOCK_N: gl.constexpr, CAUSAL: gl.constexpr):
+    """How many blocks of keys the queries before `end` see."""
+    return gl.cdiv(min(S_KV, end) if CAUSAL else S_KV, BLOCK_N)
 
 
 @gluon.jit
@@ -59,13 +71,13 @@ def _load(desc, bufs, full, empty, slot, phase, b, h, row):
 
 
 @gluon.jit
-def _produce(
-    q_desc, k_desc, v_desc, q_ring, k_ring, v_ring, q_per_kv, sizes, CAUSAL: gl.constexpr, GROUP_H: gl.constexpr
-):
+def _produce(rings, q_desc, k_desc, v_desc, q_per_kv, sizes, CAUSAL: gl.constexpr, group_h):
     """One warp: the queries of every tile, and its keys and values in the order in which they are multiplied."""
+    q_ring, k_ring, v_ring = rings
     ROWS: gl.constexpr = q_desc.block_shape[2]
     BLOCK_N: gl.constexpr = k_desc.block_shape[2]
     STAGES: gl.constexpr = k_ring[0].shape[0]
+    CONSUMERS: gl.constexpr = q_ring[0].shape[0]
     q_phase = 1  # a wait for parity 1 passes at a new barrier
     k_slot = 0
     k_phase = 1
@@ -73,7 +85,8 @@ def _produce(
     v_phase = 1
     tiles = gl.cdiv(sizes[1], CONSUMERS * ROWS) * sizes[3]
     for tile in range(gl.program_id(0), tiles, gl.num_programs(0)):
-        b, h, start, blocks = _tile(tile, sizes, CONSUMERS * ROWS, BLOCK_N, CAUSAL, GROUP_H)
+        b, h, start = _tile(tile, sizes, CONSUMERS * ROWS, CAUSAL, group_h)
+        blocks = _blocks(start + CONSUMERS * ROWS, sizes[2], BLOCK_N, CAUSAL)
         h_kv = h // q_per_kv
         for step in range(blocks + 1):
             row = (blocks - 1 - step) * BLOCK_N
@@ -108,17 +121,18 @@ def _start_values(weights, v_bufs, slot, acc):
 
 @gluon.jit
 def _consume(
-    q_ring, k_ring, v_ring, o_desc, o_bufs, lse_ptr, turns, sizes, scale, CAUSAL: gl.constexpr, RAGGED: gl.constexpr,
-    GROUP_H: gl.constexpr, CONSUMER: gl.constexpr,
+    rings, o_desc, o_bufs, lse_ptr, sizes, scale, CAUSAL: gl.constexpr, RAGGED: gl.constexpr, group_h,
+    CONSUMER: gl.constexpr,
 ):  # fmt: skip
     """A warpgroup: ROWS queries of every tile. Why no partition waits for ever: docs/memory_ordering.md."""
+    q_ring, k_ring, v_ring = rings
     k_bufs, k_full, k_empty = k_ring
     v_bufs, v_full, v_empty = v_ring
     STAGES: gl.constexpr = k_bufs.shape[0]
     BLOCK_N: gl.constexpr = k_bufs.shape[3]
     ROWS: gl.constexpr = o_desc.block_shape[2]
     D: gl.constexpr = o_desc.block_shape[3]
-    OTHER: gl.constexpr = (CONSUMER + 1) % CONSUMERS
+    CONSUMERS: gl.constexpr = q_ring[0].shape[0]
     SCORES: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [gl.num_warps(), 1], [16, BLOCK_N, 16])
     OUT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [gl.num_warps(), 1], [16, D, 16])
     WEIGHTS: gl.constexpr = gl.DotOperandLayout(0, OUT, 2)  # P stays in its registers: the scores' layout, packed
@@ -130,18 +144,24 @@ def _consume(
     k_phase = 0
     v_slot = 0
     v_phase = 0
-    turn = 1 - CONSUMER  # the parity that it waits for: the first consumer begins
     tiles = gl.cdiv(sizes[1], CONSUMERS * ROWS) * sizes[3]
     for tile in range(gl.program_id(0), tiles, gl.num_programs(0)):
-        b, h, start, blocks = _tile(tile, sizes, CONSUMERS * ROWS, BLOCK_N, CAUSAL, GROUP_H)
-        rows = start + CONSUMER * ROWS + gl.arange(0, ROWS, gl.SliceLayout(1, SCORES))
+        b, h, start = _tile(tile, sizes, CONSUMERS * ROWS, CAUSAL, group_h)
+        start += CONSUMER * ROWS
+        blocks = _blocks(start + ROWS, sizes[2], BLOCK_N, CAUSAL)
+        if CAUSAL:  # what only the consumers behind this one see
+            for _step in range(blocks, _blocks(start + (CONSUMERS - CONSUMER) * ROWS, sizes[2], BLOCK_N, CAUSAL)):
+                mbarrier.wait(k_full.index(k_slot), k_phase)
+                mbarrier.arrive(k_empty.index(k_slot))
+                k_slot, k_phase = next_slot(k_slot, k_phase, STAGES)
+                mbarrier.wait(v_full.index(v_slot), v_phase)
+                mbarrier.arrive(v_empty.index(v_slot))
+                v_slot, v_phase = next_slot(v_slot, v_phase, STAGES)
+        rows = start + gl.arange(0, ROWS, gl.SliceLayout(1, SCORES))
         # The last block alone, masked. Rows of K and V beyond the end arrive as zeros, so 0 * v is 0 there, not NaN.
         mbarrier.wait(q_ring[1].index(CONSUMER), q_phase)
         mbarrier.wait(k_full.index(k_slot), k_phase)
-        mbarrier.wait(turns.index(CONSUMER), turn)
         scores = _start_scores(q, k_bufs, k_slot, SCORES)
-        mbarrier.arrive(turns.index(OTHER))
-        turn ^= 1
         scores = warpgroup_mma_wait(0, deps=(scores,))
         mbarrier.arrive(k_empty.index(k_slot))
         k_slot, k_phase = next_slot(k_slot, k_phase, STAGES)
@@ -157,12 +177,9 @@ def _consume(
         acc = gl.zeros((ROWS, D), gl.float32, OUT)
         for _step in range(1, blocks):
             mbarrier.wait(k_full.index(k_slot), k_phase)
-            mbarrier.wait(turns.index(CONSUMER), turn)
             scores = _start_scores(q, k_bufs, k_slot, SCORES)
             mbarrier.wait(v_full.index(v_slot), v_phase)
             acc = _start_values(p, v_bufs, v_slot, acc)
-            mbarrier.arrive(turns.index(OTHER))
-            turn ^= 1
             scores = warpgroup_mma_wait(1, deps=(scores,))
             mbarrier.arrive(k_empty.index(k_slot))
             k_slot, k_phase = next_slot(k_slot, k_phase, STAGES)
@@ -190,47 +207,55 @@ def _consume(
         acc = warpgroup_mma_wait(0, deps=(acc,))
         mbarrier.arrive(v_empty.index(v_slot))
         v_slot, v_phase = next_slot(v_slot, v_phase, STAGES)
-        acc = acc / gl.convert_layout(row_sum, BY_ROW)[:, None]
+        acc = acc * gl.convert_layout(1.0 / row_sum, BY_ROW)[:, None]
         o_buf.reshape([ROWS, D]).store(acc.to(o_desc.dtype))
         fence_async_shared()
-        async_store(o_desc, [b, h, start + CONSUMER * ROWS, 0], o_buf)  # TMA drops rows beyond S
+        async_store(o_desc, [b, h, start, 0], o_buf)  # TMA drops rows beyond S
     tma.store_wait(0)  # shared memory must outlive its last reader
 
 
 @gluon.jit
 def flash_attention_hopper_kernel(
     q_desc, k_desc, v_desc, o_desc, lse_ptr, scale, H, q_per_kv, S, S_KV, heads, CAUSAL: gl.constexpr,
-    RAGGED: gl.constexpr, GROUP_H: gl.constexpr, STAGES: gl.constexpr, CONSUMER_REGISTERS: gl.constexpr,
-    PRODUCER_REGISTERS: gl.constexpr,
+    RAGGED: gl.constexpr, group_h, CONSUMERS: gl.constexpr, STAGES: gl.constexpr,
+    CONSUMER_REGISTERS: gl.constexpr, PRODUCER_REGISTERS: gl.constexpr,
 ):  # fmt: skip
-    """Tiles p, p + programs, ... of 2 * ROWS queries; lse_ptr is None or float32 [B, H, S]."""
+    """Tiles p, p + programs, ... of CONSUMERS * ROWS queries; lse_ptr is None or float32 [B, H, S]."""
     q_ring = (buffers(q_desc, CONSUMERS), barriers(CONSUMERS), barriers(CONSUMERS))  # a slot for each consumer
     k_ring = (buffers(k_desc, STAGES), barriers(STAGES), barriers(STAGES))
     v_ring = (buffers(v_desc, STAGES), barriers(STAGES), barriers(STAGES))
     o_bufs = buffers(o_desc, CONSUMERS)
-    turns = barriers(CONSUMERS)
     init_ring(q_ring[1], q_ring[2], CONSUMERS, 1)
     init_ring(k_ring[1], k_ring[2], STAGES, CONSUMERS)
     init_ring(v_ring[1], v_ring[2], STAGES, CONSUMERS)
-    for i in gl.static_range(CONSUMERS):
-        mbarrier.init(turns.index(i), count=1)
     fence_async_shared()
     sizes = (H, S, S_KV, heads)
-    gl.warp_specialize([
-        (_consume, (q_ring, k_ring, v_ring, o_desc, o_bufs, lse_ptr, turns, sizes, scale, CAUSAL, RAGGED, GROUP_H, 0)),
-        (_consume, (q_ring, k_ring, v_ring, o_desc, o_bufs, lse_ptr, turns, sizes, scale, CAUSAL, RAGGED, GROUP_H, 1)),
-        (_produce, (q_desc, k_desc, v_desc, q_ring, k_ring, v_ring, q_per_kv, sizes, CAUSAL, GROUP_H)),
-    ], [4, 1], [CONSUMER_REGISTERS, PRODUCER_REGISTERS])  # fmt: skip
+    rings = (q_ring, k_ring, v_ring)
+    if CONSUMERS == 3:
+        gl.warp_specialize([
+            (_consume, (rings, o_desc, o_bufs, lse_ptr, sizes, scale, CAUSAL, RAGGED, group_h, 0)),
+            (_consume, (rings, o_desc, o_bufs, lse_ptr, sizes, scale, CAUSAL, RAGGED, group_h, 1)),
+            (_consume, (rings, o_desc, o_bufs, lse_ptr, sizes, scale, CAUSAL, RAGGED, group_h, 2)),
+            (_produce, (rings, q_desc, k_desc, v_desc, q_per_kv, sizes, CAUSAL, group_h)),
+        ], [4, 4, 1], [CONSUMER_REGISTERS, CONSUMER_REGISTERS, PRODUCER_REGISTERS])  # fmt: skip
+    else:
+        gl.warp_specialize([
+            (_consume, (rings, o_desc, o_bufs, lse_ptr, sizes, scale, CAUSAL, RAGGED, group_h, 0)),
+            (_consume, (rings, o_desc, o_bufs, lse_ptr, sizes, scale, CAUSAL, RAGGED, group_h, 1)),
+            (_produce, (rings, q_desc, k_desc, v_desc, q_per_kv, sizes, CAUSAL, group_h)),
+        ], [4, 1], [CONSUMER_REGISTERS, PRODUCER_REGISTERS])  # fmt: skip
 
 
-def launch_hopper(q, k, v, o, lse, scale: float, causal: bool, group_h: int) -> None:
+def launch_hopper(q, k, v, o, lse, scale: float, causal: bool) -> None:
     """Attention of operands that are checked, on sm_90; `scale` includes log2(e), lse is None or float32 [B, H, S]."""
     (B, H, S, D), (_, H_kv, S_kv, _) = q.shape, k.shape
-    programs = min(triton.cdiv(S, CONSUMERS.value * ROWS) * B * H, device_limits(q.device).sms)
+    consumers = 3 if D == 64 and S >= LONG else 2
+    stages = 4 if D == 64 else 2
+    group_h = max(1, GROUP_BYTES // (4 * S_kv * D)) * (H // H_kv) if causal else 1
+    programs = min(triton.cdiv(S, consumers * ROWS) * B * H, device_limits(q.device).sms)
     flash_attention_hopper_kernel[(programs,)](
         gluon_descriptor(q, [1, 1, ROWS, D]), gluon_descriptor(k, [1, 1, BLOCK_N, D]),
         gluon_descriptor(v, [1, 1, BLOCK_N, D]), gluon_descriptor(o, [1, 1, ROWS, D]), lse,
-        scale, H, H // H_kv, S, S_kv, B * H, CAUSAL=causal, RAGGED=S_kv % BLOCK_N > 0, GROUP_H=group_h,
-        STAGES=STAGES, CONSUMER_REGISTERS=CONSUMER_REGISTERS, PRODUCER_REGISTERS=PRODUCER_REGISTERS,
-        num_warps=4,
+        scale, H, H // H_kv, S, S_kv, B * H, causal, S_kv % BLOCK_N > 0, group_h, consumers, stages,
+        *REGISTERS[consumers], num_warps=4,
     )  # fmt: skip

@@ -282,10 +282,12 @@ warp specialized, the values are those of the block after  [gpu]
 warp specialized, the scores are read before their MMAs are done  [gpu]
   - scores = warpgroup_mma_wait(1, deps=(scores,))
   + scores = warpgroup_mma_wait(2, deps=(scores,))
-warp specialized, a consumer keeps its turn  [gpu]
-  - acc = _start_values(p, v_bufs, v_slot, acc)
-  - mbarrier.arrive(turns.index(OTHER))
-  + acc = _start_values(p, v_bufs, v_slot, acc)
+warp specialized, a consumer skips the keys that only those behind it see, and keeps their slot  [gpu]
+  - mbarrier.wait(k_full.index(k_slot), k_phase)
+  - mbarrier.arrive(k_empty.index(k_slot))
+  - k_slot, k_phase
+  + mbarrier.wait(k_full.index(k_slot), k_phase)
+  + k_slot, k_phase
 warp specialized, the queries of a tile are never released  [gpu]
   - mbarrier.arrive(q_ring[2].index(CONSUMER))
   - q_phase ^= 1

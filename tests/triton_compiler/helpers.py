@@ -22,6 +22,7 @@ def compiled(fn, *inputs) -> tuple[CompiledGraph, list]:
 
     functional = torch.func.functionalize(flat, remove="mutations")
     gm = make_fx(functional, decomposition_table=decompositions(), tracing_mode="fake")(*inputs)
+    gm.graph.eliminate_dead_code()  # as AOTAutograd does; on a GPU logsigmoid makes a tensor that nothing reads
     graph = compile_graph(gm)
     return graph, list(graph.call(list(inputs)))
 

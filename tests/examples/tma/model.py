@@ -61,6 +61,7 @@ class Value:
     __sub__ = functools.partialmethod(then, operator.sub)
     __mul__ = functools.partialmethod(then, operator.mul)
     __truediv__ = functools.partialmethod(then, operator.truediv)
+    __rtruediv__ = functools.partialmethod(then, lambda x, y: y / x)
 
     def halves(self):
         rows, width = self.shape[0], self.shape[1] // 2

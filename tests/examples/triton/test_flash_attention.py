@@ -1,5 +1,7 @@
 """flash_attention: every edge of a tile, heads and layouts, infinities and NaN, bad input, the code."""
 
+import functools
+
 from harness.check import judge
 
 import pytest
@@ -12,6 +14,7 @@ from examples.triton.flash_attention import DTYPES, TILES, flash_attention, refe
 from studies.triton.flash_attention import left_operands, programs_per_sm
 from tests.examples.triton.helpers import INF, NAN, code, harness, meta, refused
 
+tiles = functools.partial(flash_attention, variant="tiles")
 every_dim = pytest.mark.parametrize("D", TILES)
 
 
@@ -146,7 +149,7 @@ def test_bad_input(h):
 def test_two_programs_share_an_sm(D):
     """They do by registers and shared memory; queries and weights come from registers, or the weights alone."""
     x = meta(4, 32, 4096, D)
-    kernel = code(90, "cp.async.bulk.tensor mbarrier wgmma", flash_attention, x, x, x)
+    kernel = code(90, "cp.async.bulk.tensor mbarrier wgmma", flash_attention, x, x, x, False, None, False, "tiles")
     assert programs_per_sm(kernel) == 2
     assert bool(left_operands(x, x, x)["left in memory"]) == (D == 128)
 
@@ -156,8 +159,8 @@ def test_two_programs_share_an_sm(D):
 def test_shapes_on_the_gpu(h, dtype):
     for B, H, H_kv, S, D in ((2, 16, 16, 2048, 128), (1, 32, 8, 1000, 128), (3, 12, 1, 1537, 64), (1, 2, 2, 8191, 128)):
         for causal in (False, True):
-            check(h, *qkv(h, B, H, S, D, H_kv=H_kv, dtype=dtype), causal)
-        check(h, *qkv(h, B, H, 130, D, H_kv=H_kv, S_kv=S, dtype=dtype))
+            check(h, *qkv(h, B, H, S, D, H_kv=H_kv, dtype=dtype), causal, fn=tiles)
+        check(h, *qkv(h, B, H, 130, D, H_kv=H_kv, S_kv=S, dtype=dtype), fn=tiles)
 
 
 @pytest.mark.gpu
