@@ -187,12 +187,6 @@ class FlashAttentionBackward(torch.autograd.Function):
         raise RuntimeError("flash_attention: its gradient has no derivative; use torch's attention for that")
 
 
-def gradient_budget(dtype: torch.dtype, terms: int) -> dict:
-    """Of gradients as [B, H, S * D]: weights, their gradients, and o, of which delta is made, are rounded first. Twice
-    the largest error seen on an H100."""
-    return {"terms": terms, "operand_eps": 4 * torch.finfo(dtype).eps}
-
-
 def reference_backward(q, k, v, do, causal: bool = False, scale: float | None = None) -> tuple[torch.Tensor, ...]:
     """o, dq, dk and dv in float64, one head at a time: the scores of all of them would fill a GPU."""
     (B, H, S, D), (_, H_kv, S_kv, _) = q.shape, k.shape
