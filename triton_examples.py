@@ -5,8 +5,9 @@ moving fewer bytes (fused_add_relu_mul), the next from keeping a row where it is
 tensor cores: tiles and their order (matmul), what each precision costs (tensor_cores), where shared memory comes
 from (shared_memory), which tile is best (autotune), and the three ways to keep the tensor cores busy: loads ahead
 (pipelined_matmul), tiles that overlap (persistent_matmul), warp specialization (warp_specialized_matmul). With these,
-the kernels of a model: layer_norm and dropout with their backward passes, flash_attention; how torch.compile sees
-a kernel (custom_op), and how to find out what is wrong with one (debugging).
+the kernels of a model: layer_norm and dropout with their backward passes, flash_attention, and decode_attention for
+one token at a time; how torch.compile sees a kernel (custom_op), and how to find out what is wrong with one
+(debugging).
 
     python triton_examples.py                  all of them, sized for this machine
     python triton_examples.py softmax matmul   only these
@@ -29,6 +30,7 @@ TECHNIQUES = [
     "examples/triton/layer_norm.py",
     "examples/triton/dropout.py",
     "examples/triton/flash_attention.py",
+    "examples/triton/decode_attention.py",
     "examples/triton/custom_op.py",
     "examples/triton/debugging.py",
 ]

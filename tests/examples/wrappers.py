@@ -41,6 +41,8 @@ from examples.tma.what_is_tma import scale_descriptors, scale_pointers
 from examples.triton import custom_op, debugging, shared_memory, shared_memory_single_use
 from examples.triton.autotune import matmul_config, matmul_fixed, matmul_tuned
 from examples.triton.custom_op import silu_mul, silu_mul_backward
+from examples.triton.decode_attention import decode_attention
+from examples.triton.decode_attention_operands import inputs as cache_inputs
 from examples.triton.dropout import dropout
 from examples.triton.flash_attention import flash_attention
 from examples.triton.fused_add_relu_mul import fused_add_relu_mul
@@ -110,6 +112,10 @@ def attention(h: Harness) -> tuple:
     return prepare(*(h.randn(1, 2, 128, 64, dtype=h.half) for _ in range(3)))
 
 
+def paged(h: Harness) -> tuple:
+    return cache_inputs(h, 3, 4, 2, 2, 40 if h.interpreted else 1000, 64, 16)  # a GPU splits 1000 keys
+
+
 def quantized_linear(h: Harness) -> tuple:
     x, w = randoms((48, 64), (32, 64))(h)
     return x, w, h.randn(32, dtype=h.half), "none", ones(h, 1)
@@ -139,6 +145,7 @@ WRAPPERS = [
     ),
     Wrapper(dropout, "N .", lambda h: (h.randn(70), 0.5, torch.tensor([7], device=h.device)), takes=("grad", "rank")),
     Wrapper(flash_attention, "BHQD BHSD BHSD", randoms(*[(1, 2, 48, 64)] * 3), takes=("grad",)),
+    Wrapper(decode_attention, "BHQD BHSD BHSD", randoms((1, 2, 5, 64), *[(1, 2, 48, 64)] * 2)),
     Wrapper(silu_mul, "N N", FLAT, takes=("rank",)),
     Wrapper(silu_mul_backward, "N N N", randoms((70,), (70,), (70,))),
     *(
@@ -179,6 +186,7 @@ OTHERS = [
     Wrapper(  # two programs to a row
         layer_norm_backward_split, "MC MC C M M", lambda h: norm("backward", cols=48 if h.interpreted else 4100)(h)
     ),
+    Wrapper(decode_attention, "BHQD PGSD PGSD B BT", paged),
     *(Wrapper(fn, "MK KN", GEMM) for fn in (gluon_matmul, gluon_matmul_one_buffer, gluon_matmul_ring)),
     Wrapper(blackwell_matmul, "MK NK", randoms((48, 64), (32, 64))),
     Wrapper(blackwell_mx_matmul, "MK mkxy NK nkxy", microscaled),

@@ -299,6 +299,59 @@ warp specialized, a tile is written where TMA still reads the one before  [gpu]
   - acc = warpgroup_mma_wait(0, deps=(acc,))
   + acc = warpgroup_mma_wait(0, deps=(acc,))
 
+# triton/decode_attention
+a query sees the key after its own
+  - last = n - S_Q + row % S_Q
+  + last = n - S_Q + row % S_Q + 1
+query heads read another group's keys
+  - (h_kv * GROUP + row // S_Q) * stride_qh
+  + (h_kv + row // S_Q * H_KV) * stride_qh
+memory beyond the end of a sequence is read, and may hold NaN
+  - there = (key < end)[:, None]
+  + there = (key < keys)[:, None]
+a maximum of -inf makes a part without a finite score NaN  [within=decode_attention_kernel]
+  - row_max = tl.full((BLOCK_M,), -3.4e38, tl.float32)
+  + row_max = tl.full((BLOCK_M,), -float("inf"), tl.float32)
+all keys of a block come from the page of its first
+  - tl.load(table_ptr + b * stride_table + key // PAGE, mask=key < end, other=0)
+  + tl.load(table_ptr + b * stride_table + first // PAGE + 0 * key, mask=key < end, other=0)
+every sequence has the pages of the first
+  - table_ptr + b * stride_table + key // PAGE
+  + table_ptr + key // PAGE
+the pages of a block that lies within one start at the sequence's keys
+  - slot % PAGE
+  + slot
+the scale of the scores is not in powers of 2
+  - scale * math.log2(math.e), keys
+  + scale, keys
+the sum of a part is not rescaled when the maximum grows
+  - lane_sums = lane_sums * alpha + weights
+  + lane_sums = lane_sums + weights
+the last keys belong to no part
+  - tl.cdiv(tl.cdiv(n, splits), BLOCK_N)
+  + n // splits // BLOCK_N
+parts that nobody wrote are merged too
+  - part < tl.cdiv(n, size)
+  + part < splits
+parts are merged as if they had one maximum
+  - weights * sums
+  + sums
+merged, the logarithm of the sums leaves the maximum in powers of 2  [within=decode_attention_merge_kernel]
+  - (row_max + tl.log2(row_sum)) * LN_2
+  + row_max + tl.log2(row_sum) * LN_2
+a query that sees no key is NaN  [within=decode_attention_merge_kernel]
+  - tl.where(seen, acc / row_sum, 0.0)
+  + acc / row_sum
+lengths are taken as they are, beyond the cache too
+  - n = tl.minimum(tl.maximum(tl.load(lengths_ptr + b), 0), keys)
+  + n = tl.load(lengths_ptr + b)
+the merge does not wait for the first kernel  [gpu]
+  - tl.extra.cuda.gdc_wait()
+  + pass
+a page's offset is int32 and wraps beyond 2**31 elements
+  - mask=key < end, other=0).to(tl.int64)
+  + mask=key < end, other=0)
+
 # triton/custom_op
 the derivative of silu lacks a factor
   - dgate = grad * up * (sigmoid + silu * (1 - sigmoid))
