@@ -4,10 +4,11 @@ The topic starts where every kernel starts: programs, blocks and masks (vector_a
 moving fewer bytes (fused_add_relu_mul), the next from keeping a row where it is needed (softmax). Then the
 tensor cores: tiles and their order (matmul), what each precision costs (tensor_cores), where shared memory comes
 from (shared_memory), which tile is best (autotune), and the three ways to keep the tensor cores busy: loads ahead
-(pipelined_matmul), tiles that overlap (persistent_matmul), warp specialization (warp_specialized_matmul). With these,
-the kernels of a model: layer_norm and dropout with their backward passes, flash_attention, and decode_attention for
-one token at a time; how torch.compile sees a kernel (custom_op), and how to find out what is wrong with one
-(debugging).
+(pipelined_matmul), tiles that overlap (persistent_matmul), warp specialization (warp_specialized_matmul); and, for the
+few rows of a decoding step, weights read at the speed of memory (skinny_matmul), in 4 or 8 bits (weight_only_matmul).
+With these, the kernels of a model: layer_norm and dropout with their backward passes, flash_attention, and
+decode_attention for one token at a time; how torch.compile sees a kernel (custom_op), and how to find out what is wrong
+with one (debugging).
 
     python triton_examples.py                  all of them, sized for this machine
     python triton_examples.py softmax matmul   only these
@@ -27,6 +28,8 @@ TECHNIQUES = [
     "examples/triton/pipelined_matmul.py",
     "examples/triton/persistent_matmul.py",
     "examples/triton/warp_specialized_matmul.py",
+    "examples/triton/skinny_matmul.py",
+    "examples/triton/weight_only_matmul.py",
     "examples/triton/layer_norm.py",
     "examples/triton/dropout.py",
     "examples/triton/flash_attention.py",

@@ -54,12 +54,16 @@ from examples.triton.matmul import matmul
 from examples.triton.persistent_matmul import matmul_persistent
 from examples.triton.pipelined_matmul import matmul_pipelined
 from examples.triton.shared_memory_single_use import column_sum, matmul_strip, row_sum
+from examples.triton.skinny_matmul import skinny_matmul, skinny_matmul_stream_k
+from examples.triton.skinny_matmul_gemv import skinny_matmul_gemv
 from examples.triton.softmax import softmax, softmax_rows
 from examples.triton.softmax_long import softmax_split
 from examples.triton.softmax_resident import softmax_resident
 from examples.triton.tensor_cores import dot
 from examples.triton.vector_add import vector_add
 from examples.triton.warp_specialized_matmul import matmul_specialized
+from examples.triton.weight_only_matmul import weight_only_matmul
+from examples.triton.weight_only_matmul_packing import quantize_weight
 
 
 @dataclass(frozen=True)
@@ -121,6 +125,12 @@ def quantized_linear(h: Harness) -> tuple:
     return x, w, h.randn(32, dtype=h.half), "none", ones(h, 1)
 
 
+def packed(h: Harness, format: str) -> tuple:
+    """The same weights in each call: these are no tensor that a caller overwrites."""
+    weights = torch.linspace(-1, 1, 72 * 264, device=h.device).sin().view(72, 264)
+    return quantize_weight(weights.to(h.half), format)
+
+
 SCALES = ("grad", "sparse")  # of scales: seen by some wrappers, not by all
 GEMM = randoms((48, 64), (64, 32))
 ROWS = randoms((6, 48))
@@ -130,6 +140,12 @@ WRAPPERS = [
     Wrapper(fused_add_relu_mul, "N N", lambda h: (*FLAT(h), 0.5)),
     *(Wrapper(fn, "MN", ROWS) for fn in (softmax, softmax_rows, softmax_split, softmax_resident)),
     *(Wrapper(fn, "MK KN", GEMM) for fn in (matmul, matmul_persistent, matmul_pipelined, dot)),
+    *(Wrapper(fn, "MK NK", randoms((5, 264), (72, 264))) for fn in (skinny_matmul, skinny_matmul_stream_k)),
+    *(
+        Wrapper(weight_only_matmul, "MK", lambda h, f=f: (h.randn(5, 264, dtype=h.half), packed(h, f)))
+        for f in ("int4", "fp8")
+    ),
+    Wrapper(skinny_matmul_gemv, "MK NK", randoms((1, 264), (72, 264))),
     Wrapper(matmul_fixed, "MK KN", GEMM, says="matmul_config"),
     Wrapper(matmul_tuned, "MK KN", GEMM),
     Wrapper(matmul_config, "MK KN", lambda h: (*GEMM(h), 64, 32, 64, 4, 3)),

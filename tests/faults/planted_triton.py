@@ -172,6 +172,80 @@ the copy stops a block before the end
   - tl.range(first, n_elements, tl.num_programs(0) * BLOCK, num_stages=3, warp_specialize=True)
   + tl.range(first, n_elements - BLOCK, tl.num_programs(0) * BLOCK, num_stages=3, warp_specialize=True)
 
+# triton/skinny_matmul
+the last step of a program is dropped
+  - for i in tl.range(0, count, num_stages=STAGES):
+  + for i in tl.range(0, count - 1, num_stages=STAGES):
+a program that ends within a tile stores its part as if it were all
+  - whole, slot = last & (begun == 0), 2 * program + (begun == 0)
+  + whole, slot = begun == 0, 2 * program + (begun == 0)
+a program's last part goes to the slot of its first
+  - whole, slot = last & (begun == 0), 2 * program + (begun == 0)
+  + whole, slot = last & (begun == 0), 2 * program
+the accumulator of a tile goes on into the next
+  - acc = tl.zeros((BLOCK_N, BLOCK_M), tl.float32)
+  - begun
+  + begun
+after its first tile a program takes every one for a part
+  - begun = tl.where(last, 0, begun)
+  + begun = begun
+the owner of a step is one too far where shares do not divide
+  - return ((unit + 1) * programs - 1) // units
+  + return unit * programs // units
+the last program of a tile is left out of the merge
+  - for i in range(0, (last - first + 1).to(tl.int32)):
+  + for i in range(0, (last - first).to(tl.int32)):
+programs without a step are let through, and enclosed in a merge
+  - programs or share_out(tiles, steps, per_sm * device_limits(y.device).sms), tiles * steps
+  + programs or share_out(tiles, steps, per_sm * device_limits(y.device).sms), 2**31
+a block by pointers is not masked beyond K
+  - return tl.load(pointers, mask=cols[None, :] < K, other=0.0)
+  + return tl.load(pointers)
+a matrix is read by TMA though its rows begin anywhere
+  - tma = architecture(x.device) >= 90 and tma_takes(x) and tma_takes(w)
+  + tma = architecture(x.device) >= 90 and tma_takes(x)
+the matrix-vector product reads x again from its start
+  - x = tl.load(x_ptr + k + inner, mask=inside, other=0.0)
+  + x = tl.load(x_ptr + inner, mask=inside, other=0.0)
+rows of w are int32 and wrap beyond 2**31 elements  [gpu]
+  - (n % N)[:, None].to(tl.int64) * stride_wn
+  + (n % N)[:, None] * stride_wn
+the answer's ratios are over cuBLAS alone  [tests=examples/test_headlines.py]
+  - over_library([tables[M, size] for size in sizes])
+  + tables[M, sizes[0]].over(one.baseline, "triton")
+
+# triton/weight_only_matmul
+the scales of a group are those of the one before it
+  - scales = scale_ptr + (2 * step).to(tl.int64) * N + (row + tl.arange(0, BLOCK_N)) % N
+  + scales = scale_ptr + (2 * tl.maximum(step - 1, 0)).to(tl.int64) * N + (row + tl.arange(0, BLOCK_N)) % N
+both groups of a step are scaled by the first one's
+  - left, right = tl.load(scales), tl.load(scales + N)
+  + left, right = tl.load(scales), tl.load(scales)
+the second pair of parts is multiplied with the columns of the first
+  - x_desc.load([col, k + 2 * WORDS]).T
+  + x_desc.load([col, k]).T
+parts of a tile are parked without their scale
+  - if not INT4:
+  + if not INT4 and last:
+scales are read past their last row  [within=weight_only_matmul_kernel]
+  - acc *= tl.load(scale_ptr + (row + tl.arange(0, BLOCK_N)) % N)[:, None]
+  + acc *= tl.load(scale_ptr + (row + tl.arange(0, BLOCK_N)))[:, None]
+words are packed in another order than they are read
+  - codes[:, :, i] << (16 // parts * i)
+  + codes[:, :, parts - 1 - i] << (16 // parts * i)
+4-bit weights are 1 too large, as is seen on a GPU alone  [gpu]
+  - operand = "0x43084308" if BF16 else "0x64086408"
+  + operand = "0x43074307" if BF16 else "0x64076407"
+the sign of an FP8 weight is lost in the low byte  [gpu]
+  - sign = "mov.b32 s, $1;" if PART else "shl.b32 s, $1, 8;"
+  + sign = "mov.b32 s, $1;"
+NaN in a group becomes a weight of 0, with a scale of 1
+  - scales = (groups.abs().amax(-1) / most if groups.numel() else groups.sum(-1)).to(kept)
+  + scales = (groups.abs().amax(-1).nan_to_num(1.0) / most if groups.numel() else groups.sum(-1)).to(kept)
+x is read by TMA though its rows begin anywhere
+  - x = rows_for_tma(x).copy_(x)
+  + x = x.contiguous()
+
 # triton/layer_norm
 eps is as good as ignored  [uncaught]
   - rstd = tl.rsqrt(tl.sum(x * x, axis=1) / n_cols + eps)

@@ -1,0 +1,151 @@
+"""Skinny matmul: a linear layer of few rows, which is as fast as its weights are read.
+
+A decoding step multiplies M rows, 1 to 256, with weights [N, K]: 2 M N K FLOPs on 2 N K bytes, M FLOPs a byte. An H200
+does about 200 a byte that it reads, so up to M of 200 or so the weights are the time: 134 MB of 8192 x 8192 take 32 us.
+Memory is saturated by about 40 KB in flight on every SM. Three things get in the way:
+
+  few tiles      8192 outputs are 64 tiles of 128 for 132 SMs. Stream-K (examples/common/stream_k.py) gives each SM an
+                 equal share of all steps along K, adds up parts of a tile in float32, and merges them in order.
+  idle starts    one loop runs over the steps of all tiles, so the next tile is loaded while this one is stored.
+  padded rows    Hopper's wgmma has 64 rows or more. In y^T = w x^T these are outputs, and M is padded to 16 alone.
+
+Question   How close to the speed of memory is a linear layer of 1 to 256 rows, and how far ahead of cuBLAS?
+Needs      triton
+Wins when  M is at most 64 or so; with more rows the MMAs take as long as the weights, and cuBLAS is as fast.
+Variants   skinny_matmul_gemv.py (one row, without MMAs)
+Study      studies/triton/skinny_matmul.py
+Source     goes beyond the chapter; stream-K as Osama et al. (2023) have it, merged by a second kernel
+"""
+
+from __future__ import annotations
+
+from harness import Harness, Work, run
+
+import torch
+import triton
+import triton.language as tl
+
+from examples.common.compiled import SEARCH, over_library
+from examples.common.device import architecture
+from examples.common.stream_k import (
+    check_linear, first_unit, launch_stream_k, load_block, store_share, tile_that_fits,
+)  # fmt: skip
+from examples.common.tma import tma_descriptor, tma_takes
+from examples.common.untraced import untraced
+from examples.triton.skinny_matmul_gemv import DTYPES, fills_gpu, skinny_matmul_gemv
+
+# BLOCK_M, BLOCK_N, BLOCK_K, warps. More rows want more outputs: x is read again, from L2, for every BLOCK_N of them.
+TILES = [(16, 64, 128, 4), (32, 64, 128, 4), (64, 128, 64, 4), (128, 128, 64, 8), (256, 128, 64, 8)]
+STAGES = 8  # of the loop over K, at most: 7 x 16 KiB of weights in flight on an SM
+linear = torch.nn.functional.linear
+
+
+@triton.jit
+def skinny_matmul_stream_k_kernel(
+    x, w, y_ptr, parked_ptr, M, N, K, stride_xm, stride_wn, units,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, STAGES: tl.constexpr, TMA: tl.constexpr,
+):  # fmt: skip
+    program, programs = tl.program_id(0), tl.num_programs(0)
+    tiles_m, steps = tl.cdiv(M, BLOCK_M), tl.cdiv(K, BLOCK_K)
+    first, end = first_unit(program, units, programs), first_unit(program + 1, units, programs)
+    tile, step, count = (first // steps).to(tl.int32), (first % steps).to(tl.int32), (end - first).to(tl.int32)
+    begun = step  # of this tile, the first step that is ours
+    acc = tl.zeros((BLOCK_N, BLOCK_M), tl.float32)
+    # One loop over the steps of all our tiles: while a tile is stored, the next one's loads are in flight.
+    for i in tl.range(0, count, num_stages=STAGES):
+        row, col, k = tile // tiles_m * BLOCK_N, tile % tiles_m * BLOCK_M, step * BLOCK_K
+        w_block = load_block(w, row, k, N, K, stride_wn, BLOCK_N, BLOCK_K, TMA)
+        x_block = load_block(x, col, k, M, K, stride_xm, BLOCK_M, BLOCK_K, TMA)
+        acc = tl.dot(w_block, x_block.T, acc)
+        last = step == steps - 1
+        if last | (i == count - 1):
+            whole, slot = last & (begun == 0), 2 * program + (begun == 0)
+            store_share(y_ptr, parked_ptr, acc, whole, slot, row, col, 0, M, N, BLOCK_M)
+            acc = tl.zeros((BLOCK_N, BLOCK_M), tl.float32)
+        begun = tl.where(last, 0, begun)
+        tile = tl.where(last, tile + 1, tile)
+        step = tl.where(last, 0, step + 1)
+
+
+@untraced
+def skinny_matmul_stream_k(x: torch.Tensor, w: torch.Tensor, programs: int | None = None) -> torch.Tensor:
+    """skinny_matmul by stream-K, for any number of rows; `programs` share the steps, one for each SM unless given."""
+    M, N, K = check_linear("skinny_matmul_stream_k", x, w, DTYPES)
+    if not (M and N and K):
+        return torch.zeros((M, N), dtype=x.dtype, device=x.device)  # nothing to sum, or nothing to write
+    y = torch.empty((M, N), dtype=x.dtype, device=x.device)
+    m, n, k, num_warps, stages = tile_that_fits(TILES, M, STAGES, x.device)
+    tma = architecture(x.device) >= 90 and tma_takes(x) and tma_takes(w)
+    blocks = (tma_descriptor(x, [m, k]), tma_descriptor(w, [n, k])) if tma else (x, w)
+
+    def launch(programs: int, parked: torch.Tensor, units: int) -> None:
+        skinny_matmul_stream_k_kernel[(programs,)](
+            *blocks, y, parked, M, N, K, x.stride(0), w.stride(0), units,
+            BLOCK_M=m, BLOCK_N=n, BLOCK_K=k, STAGES=stages, TMA=tma, num_warps=num_warps,
+        )  # fmt: skip
+
+    launch_stream_k(launch, y, K, (m, n, k), programs)
+    return y
+
+
+@untraced
+def skinny_matmul(x: torch.Tensor, w: torch.Tensor) -> torch.Tensor:
+    """x [M, K] times w [N, K] transposed, as torch.nn.functional.linear(x, w): y [M, N], contiguous, in their dtype.
+
+    float16 or bfloat16, any sizes (0 too), K contiguous and any row strides; the accumulator is float32. One row takes
+    skinny_matmul_gemv where N has work for all SMs, all else skinny_matmul_stream_k, by TMA where sm_90 can load both.
+
+    Raises TypeError for another dtype or two dtypes; ValueError for rank, inner sizes or another layout; RuntimeError
+    for a device without Triton or an input that requires grad.
+    """
+    M, N, _ = check_linear("skinny_matmul", x, w, DTYPES)
+    return (skinny_matmul_gemv if M == 1 and fills_gpu(N, x.device) else skinny_matmul_stream_k)(x, w)
+
+
+def reference(x: torch.Tensor, w: torch.Tensor) -> torch.Tensor:
+    return x.double() @ w.double().t()
+
+
+def compare(h: Harness, M: int, N: int, K: int, more: dict | None = None, title: str | None = None):
+    """skinny_matmul, `more` of ours, and the calls of a library that a user could make, at one size."""
+    x, w = h.randn(M, K, dtype=h.half), h.randn(N, K, dtype=h.half)
+    library = "torch" if h.interpreted else "cuBLAS"
+    compiled = {"torch.compile max-autotune": h.compiled(linear, options=SEARCH)}
+    variants = {library: linear} | compiled | {"triton": skinny_matmul} | (more or {})
+    work = Work(bytes=x.nbytes + w.nbytes + x.element_size() * M * N, flops=2 * M * N * K, dtype=h.half)
+    return h.compare(
+        variants, reference, x, w, baseline=library, work=work, title=title, case=f"{M}x{N}x{K}",
+        terms=K, wrong={"without its last 32 of K": lambda x, w: reference(x[:, :-32], w[:, :-32])},
+    )  # fmt: skip
+
+
+def demo(h: Harness) -> None:
+    # One row and few outputs; both kernels at a tail in each dimension; a tile for several programs; nothing to sum.
+    for M, N, K in [(1, 1, 1), (1, 131, 517), (5, 264, 1032), (17, 72, 136), (70, 3, 65), (3, 7, 0)]:
+        h.check(skinny_matmul, reference, h.randn(M, K, dtype=h.half), h.randn(N, K, dtype=h.half), terms=K)
+    w, tma = h.meta(8192, 8192), ("cp.async.bulk.tensor", "mbarrier")
+    find = {80: ("cp.async", "mma.sync"), 90: (*tma, "wgmma"), 100: (*tma, "tcgen05.mma"), 120: (*tma, "mma.sync")}
+    h.codegen(skinny_matmul, h.meta(16, 8192), w, find=find)
+    h.codegen(skinny_matmul, h.meta(1, 8192), w, find=dict.fromkeys(find, ("cp.async", "fma.f32")))
+
+    rows = h.pick(interpreted=(1, 16), quick=(1, 16, 64), full=(1, 16, 64, 256))
+    sizes = h.pick(interpreted=[(72, 264)], quick=[(4096, 4096)], full=[(8192, 8192), (28672, 8192)])
+    by_mma = {"MMAs for one row": skinny_matmul_stream_k}
+    tables = {(M, size): compare(h, M, *size, by_mma if M == 1 else None) for size in sizes for M in rows}
+
+    def answer() -> str:
+        one, some = tables[1, sizes[-1]], tables[16, sizes[-1]]
+        over = {M: over_library([tables[M, size] for size in sizes]) for M in rows}
+        ahead = ", ".join(f"{ratio:.2f}x with {M}" for M, ratio in over.items())
+        fma = one.over("MMAs for one row", "triton")
+        return (
+            f"Rows: {ahead}, over the faster of {one.baseline} and max-autotune. Weights come at "
+            f"{one['triton'].tbps:.2f} TB/s for one row, {some['triton'].tbps:.2f} for 16; for one row FMAs "
+            f"{f'are {fma:.2f}x as fast as' if fma > 1.02 else 'do not beat'} MMAs."
+        )
+
+    h.answer(answer)
+
+
+if __name__ == "__main__":
+    run(demo)

@@ -1,0 +1,207 @@
+"""Weight-only quantization: 4-bit or FP8 weights, 16-bit activations, dequantized between shared memory and the MMA.
+
+A linear layer of few rows takes as long as its weights are read (skinny_matmul). 4-bit weights with a scale for 128 of
+them are 0.52 bytes each, FP8 weights 1: of 8192 x 8192 an H200 reads 35 MB in 8 us, 67 MB in 16 us, 134 MB of bf16 in
+32 us. What is in the way is arithmetic: an SM receives 35 4-bit weights a cycle, and does 64 integer operations.
+
+  layout      A 16-bit word has 4 (2) weights that are 64 columns apart, so a tile of words is 4 (2) tiles of weights,
+              each in the very layout in which the MMA wants it: no weight moves between threads.
+  operations  A nibble is or-ed into the mantissa of 128.0, two at a time, and 136 is subtracted: bf16 from -8 to 7.
+              FP8 is shifted to the exponent of bf16, and multiplied by 2^120, as the two have different biases.
+  scales      multiply sums, not weights: the products of rounded weights and x are then exact.
+
+y^T = w x^T, since an MMA of Hopper takes its left operand from registers; stream-K as in skinny_matmul.
+
+Question   How much faster than a bf16 GEMM are 4-bit and FP8 weights, with 1 to 64 rows?
+Needs      triton, sm_90
+Wins when  M is at most 64: more rows would make more of dequantizing once for many, and then of FP8 activations.
+Variants   weight_only_matmul_packing.py (quantize_weight, and the instructions that undo it)
+Study      studies/triton/weight_only_matmul.py
+Source     goes beyond the chapter; bits into a mantissa as in FasterTransformer's and Marlin's kernels
+"""
+
+from __future__ import annotations
+
+from functools import partial
+
+from harness import Harness, Work, run
+
+import torch
+import triton
+import triton.language as tl
+
+from examples.common.compiled import SEARCH
+from examples.common.device import architecture, require_triton_device
+from examples.common.stream_k import first_unit, launch_stream_k, stages_that_fit, store_share
+from examples.common.tma import rows_for_tma, tma_descriptor, tma_takes
+from examples.common.untraced import untraced
+from examples.triton.weight_only_matmul_packing import (
+    DTYPES,
+    FORMATS,
+    GROUP,
+    WORDS,
+    PackedWeight,
+    dequantized,
+    quantize_weight,
+    two_parts,
+)  # fmt: skip
+
+TILES = [(16, 64, 4), (32, 64, 4), (64, 128, 8)]  # BLOCK_M, BLOCK_N, warps: the first with all rows, else the last
+STAGES = 8  # at most
+PER_SM = 4  # programs, at most: one dequantizes while another multiplies
+linear = torch.nn.functional.linear
+
+
+@triton.jit
+def weight_only_matmul_kernel(
+    x_desc, w_desc, scale_ptr, y_ptr, parked_ptr, M, N, steps, units, INT4: tl.constexpr,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, STAGES: tl.constexpr,
+):  # fmt: skip
+    PARTS: tl.constexpr = 4 if INT4 else 2
+    dtype: tl.constexpr = y_ptr.dtype.element_ty
+    program, programs = tl.program_id(0), tl.num_programs(0)
+    tiles_m = tl.cdiv(M, BLOCK_M)
+    first, end = first_unit(program, units, programs), first_unit(program + 1, units, programs)
+    tile, step, count = (first // steps).to(tl.int32), (first % steps).to(tl.int32), (end - first).to(tl.int32)
+    begun = step
+    acc = tl.zeros((BLOCK_N, BLOCK_M), tl.float32)
+    # The loop of skinny_matmul, save that weights pass through registers between shared memory and the MMA.
+    for i in tl.range(0, count, num_stages=STAGES):
+        row, col, k = tile // tiles_m * BLOCK_N, tile % tiles_m * BLOCK_M, step * (PARTS * WORDS)
+        words = w_desc.load([row, step * WORDS])
+        if INT4:
+            # A group is two parts. n wraps around where a tile reaches past N; what it scales is discarded.
+            scales = scale_ptr + (2 * step).to(tl.int64) * N + (row + tl.arange(0, BLOCK_N)) % N
+            left, right = tl.load(scales), tl.load(scales + N)
+            part = tl.dot(two_parts(words, 0, INT4, dtype), x_desc.load([col, k]).T)
+            acc += part * left.to(tl.float32)[:, None]
+            part = tl.dot(two_parts(words, 2, INT4, dtype), x_desc.load([col, k + 2 * WORDS]).T)
+            acc += part * right.to(tl.float32)[:, None]
+        else:
+            acc = tl.dot(two_parts(words, 0, INT4, dtype), x_desc.load([col, k]).T, acc)
+        last = step == steps - 1
+        if last | (i == count - 1):
+            if not INT4:
+                acc *= tl.load(scale_ptr + (row + tl.arange(0, BLOCK_N)) % N)[:, None]
+            whole, slot = last & (begun == 0), 2 * program + (begun == 0)
+            store_share(y_ptr, parked_ptr, acc, whole, slot, row, col, 0, M, N, BLOCK_M)
+            acc = tl.zeros((BLOCK_N, BLOCK_M), tl.float32)
+        begun = tl.where(last, 0, begun)
+        tile = tl.where(last, tile + 1, tile)
+        step = tl.where(last, 0, step + 1)
+
+
+def choose_tile(M: int, format: str, device: torch.device) -> tuple[int, ...]:
+    """A tile of TILES, how many programs an SM runs, and their stages: three, or as many as there are for one."""
+    m, n, num_warps = next((tile for tile in TILES if tile[0] >= M), TILES[-1])
+    step_bytes = 2 * WORDS.value * (n + m * FORMATS[format])
+    for per_sm in range(PER_SM, 0, -1):
+        stages = stages_that_fit(device, m, n, step_bytes, STAGES, per_sm)
+        if stages >= 3:
+            break
+    return m, n, num_warps, per_sm, stages
+
+
+@untraced
+def weight_only_matmul(x: torch.Tensor, packed: PackedWeight) -> torch.Tensor:
+    """x [M, K] times the weights [N, K] of quantize_weight, transposed: y [M, N], contiguous, in the dtype of x.
+
+    float16 or bfloat16, whichever the weights were; any sizes (0 too) and strides of x, which is copied where
+    TMA cannot load it. The accumulator is float32.
+
+    Raises TypeError for another dtype, or weights that are not packed; ValueError for rank, inner sizes or a device;
+    RuntimeError for a device without Triton or before sm_90, or an input that requires grad.
+    """
+    name = "weight_only_matmul"
+    if not isinstance(packed, PackedWeight):
+        raise TypeError(f"{name}: weights are {type(packed).__name__}; pass what quantize_weight returns")
+    require_triton_device(name, x)
+    require_triton_device(name, x, packed.words, packed.scales)
+    if x.dtype not in DTYPES:
+        raise TypeError(f"{name}: dtype {x.dtype} is not one of {DTYPES}")
+    if x.ndim != 2 or x.shape[1] != packed.K:
+        raise ValueError(f"{name}: x has shape {tuple(x.shape)}; need [M, {packed.K}]")
+    if (sm := architecture(x.device)) < 90:
+        raise RuntimeError(f"{name}: TMA comes with sm_90 (this is sm_{sm}): dequantize the weights")
+    (M, K), N = x.shape, packed.words.shape[0]
+    if not (M and N and K):
+        return torch.zeros((M, N), dtype=x.dtype, device=x.device)
+    y = torch.empty((M, N), dtype=x.dtype, device=x.device)
+    if not tma_takes(x):
+        x = rows_for_tma(x).copy_(x)
+    int4, words = packed.format == "int4", WORDS.value
+    m, n, num_warps, per_sm, stages = choose_tile(M, packed.format, x.device)
+
+    def launch(programs: int, parked: torch.Tensor, units: int) -> None:
+        weight_only_matmul_kernel[(programs,)](
+            tma_descriptor(x, [m, 2 * words]), tma_descriptor(packed.words, [n, words]), packed.scales, y, parked,
+            M, N, packed.words.shape[1] // words, units,
+            INT4=int4, BLOCK_M=m, BLOCK_N=n, STAGES=stages, num_warps=num_warps,
+        )  # fmt: skip
+
+    launch_stream_k(launch, y, packed.words.shape[1], (m, n, words), per_sm=per_sm)
+    return y
+
+
+def in_float64(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+    return x.double() @ weight.double().t()
+
+
+def torch_dequantized(x: torch.Tensor, packed: PackedWeight) -> torch.Tensor:
+    return linear(x, dequantized(packed, x.dtype))
+
+
+def reference(x: torch.Tensor, packed: PackedWeight) -> torch.Tensor:
+    return in_float64(x, dequantized(packed))
+
+
+def compare(h: Harness, M: int, N: int, K: int, title: str | None = None):
+    """A GEMM of 16-bit weights, and for each format ours and what torch.compile makes of the same packed weights."""
+    x, w = h.randn(M, K, dtype=h.half), h.randn(N, K, dtype=h.half, scale=K**-0.5)
+    library = "torch" if h.interpreted else "cuBLAS 16 bit"
+    variants, references = {library: partial(linear, weight=w)}, {library: partial(in_float64, weight=w)}
+    for format in FORMATS:
+        packed = quantize_weight(w, format)
+        compiled, ours = f"torch.compile {format}", f"triton {format}"
+        variants[compiled] = h.compiled(partial(torch_dequantized, packed=packed), options=SEARCH)
+        variants[ours] = partial(weight_only_matmul, packed=packed)
+        references[compiled] = partial(in_float64, weight=dequantized(packed, h.half))  # it rounds weights to 16 bits
+        references[ours] = partial(reference, packed=packed)
+    work = Work(bytes=x.nbytes + w.nbytes // 4 + x.element_size() * M * N, flops=2 * M * N * K, dtype=h.half)
+    return h.compare(
+        variants, references["triton int4"], x, baseline=library, work=work, title=title, case=f"{M}x{N}x{K}",
+        terms=K, references=references, default="triton int4",
+    )  # fmt: skip
+
+
+def demo(h: Harness) -> None:
+    # One of each; a tail in each dimension and rows TMA cannot load; shared tiles; nothing to sum.
+    for format in FORMATS:
+        for M, N, K in [(1, 1, 1), (5, 131, 517), (33, 72, 1700), (3, 7, 0)]:
+            packed = quantize_weight(h.randn(N, K, dtype=h.half), format)
+            x, fn = h.randn(M, K, dtype=h.half), partial(weight_only_matmul, packed=packed)
+            h.check(fn, partial(reference, packed=packed), x, terms=K, what=f"{format} {M}x{N}x{K}")
+
+    tma, N = ("cp.async.bulk.tensor", "mbarrier"), 8192
+    find = {90: (*tma, "wgmma"), 100: (*tma, "tcgen05.mma"), 120: (*tma, "mma.sync")}
+    words, scales = h.meta(N, N // 4, dtype=torch.int16), h.meta(N // GROUP, N)
+    h.codegen(weight_only_matmul, h.meta(1, N), PackedWeight(words, scales, N, "int4"), find=find)
+
+    rows = h.pick(interpreted=(1,), quick=(1, 16), full=(1, 16, 64))
+    size = h.pick(interpreted=(72, 264), quick=(4096, 4096), full=(8192, 8192))
+    tables = {M: compare(h, M, *size) for M in rows}
+
+    def answer() -> str:
+        library, one = tables[1].baseline, tables[1]
+        speeds = {f: ", ".join(f"{t.over(library, f'triton {f}'):.2f}x" for t in tables.values()) for f in FORMATS}
+        compiled = one.over("torch.compile int4", "triton int4")
+        return (
+            f"Over {library} at {', '.join(map(str, rows))} rows: int4 {speeds['int4']}; FP8 {speeds['fp8']}. int4 for "
+            f"one row is {f'{compiled:.2f}x as fast as' if compiled > 1 else 'behind'} torch.compile of the same."
+        )
+
+    h.answer(answer)
+
+
+if __name__ == "__main__":
+    run(demo)

@@ -1,0 +1,142 @@
+"""skinny_matmul: any share of any tile, both kernels at every edge, layouts, tiles that fit, bad input, the code."""
+
+import itertools
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from examples.common import stream_k
+from examples.common.device import SHARED_LIMIT, Limits
+from examples.triton import skinny_matmul as lesson
+from examples.triton import skinny_matmul_gemv as gemv
+from examples.triton.skinny_matmul import skinny_matmul, skinny_matmul_gemv, skinny_matmul_stream_k
+from tests.examples.triton import helpers
+from tests.examples.triton.helpers import INF, NAN, check_product, code, meta, products, refused
+
+
+def rows(x: torch.Tensor) -> torch.Tensor:
+    return x if x.stride(1) == 1 else x.contiguous()
+
+
+def as_matmul(fn):
+    """fn(x, w) as a @ b, which the helpers check."""
+    return lambda a, b, **options: fn(rows(a), rows(b.t()), **options)
+
+
+@pytest.mark.parametrize("tma", [False, True])
+def test_edges_layouts_and_extremes(h, tma):
+    """By pointers, and where TMA can load; more rows than a tile; one row, few and many outputs."""
+    for a, b in products(h, (1, 264, 72), (1, 8, 520), (257, 8, 72), (1, 64, 1048), tma=tma):
+        check_product(h, as_matmul(skinny_matmul), a, b)
+    a, b = h.randn(1, 600, dtype=h.half), h.randn(600, 131, dtype=h.half)
+    b[3, 7], b[599, 11], b[0, 130] = NAN, INF, -INF
+    for values in (a, a * 2000, a * 2.0**-12):
+        check_product(h, as_matmul(skinny_matmul_gemv), values, b)
+        check_product(h, as_matmul(skinny_matmul_stream_k), values, b, programs=5)
+
+
+test_any_shape = helpers.any_product(
+    as_matmul(skinny_matmul_stream_k), M=70, N=150, K=400, programs=st.none() | st.integers(1, 12)
+)
+test_any_share_by_tma = helpers.any_product(
+    as_matmul(skinny_matmul_stream_k), M=20, N=150, K=900, tma=True, programs=st.integers(1, 20)
+)
+test_one_row_of_any_length = helpers.any_product(as_matmul(skinny_matmul), M=1, N=150, K=700)
+
+
+@given(tiles=st.integers(1, 700), steps=st.integers(1, 500), slots=st.integers(1, 300))
+def test_programs_share_out_all_steps(tiles, steps, slots):
+    """No more programs than run at once, none without a step; what they get differs by a step at most."""
+    programs = stream_k.share_out(tiles, steps, slots)
+    assert 1 <= programs <= min(slots, max(1, tiles * steps))
+    units = tiles * steps
+    firsts = [program * units // programs for program in range(programs + 1)]
+    assert {b - a for a, b in itertools.pairwise(firsts)} <= {units // programs, -(-units // programs)}
+    assert programs == tiles or programs % tiles == 0 or tiles * steps // programs >= min(steps, stream_k.LEAST_STEPS)
+
+
+def test_shares_even_where_that_costs_few_programs():
+    share_out = stream_k.share_out
+    assert [share_out(64, 64, 132), share_out(128, 64, 132), share_out(224, 64, 132)] == [128, 128, 132]
+    assert [share_out(40, 64, 132), share_out(1, 8, 132), share_out(1, 1, 132)] == [120, 2, 1]
+
+
+def test_products_of_integers_are_exact_however_they_are_shared(h):
+    """Nothing rounds, so a step that is left out or added twice shows as itself.
+
+    There are 18 steps in two tiles: with 11 programs a share of broken length ends where a tile begins.
+    """
+    x, w = (torch.randint(-4, 5, shape, device=h.device).to(h.half) for shape in ((5, 1100), (100, 1100)))
+    want = (x.double() @ w.double().t()).to(h.half)
+    for programs in (1, 2, 3, 5, 11, 50):
+        assert torch.equal(skinny_matmul_stream_k(x, w, programs=programs), want), programs
+
+
+def test_one_row_takes_the_kernel_without_mmas_where_it_fills_the_gpu(h, monkeypatch):
+    called = []
+    for name in ("skinny_matmul_gemv", "skinny_matmul_stream_k"):
+        monkeypatch.setattr(lesson, name, lambda *_, name=name: called.append(name.removeprefix("skinny_matmul_")))
+    busy = gemv.OUTPUTS * gemv.PER_SM * gemv.device_limits(h.device).sms
+    for M, N in ((1, busy), (1, busy - gemv.OUTPUTS), (2, busy)):
+        skinny_matmul(h.randn(M, 8, dtype=h.half), h.randn(N, 8, dtype=h.half))
+    assert called == ["gemv", "stream_k", "stream_k"]
+
+
+@pytest.mark.parametrize("sm", SHARED_LIMIT)
+def test_a_tile_fits_every_gpu(sm, monkeypatch):
+    monkeypatch.setattr(stream_k, "device_limits", lambda _: Limits(100, SHARED_LIMIT[sm]))
+    for M in (1, 16, 17, 33, 64, 128, 256, 10_000):
+        m, n, k, _, stages = stream_k.tile_that_fits(lesson.TILES, M, lesson.STAGES, torch.device("cpu"))
+        assert 2 <= stages <= lesson.STAGES
+        assert 2 * stages * (m + n) * k + 4 * n * min(m, stream_k.STORE_M.value) < SHARED_LIMIT[sm]
+        assert m >= min(M, 128)
+
+
+@pytest.mark.gpu
+def test_real_sizes_bits_and_more_elements_than_an_int32_counts(h, gpu_gib):
+    for i, (M, N, K) in enumerate(
+        [(1, 8192, 8192), (2, 28672, 8192), (16, 8192, 8192), (16, 1000, 8192), (33, 4096, 11008), (64, 8192, 8192),
+         (100, 5003, 4095), (128, 8192, 8192), (200, 28672, 8192), (256, 8192, 8192), (600, 1024, 4096)]
+    ):  # fmt: skip
+        x, w = (h.randn(n, K, dtype=lesson.DTYPES[i % 2]) for n in (M, N))
+        short = lesson.reference(x[:, :-32], w[:, :-32])
+        h.check(skinny_matmul, lesson.reference, x, w, terms=K, wrong={"short": short})
+        for fn in (skinny_matmul, skinny_matmul_stream_k):
+            first = fn(x, w)
+            assert all(torch.equal(fn(x, w), first) for _ in range(5))
+    helpers.check_beyond_int32(h, gpu_gib, as_matmul(skinny_matmul), transposed=True)
+    row = h.randn(1, 64, dtype=torch.bfloat16)
+    w = torch.empty(2**31 // 64 + 64, 64, dtype=torch.bfloat16, device=h.device).normal_()
+    y = skinny_matmul_gemv(row, w)
+    h.check(lambda *_: y[:, -300:].contiguous(), lesson.reference, row, w[-300:], terms=64)
+
+
+def test_bad_input(h):
+    x, w = h.randn(4, 16, dtype=h.half), h.randn(8, 16, dtype=h.half)
+    refused(skinny_matmul, ValueError, r"need x \[M, K\] and w \[N, K\]", x, w[:, :8])
+    refused(skinny_matmul, ValueError, "K must be contiguous: w.contiguous", x, h.randn(16, 8, dtype=h.half).t())
+    refused(skinny_matmul, TypeError, "both must be the same one of", x.float(), w.float())
+    refused(skinny_matmul_gemv, ValueError, "x has 4 rows; it takes one", x, w)
+
+
+TMA = "cp.async.bulk.tensor mbarrier"
+
+
+@pytest.mark.parametrize(
+    ("sm", "found", "rows"),
+    [
+        (80, "cp.async mma.sync", [16]),
+        (90, f"{TMA} wgmma", [16, 64, 256]),
+        (100, f"{TMA} tcgen05.mma", [128]),
+    ],
+)
+def test_generated_code(sm, found, rows):
+    """Without a spill; on sm_90, one program to an SM has more bytes in flight than saturate its memory."""
+    for M in rows:
+        kernel = code(sm, found, skinny_matmul_stream_k, meta(M, 8192), meta(8192, 8192), programs=64)
+        m, n, *_ = stream_k.tile_that_fits(lesson.TILES, M, lesson.STAGES, torch.device("cpu"))
+        assert kernel.shared * n / (m + n) >= 64 * 1024 or sm != 90
+    kernel = code(sm, "cp.async fma.f32", skinny_matmul, meta(1, 8192), meta(8192, 8192))
+    assert kernel.registers <= 80, "six programs to an SM"

@@ -1,0 +1,181 @@
+"""weight_only_matmul: packing and its inverse, the instructions that dequantize, every edge, bad input, the code."""
+
+import operator
+import re
+from functools import partial
+
+from harness.codegen import compile_for
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from examples.common import stream_k
+from examples.common.device import SHARED_LIMIT, Limits
+from examples.triton import weight_only_matmul as lesson
+from examples.triton.weight_only_matmul import reference, weight_only_matmul
+from examples.triton.weight_only_matmul_packing import (
+    FORMATS,
+    GROUP,
+    PackedWeight,
+    assembly,
+    dequantized,
+    quantize_weight,
+)
+from tests.examples.triton.helpers import INF, NAN, harness, meta, refused
+
+by_format = pytest.mark.parametrize("format", FORMATS)
+
+
+def check(h, x, packed, **budget) -> None:
+    what = f"{packed.format} {tuple(x.shape)} {x.stride()} {packed.words.shape[0]}"
+    h.check(
+        partial(weight_only_matmul, packed=packed),
+        partial(reference, packed=packed),
+        x,
+        terms=packed.K,
+        what=what,
+        **budget,
+    )
+
+
+@by_format
+def test_edges_layouts_and_extremes(h, format):
+    for M, N, K in [(1, 1, 1), (17, 64, 256), (65, 72, 300), (5, 65, 1700), (0, 5, 3), (5, 0, 3), (3, 7, 0)]:
+        check(h, h.randn(M, K, dtype=h.half), quantize_weight(h.randn(N, K, dtype=h.half), format))
+    packed = quantize_weight(h.randn(70, 264, dtype=h.half), format)
+    wide = h.randn(20, 600, dtype=h.half)
+    # Rows apart, a start and a stride that TMA cannot take, columns apart, one row for all.
+    for x in (wide[:, :264], wide[:, 1:265], wide[:, ::2][:, :264], wide[:1, :264].expand(6, 264)):
+        check(h, x, packed)
+    for x in (wide[:, :264] * 1000, wide[:, :264] * 2.0**-10):
+        check(h, x, packed)
+
+
+@by_format
+def test_nan_and_infinity_go_where_the_weights_put_them(h, format):
+    w, x = h.randn(70, 600, dtype=h.half), h.randn(5, 600, dtype=h.half)
+    w[3, 5], w[66, 599], w[7, 300] = NAN, INF, -INF
+    x[1, 7], x[2, 599] = NAN, INF
+    packed = quantize_weight(w, format)
+    assert dequantized(packed)[[3, 66, 7], [5, 599, 300]].isnan().all()
+    check(h, x, packed)
+
+
+@by_format
+def test_any_size(format):
+    @given(M=st.integers(0, 40), N=st.integers(0, 140), K=st.integers(0, 700))
+    def test(M, N, K):
+        h = harness()
+        check(h, h.randn(M, K, dtype=h.half), quantize_weight(h.randn(N, K, dtype=h.half), format))
+
+    test()
+
+
+@by_format
+def test_packing_loses_half_a_step_at_most(h, format):
+    w = h.rows(70, 600, dtype=h.half)
+    w[5], w[6, :128], w[7] = 0, 0, w[7] * 1e-3
+    error = (dequantized(quantize_weight(w, format)) - w.double()).abs()
+    groups = torch.nn.functional.pad(w.double(), (0, -600 % GROUP)).unflatten(1, (-1, GROUP)).abs().amax(-1)
+    if format == "int4":
+        assert (error <= groups.repeat_interleave(GROUP, 1)[:, :600] / 7 * 0.505 + 2.0**-24).all()
+    else:
+        amax = w.double().abs().amax(1, keepdim=True)
+        assert (error <= w.double().abs() * 2.0**-4 * 1.001 + amax / 448 * 2.0**-10 * 1.001).all()
+
+
+def emulated(text: str, word: int, dtype: torch.dtype) -> torch.Tensor:
+    """What the PTX of a dequantizing instruction sequence makes of a 32-bit register: two numbers."""
+    registers = {"$1": word}
+
+    def value(name: str) -> int:
+        return int(name, 0) if name[0].isdigit() else registers[name]
+
+    def halves(bits: int) -> torch.Tensor:
+        return torch.tensor([bits & 0xFFFF, bits >> 16], dtype=torch.int32).to(torch.uint16).view(dtype).double()
+
+    for line in filter(None, (part.strip() for part in text.strip("{} ").split(";"))):
+        if line.startswith(".reg"):
+            continue
+        name, to, *args = re.split(r"[ ,]+", line)
+        a, *more = map(value, args)
+        operation = name.split(".")[0]
+        if operation in ("sub", "mul"):
+            assert f".{'bf16' if dtype is torch.bfloat16 else 'f16'}x2" in name
+            left, right = halves(a), halves(more[0])
+            return left - right if operation == "sub" else left * right
+        if operation == "lop3":
+            assert more[2] == 0xEA
+        kind = operator.rshift if operation == "shr" else operator.lshift
+        shifted = a if operation == "mov" else kind(a, more[0]) if operation in ("shl", "shr") else a & more[0]
+        registers[to] = (shifted | more[1] if operation == "lop3" else shifted) & 0xFFFFFFFF
+    raise AssertionError("no result")
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+def test_instructions_that_dequantize(dtype):
+    """All codes of each format in each part of either word, among others: what they stand for, exactly."""
+    bf16 = dtype is torch.bfloat16
+    for part in range(4):
+        for nibble in range(16):
+            word = (0xA5A5A5A5 & ~(0xF000F << 4 * part)) | (nibble << 4 * part) | ((15 - nibble) << 4 * part + 16)
+            assert emulated(assembly(part, True, bf16), word, dtype).tolist() == [nibble - 8, 7 - nibble]
+    for part in range(2):
+        for byte in range(256):
+            word = (0xA5A5A5A5 & ~(0xFF00FF << 8 * part)) | (byte << 8 * part) | ((byte ^ 1) << 8 * part + 16)
+            want = torch.tensor([byte, byte ^ 1], dtype=torch.uint8).view(torch.float8_e4m3fn).double()
+            if want.isfinite().all():  # NaN is in the scale alone
+                got = emulated(assembly(part, False, bf16), word, dtype)
+                assert torch.equal(got, want), (part, byte, got, want)
+
+
+@pytest.mark.parametrize("sm", [sm for sm in SHARED_LIMIT if sm >= 90])
+def test_a_tile_fits_every_gpu(sm, monkeypatch):
+    monkeypatch.setattr(stream_k, "device_limits", lambda _: Limits(100, SHARED_LIMIT[sm]))
+    for M in (1, 16, 17, 64, 1000):
+        for format, parts in FORMATS.items():
+            m, n, _, per_sm, stages = lesson.choose_tile(M, format, torch.device("cpu"))
+            assert stages >= (1 if SHARED_LIMIT[sm] < 128 * 1024 else 3)
+            assert per_sm * (stages * 128 * (n + parts * m) + 4 * n * min(m, 32)) < SHARED_LIMIT[sm]
+
+
+@pytest.mark.gpu
+@by_format
+def test_real_sizes_dtypes_and_bits(h, format):
+    for i, (M, N, K) in enumerate(
+        [(1, 8192, 8192), (16, 28672, 8192), (33, 1000, 11008), (64, 8192, 8192), (300, 520, 777)]
+    ):
+        dtype = (torch.bfloat16, torch.float16)[i % 2]
+        packed = quantize_weight(h.randn(N, K, dtype=dtype), format)
+        x = h.randn(M, K, dtype=dtype)
+        check(h, x, packed)
+        first = weight_only_matmul(x, packed)
+        assert all(torch.equal(weight_only_matmul(x, packed), first) for _ in range(5))
+
+
+def test_bad_input(h):
+    w, x = h.randn(8, 16, dtype=h.half), h.randn(4, 16, dtype=h.half)
+    packed = quantize_weight(w, "int4")
+    refused(quantize_weight, ValueError, "format 'int3' is not one of", w, "int3")
+    refused(quantize_weight, TypeError, "is not one of", w.float(), "fp8")
+    refused(quantize_weight, ValueError, r"need \[N, K\]", w[0], "fp8")
+    refused(weight_only_matmul, TypeError, "pass what quantize_weight returns", x, w)
+    refused(weight_only_matmul, ValueError, r"need \[M, 16\]", x[:, :8], packed)
+
+
+@by_format
+@pytest.mark.parametrize(("sm", "mma"), [(90, "wgmma"), (100, "tcgen05.mma")])
+def test_generated_code(format, sm, mma):
+    """Without a spill; on sm_90 four programs fit an SM at one row, and the weights never go back to shared memory."""
+    parts, N = FORMATS[format], 8192
+    for M in (1, 64) if sm == 90 else (1,):
+        groups, kind = (N // GROUP, torch.bfloat16) if format == "int4" else (1, torch.float32)
+        packed = PackedWeight(meta(N, N // parts, dtype=torch.int16), meta(groups, N, dtype=kind), N, format)
+        kernel = next(
+            k for k in compile_for(weight_only_matmul, (meta(M, N), packed), sms=(sm,)) if "merge" not in k.kernel
+        )
+        assert (kernel.error, kernel.too_much, kernel.spills) == (None, None, 0)
+        assert all(kernel.found.get(name) for name in ("cp.async.bulk.tensor", "mbarrier", mma))
+        assert M > 1 or 4 * (kernel.shared + 1024) <= SHARED_LIMIT[sm]
