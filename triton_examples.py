@@ -5,8 +5,9 @@ moving fewer bytes (fused_add_relu_mul), the next from keeping a row where it is
 tensor cores: tiles and their order (matmul), what each precision costs (tensor_cores), where shared memory comes
 from (shared_memory), which tile is best (autotune), and the three ways to keep the tensor cores busy: loads ahead
 (pipelined_matmul), tiles that overlap (persistent_matmul), warp specialization (warp_specialized_matmul). With these,
-the kernels of a model: layer_norm and dropout with their backward passes, flash_attention; how torch.compile sees
-a kernel (custom_op), and how to find out what is wrong with one (debugging).
+the kernels of a model: layer_norm, rms_norm (with the residual) and dropout with their backward passes,
+flash_attention, and the loss of a language model (cross_entropy); how torch.compile sees a kernel (custom_op), and how
+to find out what is wrong with one (debugging).
 
     python triton_examples.py                  all of them, sized for this machine
     python triton_examples.py softmax matmul   only these
@@ -27,8 +28,10 @@ TECHNIQUES = [
     "examples/triton/persistent_matmul.py",
     "examples/triton/warp_specialized_matmul.py",
     "examples/triton/layer_norm.py",
+    "examples/triton/rms_norm.py",
     "examples/triton/dropout.py",
     "examples/triton/flash_attention.py",
+    "examples/triton/cross_entropy.py",
     "examples/triton/custom_op.py",
     "examples/triton/debugging.py",
 ]

@@ -16,7 +16,8 @@ LESS_WORK = ("no epilogue",)  # rows that are beside a table's work, and no call
 # The row of the wrapper called without options, which README shows.
 DEFAULTS = {
     "triton/autotune": "triton tuned", "triton/dropout": "triton", "triton/flash_attention": "triton",
-    "triton/layer_norm": "triton", "triton/persistent_matmul": "split", "triton/softmax": "triton",
+    "triton/layer_norm": "triton", "triton/cross_entropy": "triton", "triton/persistent_matmul": "split",
+    "triton/rms_norm": "triton", "triton/softmax": "triton",
     "triton/warp_specialized_matmul": "persistent, WS", "fp8/quantize": "triton", "fp8/fused_gelu_quantize": "triton",
     "fp8/fused_layer_norm_quantize": "triton", "fp8/fp8_matmul": "triton", "fp8/blockwise_matmul": "triton",
     "fp8/fp8_attention": "triton", "tma/what_is_tma": "descriptor", "tma/tma_copy": "pipelined",
@@ -88,8 +89,8 @@ def test_readme_shows_the_call_without_options(name):
 
 @pytest.mark.parametrize(
     "name",
-    ["triton/dropout", "triton/layer_norm", "triton/softmax", "fp8/quantize", "fp8/fused_gelu_quantize",
-     "fp8/fused_layer_norm_quantize", "fp8/fp8_attention", "tma/tma_epilogues"],
+    ["triton/dropout", "triton/layer_norm", "triton/cross_entropy", "triton/rms_norm", "triton/softmax", "fp8/quantize",
+     "fp8/fused_gelu_quantize", "fp8/fused_layer_norm_quantize", "fp8/fp8_attention", "tma/tma_epilogues"],
 )  # fmt: skip
 def test_the_ratio_is_over_the_fastest_call_of_a_library(name):
     """Each in turn takes half the time of all others; whichever it is, the answer is the less for it."""
