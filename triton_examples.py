@@ -6,9 +6,9 @@ tensor cores: tiles and their order (matmul), what each precision costs (tensor_
 from (shared_memory), which tile is best (autotune), and the three ways to keep the tensor cores busy: loads ahead
 (pipelined_matmul), tiles that overlap (persistent_matmul), warp specialization (warp_specialized_matmul); and, for the
 few rows of a decoding step, weights read at the speed of memory (skinny_matmul), in 4 or 8 bits (weight_only_matmul).
-With these, the kernels of a model: layer_norm and dropout with their backward passes, flash_attention, and
-decode_attention for one token at a time; how torch.compile sees a kernel (custom_op), and how to find out what is wrong
-with one (debugging).
+With these, the kernels of a model: layer_norm, rms_norm (with the residual) and dropout with their backward passes,
+flash_attention, and decode_attention for one token at a time, and the loss of a language model (cross_entropy); how
+torch.compile sees a kernel (custom_op), and how to find out what is wrong with one (debugging).
 
     python triton_examples.py                  all of them, sized for this machine
     python triton_examples.py softmax matmul   only these
@@ -31,9 +31,11 @@ TECHNIQUES = [
     "examples/triton/skinny_matmul.py",
     "examples/triton/weight_only_matmul.py",
     "examples/triton/layer_norm.py",
+    "examples/triton/rms_norm.py",
     "examples/triton/dropout.py",
     "examples/triton/flash_attention.py",
     "examples/triton/decode_attention.py",
+    "examples/triton/cross_entropy.py",
     "examples/triton/custom_op.py",
     "examples/triton/debugging.py",
 ]

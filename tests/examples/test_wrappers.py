@@ -234,7 +234,9 @@ def test_it_is_right_wherever_it_is_called(h, wrapper, context):
         assert (close if in_any_order and not interpreted() else same)(got, want), f"call {i} gives another result"
 
 
-DIFFERENTIABLE = ("layer_norm", "dropout", "flash_attention", "silu_mul_opaque", "silu_mul_traced")
+DIFFERENTIABLE = (
+    "layer_norm", "rms_norm", "cross_entropy", "dropout", "flash_attention", "silu_mul_opaque", "silu_mul_traced"
+)  # fmt: skip
 
 
 @pytest.mark.parametrize("wrapper", [each for each in WRAPPERS + OTHERS if str(each) in DIFFERENTIABLE], ids=str)

@@ -40,6 +40,7 @@ from examples.tma.tma_persistent_matmul import matmul_tma_persistent, prepare_ma
 from examples.tma.what_is_tma import scale_descriptors, scale_pointers
 from examples.triton import custom_op, debugging, shared_memory, shared_memory_single_use
 from examples.triton.autotune import matmul_config, matmul_fixed, matmul_tuned
+from examples.triton.cross_entropy import cross_entropy
 from examples.triton.custom_op import silu_mul, silu_mul_backward
 from examples.triton.decode_attention import decode_attention
 from examples.triton.decode_attention_operands import inputs as cache_inputs
@@ -53,6 +54,13 @@ from examples.triton.layer_norm_resident import layer_norm_resident
 from examples.triton.matmul import matmul
 from examples.triton.persistent_matmul import matmul_persistent
 from examples.triton.pipelined_matmul import matmul_pipelined
+from examples.triton.rms_norm import rms_norm, rms_norm_forward
+from examples.triton.rms_norm_backward import (
+    rms_norm_backward,
+    rms_norm_backward_loop,
+    rms_norm_backward_rows,
+    rms_norm_backward_split,
+)
 from examples.triton.shared_memory_single_use import column_sum, matmul_strip, row_sum
 from examples.triton.skinny_matmul import skinny_matmul, skinny_matmul_stream_k
 from examples.triton.skinny_matmul_gemv import skinny_matmul_gemv
@@ -108,6 +116,18 @@ def norm(*more: str, cols: int = 48) -> Callable[[Harness], tuple]:
     return arguments
 
 
+def rms(of: str, cols: int = 48) -> Callable[[Harness], tuple]:
+    """x, weight and a residual; or dy, x, weight, rstd and the gradient of the sum."""
+
+    def arguments(h: Harness) -> tuple:
+        dy, x, other, weight = h.randn(6, cols), h.randn(6, cols), h.randn(6, cols), h.randn(cols)
+        if of == "residual":
+            return x, weight, other
+        return dy, x, weight, x.square().mean(1).add(1e-6).rsqrt(), other
+
+    return arguments
+
+
 def microscaled(h: Harness) -> tuple:
     return *Operands.random(h, 32, 48, 64, "mxfp8").packed, "mxfp8"
 
@@ -159,6 +179,13 @@ WRAPPERS = [
         Wrapper(fn, "MC MC C M M", norm("backward"))
         for fn in (layer_norm_backward, layer_norm_backward_rows, layer_norm_backward_loop)
     ),
+    Wrapper(rms_norm_forward, "MC C MC", rms("residual")),
+    Wrapper(rms_norm, "MC C", lambda h: rms("residual")(h)[:2], takes=("grad", "rank")),
+    *(
+        Wrapper(fn, "MC MC C M MC", rms("backward"))
+        for fn in (rms_norm_backward, rms_norm_backward_rows, rms_norm_backward_loop)
+    ),
+    Wrapper(cross_entropy, "NC N", lambda h: (*ROWS(h), h.randint(48, 6)), takes=("grad",)),
     Wrapper(dropout, "N .", lambda h: (h.randn(70), 0.5, torch.tensor([7], device=h.device)), takes=("grad", "rank")),
     Wrapper(flash_attention, "BHQD BHSD BHSD", randoms(*[(1, 2, 48, 64)] * 3), takes=("grad",)),
     Wrapper(decode_attention, "BHQD BHSD BHSD", randoms((1, 2, 5, 64), *[(1, 2, 48, 64)] * 2)),
@@ -203,6 +230,7 @@ OTHERS = [
         layer_norm_backward_split, "MC MC C M M", lambda h: norm("backward", cols=48 if h.interpreted else 4100)(h)
     ),
     Wrapper(decode_attention, "BHQD PGSD PGSD B BT", paged),
+    Wrapper(rms_norm_backward_split, "MC MC C M MC", lambda h: rms("backward", 48 if h.interpreted else 4100)(h)),
     *(Wrapper(fn, "MK KN", GEMM) for fn in (gluon_matmul, gluon_matmul_one_buffer, gluon_matmul_ring)),
     Wrapper(blackwell_matmul, "MK NK", randoms((48, 64), (32, 64))),
     Wrapper(blackwell_mx_matmul, "MK mkxy NK nkxy", microscaled),

@@ -313,6 +313,76 @@ both halves of a random number decide alike
   - lower = in_order(a << 16, b << 16, c << 16, d << 16)
   + lower = in_order(a, b, c, d)
 
+# triton/cross_entropy
+the rest of a row, beyond its whole blocks, is left out of the sum
+  - reference, total = _fold(rest, reference, total, WIDTH)
+  + reference, total = _fold(tl.where(in_row, -float("inf"), rest), reference, total, WIDTH)
+the sum is not scaled where a larger maximum comes
+  - return larger, total * tl.exp2(reference - larger) + tl.sum(weights, axis=1)
+  + return larger, total + tl.sum(weights, axis=1)
+ignored rows count in the mean
+  - mask=first + lane < n_rows, other=ignore_index) != ignore_index).to(tl.int32)
+  + mask=first + lane < n_rows, other=ignore_index) != ignore_index - 1).to(tl.int32)
+the gradient is written with the next row's numbers
+  - weight_due = factor_due / row_sum
+  + weight_due = factor_due / row_sum * tl.where(row + tl.num_programs(0) < n_rows, 1.0, 1.01)
+the last row's gradient is not written
+  - n_rows + (tl.num_programs(0) if GRAD else 0), tl.num_programs(0)
+  + n_rows + (tl.num_programs(0) - 1 if GRAD else 0), tl.num_programs(0)
+the target is not subtracted where its class is in the rest of the row
+  - mask=is_due & (target_due >= 0))
+  + mask=is_due & (target_due >= 0) & ((target_due < whole) | (whole == 0)))
+an ignored row has a gradient
+  - factor_due = tl.where(known, scale, tl.where(counts, float("nan"), 0.0))
+  + factor_due = tl.where(known | (target == ignore_index), scale, float("nan"))
+smoothing takes the mean of the whole blocks alone
+  - (tl.sum(plain, axis=0) + tl.sum(tl.where(in_row, rest, 0.0), axis=0)) / n_cols
+  + tl.sum(plain, axis=0) / n_cols
+a scaled loss gets the gradient of a plain one
+  - if not READY or dy != 1.0:
+  + if not READY:
+a second backward changes what the first returned
+  - ready, ctx.grad = ctx.grad, None
+  + ready = ctx.grad
+autograd does not learn that the logits were overwritten
+  - torch.autograd.graph.increment_version(logits)
+  + pass
+
+# triton/rms_norm
+the residual is left out of the norm
+  - x = summed.to(tl.float32)  # y is the norm of the sum that is returned, and backward of no other
+  + x -= 0.0
+the mean is over the block, not over the row
+  - rstd = tl.rsqrt(tl.sum(x * x, axis=1) / n_cols + eps)
+  + rstd = tl.rsqrt(tl.sum(x * x, axis=1) / BLOCK_N + eps)
+a long row's last block does not count  [within=rms_norm_long_kernel]
+  - squares += x * x
+  - rstd_due
+  + squares += 0.0
+  + rstd_due
+a long row is written with the scale of the next one
+  - y = rest_due.to(tl.float32) * rstd_due * rest_weight.to(tl.float32)
+  + y = rest_due.to(tl.float32) * tl.rsqrt(tl.sum(squares, axis=0) / n_cols + eps) * rest_weight.to(tl.float32)
+a program's last long row is not written
+  - for row in range(tl.program_id(0), n_rows + tl.num_programs(0), tl.num_programs(0)):
+  + for row in range(tl.program_id(0), n_rows, tl.num_programs(0)):
+dx lacks what the row's scale depends on
+  - dx = (grad - x_hat * slope) * rstd
+  + dx = grad * rstd
+dweight is summed over y's gradient alone
+  - dweight += tl.sum(dy * x_hat, axis=0)
+  + dweight += tl.sum(dy, axis=0)
+the gradient of the sum is dropped
+  - x, weight, rstd = ctx.saved_tensors
+  + x, weight, rstd = ctx.saved_tensors
+  + dsum = None if dsum is None else dsum * 0
+a part takes the sums of its own slice for the row's
+  - slope = tl.sum(tl.where(parts < PARTS, products, 0.0), axis=0) / n_cols * rstd_due * rstd_due
+  + slope = product / n_cols * rstd_due * rstd_due
+eps is left out
+  - tl.rsqrt(tl.sum(x * x, axis=1) / n_cols + eps)
+  + tl.rsqrt(tl.sum(x * x, axis=1) / n_cols)
+
 # triton/flash_attention
 the running sum is not rescaled
   - row_sum * alpha + tl.sum(weights, axis=1)

@@ -1,0 +1,133 @@
+"""Cross-entropy backward: the gradient of a row from three numbers, and when it is made.
+
+With three numbers that the forward left, the row's maximum (times log2(e)), a weight and a factor, the gradient is
+
+    exp2(x * log2(e) - maximum) * weight - ((1 - smoothing) * [class is target] + smoothing / n_cols) * factor
+
+times the gradient of the loss, which is 1 in most training loops. Where the forward has made it already, the kernel
+below then returns at once: it looks at that number on the device, and the host waits for nothing. For any other number
+it makes the gradient again from the logits, because a mean's 16-bit gradients are too small to be scaled after they
+were rounded. In place there are no logits left, and they are scaled all the same.
+"""
+
+from __future__ import annotations
+
+import math
+
+import torch
+import triton
+import triton.language as tl
+
+from examples.common.device import device_limits
+from examples.common.untraced import untraced
+
+LOG2_E = tl.constexpr(math.log2(math.e))
+BLOCK_BYTES = 16384  # of a row at a step: 2 loads of 128 bits a thread at 16 warps
+BACKWARD_PER_SM = 2  # programs; each goes through rows of its own
+
+
+@triton.jit
+def softmax_of(x, reference, weight, factor, smoothing, n_cols, SMOOTH: tl.constexpr):
+    """The derivative of a row's loss at logits x, none of them the target's."""
+    grad = tl.exp2(x * LOG2_E - reference) * weight
+    if SMOOTH:
+        grad -= factor * smoothing / n_cols
+    return grad
+
+
+@triton.jit
+def cross_entropy_backward_kernel(
+    dy_ptr, logits_ptr, target_ptr, stats_ptr, grad_ptr, stride_dy, stride_xm, stride_target, stride_gm, n_rows, n_cols,
+    smoothing, READY: tl.constexpr, IN_PLACE: tl.constexpr, SMOOTH: tl.constexpr, BLOCK_N: tl.constexpr,
+):  # fmt: skip
+    stride_xm, stride_gm = tl.cast(stride_xm, tl.int64), tl.cast(stride_gm, tl.int64)
+    stride_dy, stride_target = tl.cast(stride_dy, tl.int64), tl.cast(stride_target, tl.int64)
+    stats_step = tl.cast(n_rows, tl.int64)
+    smoothing = tl.cast(smoothing, tl.float32)  # torch.compile passes a float in 64 bits
+    lane = tl.arange(0, BLOCK_N)
+    for row in range(tl.program_id(0), n_rows, tl.num_programs(0)):
+        dy = tl.load(dy_ptr + row * stride_dy)
+        if not READY or dy != 1.0:
+            reference, weight = tl.load(stats_ptr + row), tl.load(stats_ptr + stats_step + row)
+            factor, target = tl.load(stats_ptr + 2 * stats_step + row), tl.load(target_ptr + row * stride_target)
+            for start in range(0, n_cols, BLOCK_N):
+                cols = start + lane
+                inside = cols < n_cols
+                x = tl.load(logits_ptr + row * stride_xm + cols, mask=inside, other=0.0).to(tl.float32)
+                if not IN_PLACE:
+                    x = softmax_of(x, reference, weight, factor, smoothing, n_cols, SMOOTH)
+                    x = tl.where(cols == target, x - factor * (1.0 - smoothing), x)
+                grad = (x * dy).to(grad_ptr.dtype.element_ty)
+                tl.store(grad_ptr + row * stride_gm + cols, grad, mask=inside)
+
+
+def block_of(x: torch.Tensor, share: int = 1) -> tuple[int, int]:
+    """Columns of a step, and warps, for rows like those of x, where `share` programs have what one may have alone."""
+    block_n = max(16, min(BLOCK_BYTES // share // x.element_size(), triton.next_power_of_2(x.shape[1])))
+    return block_n, max(1, block_n * x.element_size() // 1024)
+
+
+def launch_backward(dy, logits, target, stats, ready, smoothing: float, in_place: bool) -> torch.Tensor:
+    """The gradient of logits, in `ready` where the forward has made it: in memory of its own, or in place."""
+    n_rows, n_cols = logits.shape
+    grad = torch.empty(logits.shape, dtype=logits.dtype, device=logits.device) if ready is None else ready
+    if n_rows:
+        block_n, num_warps = block_of(logits)
+        dy = dy.expand(n_rows)
+        cross_entropy_backward_kernel[(min(n_rows, BACKWARD_PER_SM * device_limits(logits.device).sms),)](
+            dy, logits, target, stats, grad, dy.stride(0), logits.stride(0), target.stride(0), grad.stride(0),
+            n_rows, n_cols, smoothing, READY=ready is not None, IN_PLACE=in_place, SMOOTH=smoothing > 0,
+            BLOCK_N=block_n, num_warps=num_warps,
+        )  # fmt: skip
+    return grad
+
+
+class CrossEntropy(torch.autograd.Function):
+    """What autograd calls; `kernel` is the lesson's forward, `when` the gradient is made one of its WHEN."""
+
+    @staticmethod
+    def forward(ctx, logits, target, kernel, when, reduction, ignore_index, smoothing):
+        loss, stats, grad = kernel(logits, target, when, reduction, ignore_index, smoothing)
+        if when == "in place":
+            # Autograd does not see what a kernel writes. Counted as a change, an operation that saved the logits for
+            # its own backward refuses to use them.
+            torch.autograd.graph.increment_version(logits)
+        if when != "backward":
+            ctx.grad = grad
+        ctx.save_for_backward(logits, target, stats)
+        ctx.options = smoothing, when
+        return loss
+
+    @staticmethod
+    def backward(ctx, dy):
+        smoothing, when = ctx.options
+        ready = None
+        if when != "backward":  # handed out once: a second backward must not change what the first returned
+            ready, ctx.grad = ctx.grad, None
+        if when == "in place" and ready is None:
+            raise RuntimeError(
+                "cross_entropy: in place, its backward runs once; pass gradient='backward' to run it twice"
+            )
+        return CrossEntropyBackward.apply(dy, *ctx.saved_tensors, (ready,), smoothing, when), *[None] * 6
+
+
+class CrossEntropyBackward(torch.autograd.Function):
+    """A node of its own, so that differentiating again is an error, whether or not dy requires grad."""
+
+    @staticmethod
+    def forward(ctx, dy, logits, target, stats, ready, smoothing, when):
+        return launch_backward(dy, logits, target, stats, ready[0], smoothing, when == "in place")
+
+    @staticmethod
+    def backward(ctx, *grads):
+        raise RuntimeError("cross_entropy: its gradient has no derivative; use torch.nn.functional.cross_entropy")
+
+
+@untraced  # a graph's inputs must not change under it
+def apply_in_place(logits, target, kernel, *options) -> torch.Tensor:
+    """CrossEntropy.apply(...) in place, where autograd and the layout allow it."""
+    if (logits if logits._base is None else logits._base).is_leaf:
+        raise RuntimeError("cross_entropy: in place, logits are a leaf that requires grad; pass gradient='forward'")
+    if logits.shape[0] > 1 and logits.stride(0) < logits.shape[1]:
+        raise ValueError(f"cross_entropy: in place, rows overlap: {logits.stride()}; call logits.contiguous() first")
+    return CrossEntropy.apply(logits, target, kernel, "in place", *options)

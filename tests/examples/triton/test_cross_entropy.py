@@ -1,0 +1,250 @@
+"""cross_entropy: loss and gradient against float64, by every way to make the gradient, and what autograd may do."""
+
+import gc
+from functools import partial
+from unittest.mock import patch
+
+import pytest
+import torch
+import torch.nn.functional as F
+from hypothesis import given
+from hypothesis import strategies as st
+
+from examples.common.rows import DTYPES
+from examples.triton import cross_entropy_backward as backwards
+from examples.triton.cross_entropy import BUDGET, WHEN, cross_entropy, loss_and_gradient, reference, reference_gradient
+from tests.examples.triton.helpers import INF, NAN, code, harness, meta, refused
+
+by_when = pytest.mark.parametrize("when", WHEN)
+OPTIONS = {"reduction": ("mean", "sum", "none"), "label_smoothing": (0.0, 0.1), "ignore_index": (-100, 2)}
+
+
+def gradient(logits, target, factor=1.0, **options):
+    """The gradient of factor * loss in logits that are no leaf, so that it may be made in place."""
+    with torch.enable_grad():
+        leaf = logits.detach().requires_grad_()
+        loss = (cross_entropy(leaf * 1, target, **options) * factor).sum()
+        return torch.autograd.grad(loss, leaf)[0]
+
+
+def check(h, logits, target, when="forward", factor=1.0, roundings=0, **options):
+    """Loss and gradient; `roundings` beyond the usual ones."""
+    what = f"{tuple(logits.shape)} {logits.dtype} {when} {options}"
+    budget = BUDGET | {"roundings": 64 + roundings, "constant_ok": True}
+    losses = partial(cross_entropy, **options), partial(reference, **options)
+    h.check(*losses, logits, target, what=what, dtype=torch.float32, **budget | {"terms": 1})
+    # With smoothing, a probability near the share of every class cancels.
+    h.check(
+        partial(gradient, factor=factor, gradient=when, **options),
+        lambda x, t: reference_gradient(x, t, **options) * factor,
+        logits, target, what=f"gradient {what} times {factor}", **budget | {"terms": int("label_smoothing" in options)},
+    )  # fmt: skip
+
+
+def operands(h, rows, classes, dtype=torch.float32, scale=2.0):
+    return h.randn(rows, classes, dtype=dtype, scale=scale), h.randint(classes, rows)
+
+
+@by_when
+def test_shapes_and_layouts(h, when):
+    """One class, a prime, around one block, more rows than programs; rows apart, a start that is not aligned."""
+    for rows, classes in [(1, 1), (3, 781), (1, 8193), (13, 3)]:
+        check(h, *operands(h, rows, classes), when)
+    logits, target = operands(h, 5, 1000, torch.float16)
+    for x, t in ((logits[:, 100:881], target % 781), (logits[::2, :781], target[::2] % 781)):
+        check(h, x, t, when)
+    h.check(cross_entropy, reference, logits[:1].expand(5, 1000), target, dtype=torch.float32, **BUDGET)
+
+
+@by_when
+def test_ignored_rows_and_no_rows(h, when):
+    logits, target = operands(h, 6, 300)
+    target[2:5] = -100
+    logits[3, 7], logits[4] = NAN, INF  # 0 times these is NaN, in torch too
+    for reduction in OPTIONS["reduction"]:
+        check(h, logits, target, when, reduction=reduction)
+        check(h, logits[:0], target[:0], when, reduction=reduction)
+        check(h, logits[:2], torch.full_like(target[:2], -100), when, reduction=reduction)  # a mean of nothing
+
+
+@by_when
+def test_infinities_and_nan_are_those_of_torch(h, when):
+    logits, target = operands(h, 8, 3000)
+    logits[0] = -INF  # nothing in the row: NaN
+    logits[1, :2000] = logits[2, 1000:] = -INF
+    target[1:3] = 2500
+    logits[3, 7], logits[4, 11], logits[5, -1] = INF, NAN, NAN
+    logits[6, :], logits[6, 3] = -1e30, -1000.0
+    logits[7, target[7]] = -INF
+    for smoothing in OPTIONS["label_smoothing"]:
+        check(h, logits, target, when, reduction="none", label_smoothing=smoothing)
+
+
+@by_when
+def test_extreme_rows(h, when):
+    """Large logits: their product with log2(e) is rounded where the hardware's FMA is not, in units of its own size."""
+    logits, target = operands(h, 2, 3000)
+    for x in (logits + 1e4, logits - 1e4, logits * 1e3, logits * 1e-30):
+        check(h, x, target, when, roundings=4 * int(x.abs().max()) if h.interpreted else 0)
+    confident = logits.scatter(1, target[:, None], 30.0)
+    loss = cross_entropy(confident, target, "none")
+    assert (loss >= 0).all()
+    assert (loss < 1e-6).all()
+
+
+def test_a_target_that_is_no_class_gives_nan(h):
+    """In its row alone, and nothing is read outside; torch's kernel stops the process."""
+    logits, target = operands(h, 5, 100)
+    clean = gradient(logits, target, reduction="sum")
+    for bad in (100, -1, -99, 2**40):
+        target[3] = bad
+        for when in WHEN:
+            loss = cross_entropy(logits, target, "none")
+            grad = gradient(logits, target, reduction="sum", gradient=when)
+            assert loss.isnan().tolist() == [False, False, False, True, False]
+            assert grad[3].isnan().all()
+            assert torch.equal(grad[[0, 1, 2, 4]], clean[[0, 1, 2, 4]])
+
+
+@pytest.mark.parametrize("when", WHEN[:2])
+def test_a_scaled_loss_is_rounded_once(h, when):
+    """The gradient of a mean over many rows is below float16's range; scaled before it is rounded, it is not lost."""
+    logits, target = operands(h, 20, 5000, torch.float16)
+    assert (gradient(logits, target, gradient=when) == 0).any()
+    check(h, logits, target, when, factor=65536.0)
+    got = gradient(logits, target, 65536.0, gradient=when)
+    assert not (got == 0).any()
+
+
+@by_when
+def test_a_gradient_for_each_row(h, when):
+    logits, target = operands(h, 12, 300)
+    dy = h.randn(12)
+    dy[::3] = 1.0  # those rows are not made again
+    want = torch.autograd.grad(F.cross_entropy(x := logits.double().requires_grad_(), target, reduction="none"), x, dy)
+    leaf = logits.requires_grad_()
+    for grad in (dy, torch.stack([dy, dy], 1)[:, 0]):
+        got = torch.autograd.grad(cross_entropy(leaf * 1, target, "none", gradient=when), leaf, grad)[0]
+        h.check(lambda *_, got=got: got, lambda *_: want[0], logits.detach(), **BUDGET)
+
+
+def test_backward_twice(h):
+    """The second backward leaves what the first returned alone; in place there is no second."""
+    logits, target = operands(h, 7, 300)
+    leaf = logits.requires_grad_()
+    for when in WHEN[:2]:
+        loss = cross_entropy(leaf, target, gradient=when)
+        (one,) = torch.autograd.grad(loss, leaf, retain_graph=True)
+        before = one.clone()
+        (three,) = torch.autograd.grad(loss, leaf, torch.tensor(3.0, device=h.device), retain_graph=True)
+        (again,) = torch.autograd.grad(loss, leaf)
+        assert torch.equal(one, before)
+        assert torch.equal(again, one)
+        assert torch.allclose(three, 3 * one)
+    loss = cross_entropy(leaf * 1, target, gradient="in place")
+    torch.autograd.grad(loss, leaf, retain_graph=True)
+    with pytest.raises(RuntimeError, match=r"cross_entropy: in place, its backward runs once"):
+        loss.backward()
+    for when in WHEN:
+        for squared in (False, True):
+            loss = cross_entropy(leaf * 1, target, gradient=when)
+            (grad,) = torch.autograd.grad(loss.square() if squared else loss, leaf, create_graph=True)
+            with pytest.raises(RuntimeError, match="cross_entropy: its gradient has no derivative"):
+                grad.square().sum().backward()
+
+
+def test_in_place(h):
+    """The gradient takes the logits' memory, and an operation that saved the logits notices."""
+    x, target = operands(h, 7, 300)
+    x.requires_grad_()
+    logits = x * 2
+    loss = cross_entropy(logits, target, gradient="in place")
+    (grad,) = torch.autograd.grad(loss, logits, retain_graph=True)
+    assert grad.data_ptr() == logits.data_ptr()
+    logits = torch.tanh(x)  # its backward wants its result
+    loss = cross_entropy(logits, target, gradient="in place")
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        loss.backward()
+    for leaf in (x, x[:, :200], x.view(7, 300)):
+        refused(cross_entropy, RuntimeError, "in place, logits are a leaf", leaf, target % 200, gradient="in place")
+    rows = (x * 2)[:1].expand(7, 300)
+    refused(cross_entropy, ValueError, "in place, rows overlap", rows, target, gradient="in place")
+    with torch.no_grad():  # nothing is written where no gradient is wanted
+        before = x.clone()
+        cross_entropy(x, target, gradient="in place")
+        assert torch.equal(x, before)
+
+
+@given(
+    rows=st.integers(0, 9), classes=st.integers(2, 200), when=st.sampled_from(WHEN), dtype=st.sampled_from(DTYPES[:2]),
+    factor=st.sampled_from((1.0, -2.5)),
+    options=st.fixed_dictionaries({name: st.sampled_from(values) for name, values in OPTIONS.items()}),
+)  # fmt: skip
+def test_any_shape(rows, classes, when, dtype, factor, options):
+    """In steps of 32 or 64 columns: none, one or several whole blocks, and a rest or none; a program has some rows."""
+    h = harness()
+    with patch.object(backwards, "BLOCK_BYTES", 128):
+        check(h, *operands(h, rows, classes, dtype), when, factor if when != "in place" else 1.0, **options)
+
+
+def test_bad_input(h):
+    logits, target = operands(h, 4, 8)
+    for error, message, *args in (
+        (TypeError, "target is torch.int32; pass classes as int64", logits, target.int()),
+        (ValueError, r"target has shape \(3,\)", logits, target[:3]),
+        (ValueError, r"target has shape \(4, 8\)", logits, target[:, None].expand(4, 8)),
+        (ValueError, "has no columns", logits[:, :0], target),
+        (ValueError, "reduction 'max' is not one of", logits, target, "max"),
+        (TypeError, "ignore_index is 1.0", logits, target, "mean", 1.0),
+        *((ValueError, "label_smoothing is", logits, target, "mean", -100, s) for s in (-0.1, 1.5, NAN, True, "0.1")),
+        (ValueError, "gradient 'now' is not one of", logits, target, "mean", -100, 0.0, "now"),
+    ):
+        refused(cross_entropy, error, message, *args)
+
+
+@pytest.mark.parametrize("sm", [90, 100])
+def test_generated_code(sm):
+    """Both rows' blocks go to shared memory ahead of their use, and nothing spills; two programs fit where two run."""
+    for classes, programs in ((128256, 1), (32000, 2)):
+        args = meta(4096, classes), meta(4096, dtype=torch.int64)
+        (forward, backward) = harness().codegen(loss_and_gradient, *args, find={sm: ("cp.async", "st.global.v4")})
+        assert forward.kernel == "cross_entropy_kernel"
+        assert (forward.spills, backward.spills, forward.too_much, forward.error) == (0, 0, None, None)
+        assert forward.registers * forward.warps * 32 * programs <= 65536
+        assert forward.shared * programs <= 227 * 1024
+        code(sm, "cp.async", cross_entropy, *args)
+
+
+@pytest.mark.gpu
+def test_large_vocabularies_and_more_elements_than_an_int32_counts(h, gpu_gib):
+    for classes in (1000, 32000, 50257, 128256, 200064):
+        for dtype in DTYPES:
+            logits, target = operands(h, 300, classes, dtype)
+            for when in WHEN:
+                check(h, logits, target, when)
+            one, two = (loss_and_gradient(logits, target) for _ in range(2))
+            assert torch.equal(one, two)
+    gpu_gib(30)
+    logits = torch.empty(2**31 // 128256 + 300, 128256, dtype=torch.bfloat16, device=h.device).normal_()
+    target = h.randint(128256, len(logits))
+    grad = loss_and_gradient(logits, target, reduction="sum")
+    loss = cross_entropy(logits, target, "none")
+    for part in (slice(0, 3), slice(-3, None)):
+        x, t = logits[part], target[part]
+        h.check(lambda *_, got=grad[part]: got, partial(reference_gradient, reduction="sum"), x, t, **BUDGET)
+        h.check(lambda *_, got=loss[part]: got, partial(reference, reduction="none"), x, t,
+                dtype=torch.float32, **BUDGET)  # fmt: skip
+
+
+@pytest.mark.gpu
+def test_in_place_needs_no_memory_beside_the_logits(h):
+    x, target = operands(h, 1024, 32000, torch.bfloat16)
+    x.requires_grad_()
+    for when, times in (("in place", 1), ("forward", 2)):
+        gc.collect()
+        torch.cuda.reset_peak_memory_stats()
+        before = torch.cuda.memory_allocated()
+        logits = x * 2
+        grad = torch.autograd.grad(cross_entropy(logits, target, gradient=when), logits)
+        assert times * x.nbytes <= torch.cuda.max_memory_allocated() - before < times * x.nbytes + (1 << 20)
+        del logits, grad
