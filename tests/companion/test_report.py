@@ -1,6 +1,7 @@
 """The page: its numbers are the records', its links lead somewhere, and any record gives a page or one sentence."""
 
 import copy
+import html
 import json
 import re
 from html.parser import HTMLParser
@@ -21,11 +22,6 @@ from studies.tma.gluon_matmul_timeline import EVENTS, spans
 
 H200, CPU = ROOT / "results/h200", ROOT / "results/cpu"
 TMA = H200 / "triton_tma_blackwell.json"
-# Pictures that records made before their studies measured it do not hold: the technique, and a fact's name.
-LATER = {
-    "cuda_graphs": charts.DRAWN, "gluon_matmul": charts.DRAWN, "when_it_helps": "by batch x tokens",
-    "fp8_matmul": "RMS error of the logits",
-}  # fmt: skip
 
 
 class Page(HTMLParser):
@@ -99,7 +95,7 @@ def test_a_page_is_out_of_date_when_what_it_says_changes_but_not_by_the_mark_of_
 def test_the_numbers_on_the_page_are_the_records(whole):
     for example in examples():
         article = whole.article(example["name"])
-        assert example["answer"] in re.sub("&#39;|&#34;", lambda m: {"&#39;": "'", "&#34;": '"'}[m[0]], article)
+        assert example["answer"] in html.unescape(article)
         shown = {*Page(article).cells}
         for part in filter(None, (example, example.get("study"))):
             for row in (row for table in part["tables"] for row in table["rows"] if row["ms"]):
@@ -111,8 +107,7 @@ def test_the_numbers_on_the_page_are_the_records(whole):
 def test_charts_hold_recorded_numbers_and_a_sentence_of_them():
     found = {example["name"]: (example, charts.charts_of(example["name"], example)) for example in examples()}
     for name, functions in charts.PICTURES.items():
-        lacks = name in LATER and not any(LATER[name] in fact for fact in found[name][0]["study"]["facts"])
-        assert len(found[name][1]) == len(functions) - lacks, f"{name}: the record no longer has what its picture needs"
+        assert len(found[name][1]) == len(functions), f"{name}: the record no longer has what its picture needs"
     for name, (example, drawn) in found.items():
         recorded = json.dumps(example)
         assert bool(drawn) == any(len(table.rows) > 1 for table in charts.timed(example)) or drawn, name

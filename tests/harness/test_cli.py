@@ -247,6 +247,7 @@ def test_the_seed_changes_the_data_and_the_name_fixes_it(main, topic, tmp_path):
 # --- what is printed
 
 
+@pytest.mark.skipif(machine().mode == "gpu", reason="looks at the tables of a run without a GPU")
 def test_it_is_short_unless_asked_and_whole_in_80_columns(main, topic):
     names = "**{f'ours with option {i}': lambda x: x + x for i in range(6)}"
     wide = TABLE.replace("'ours': lambda x: x + x", f"'ours': lambda x: x + x, {names}")

@@ -37,8 +37,9 @@ def check_linear(h, x, w, bias, activation, variant, what=None, **more):
 
 
 def check_swiglu(h, x, w, up, variant):
-    fn = functools.partial(swiglu, variant=variant)
-    h.check(fn, reference_swiglu, x, w, up, what=f"swiglu {variant}", **budget(h, x.shape[1]))
+    """Warp specialized, as on sm_90 by default, gate and up are rounded to 16 bits, and then their product."""
+    fn, stores = functools.partial(swiglu, variant=variant), 1 if h.interpreted or variant == "persistent" else 3
+    h.check(fn, reference_swiglu, x, w, up, what=f"swiglu {variant}", **budget(h, x.shape[1]) | {"stores": stores})
 
 
 def check_all(h, M, N, K):
@@ -66,7 +67,7 @@ def test_activations_and_extremes(h, activation):
         for variant in runnable(h.device):
             check_linear(h, x, w, None, activation, variant, **more)
             check_linear(h, 64 * x, 4 * w, None, activation, variant, what="large", **more)
-            check_linear(h, x / 64, w, None, activation, variant, what="small", operand_eps=2.0**-10)
+            check_linear(h, x / 64, w, None, activation, variant, what="small", operand_eps=max(2**-10, *more.values()))
             check_linear(h, odd_x, odd_w, odd_bias, activation, variant, **more)
 
 
@@ -132,7 +133,7 @@ def test_other_gpus(h, monkeypatch):
     pretend(monkeypatch, LAUNCH, 40, shared_bytes=16 * 1024)
     x, w, _ = layer(h, 16, 16, 16)
     with pytest.raises(RuntimeError, match="tma_epilogues: no tile fits the 16384 bytes of shared memory of"):
-        linear(x, w)
+        linear(x, w, variant="persistent")
     for sm, variant, message in [
         (80, "persistent", r"TMA comes with sm_90 \(this is sm_80\)"),
         (90, "warp specialized", r"needs sm_90, for its wgmma \(Gluon .* not interpreted\): use .*'persistent'"),

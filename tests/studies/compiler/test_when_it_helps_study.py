@@ -20,5 +20,5 @@ def test_study():
     paid = record.facts["the first call has paid for itself after"]
     assert paid == {"1x1 tokens": "faster: 667 calls", "8x2048 tokens": "never"}
     (table,) = record.tables
-    assert len(table["rows"]) == 2
+    assert len(table["rows"]) == (3 if torch.cuda.is_available() else 2), "max-autotune needs a GPU"
     assert torch.equal(scaled(torch.ones(2)), torch.full((2,), 1.5))
