@@ -7,6 +7,9 @@ at most two parts: slot 2 p holds one that begins within a tile, slot 2 p + 1 on
 
 A tile is BLOCK_N outputs of BLOCK_M rows of x: acc = w x^T of y [M, N] = x [M, K] w [N, K]^T. Tiles of the same outputs
 are neighbours, so that w is read from memory once.
+
+Kernels take the steps of a tile unspecialized: were it a constant 1, all tiles would be whole, and Triton 3.6, which
+sees that no part is ever parked, fails an assertion on the code that would park it.
 """
 
 from __future__ import annotations
@@ -124,14 +127,14 @@ def share_out(tiles: int, steps: int, slots: int) -> int:
 def launch_stream_k(
     launch: Callable, y: torch.Tensor, K: int, blocks: tuple, programs: int | None = None, per_sm: int = 1
 ) -> None:
-    """launch(programs, parked, units) and, where a tile is shared, the kernel that merges its parts into y [M, N]."""
+    """launch(programs, parked, steps, units) and, where a tile is shared, the kernel that merges its parts into y."""
     (M, N), (block_m, block_n, block_k) = y.shape, blocks
     tiles, steps = triton.cdiv(M, block_m) * triton.cdiv(N, block_n), triton.cdiv(K, block_k)
     # At least a step each: the owners of a tile's first and last step would enclose one that has nothing to add.
     programs = min(programs or share_out(tiles, steps, per_sm * device_limits(y.device).sms), tiles * steps)
-    shared = tiles % programs != 0
+    shared = steps > 1 and tiles % programs != 0
     parked = torch.empty(2 * programs * block_m * block_n if shared else 1, dtype=torch.float32, device=y.device)
-    launch(programs, parked, tiles * steps)
+    launch(programs, parked, steps, tiles * steps)
     if shared:
         rows = min(MERGE_N, block_n)
         merge_kernel[(tiles, block_n // rows)](

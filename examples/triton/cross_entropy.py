@@ -34,21 +34,21 @@ from examples.common.classes import check_classes, gradient_of
 from examples.common.compiled import compiled_modes, over_library
 from examples.common.device import device_limits
 from examples.common.operands import check_choice
-from examples.triton.cross_entropy_backward import LOG2_E, CrossEntropy, apply_in_place, block_of, softmax_of
+from examples.triton.cross_entropy_backward import CrossEntropy, apply_in_place, block_of, exp_of, softmax_of
 
 WHEN = ("forward", "backward", "in place")  # the gradient is made, and where
 LN_2 = tl.constexpr(math.log(2))
+LOWEST = tl.constexpr(torch.finfo(torch.float32).min)
 STAGES = 4  # three blocks of each row in flight to shared memory while one is in use
 L2_BYTES = 24 << 20  # that rows may take which wait for their gradient; beyond, an SM has one program and not two
 
 
 @triton.jit
 def _fold(x, reference, total, WIDTH: tl.constexpr):
-    """Fold x into a maximum, times log2(e), and a sum for WIDTH neighbours each, so that no threads wait for others."""
+    """Fold x into a maximum and a sum for WIDTH neighbours each, so that no threads wait for others."""
     x = tl.reshape(x, (x.shape[0] // WIDTH, WIDTH))  # of one load, so in one thread
-    larger = tl.maximum(reference, tl.max(x, axis=1) * LOG2_E)
-    weights = tl.exp2(x * LOG2_E - larger[:, None])  # the hardware has 2^x: so e^x is one FMA and one exponential
-    return larger, total * tl.exp2(reference - larger) + tl.sum(weights, axis=1)
+    larger = tl.maximum(reference, tl.max(x, axis=1))
+    return larger, total * exp_of(reference - larger) + tl.sum(exp_of(x - larger[:, None]), axis=1)
 
 
 @triton.jit
@@ -88,8 +88,8 @@ def cross_entropy_kernel(
         if GRAD:
             grad_row += due * stride_gm
             rest_due = tl.load(due_row + cols, mask=in_row & is_due, other=0.0).to(tl.float32)
-        # Not -inf, as -inf - -inf is NaN; finite, times log2(e) too.
-        reference = tl.full((BLOCK_N // WIDTH,), -3e38, tl.float32)
+        # The lowest float32 and not -inf, as -inf - -inf is NaN.
+        reference = tl.full((BLOCK_N // WIDTH,), LOWEST, tl.float32)
         total = tl.zeros((BLOCK_N // WIDTH,), tl.float32)
         plain = tl.zeros((BLOCK_N,), tl.float32)
         for start in tl.range(0, whole, BLOCK_N, num_stages=STAGES):
@@ -113,14 +113,14 @@ def cross_entropy_kernel(
             tl.store(grad_row + target_due, grad.to(grad_ptr.dtype.element_ty), mask=is_due & (target_due >= 0))
 
         reference_due = tl.max(reference, axis=0)
-        row_sum = tl.sum(total * tl.exp2(reference - reference_due), axis=0)
+        row_sum = tl.sum(total * exp_of(reference - reference_due), axis=0)
         # Not the logarithm of the whole sum: of a maximum of 10000, float32 would keep three digits less.
-        log_sum = tl.log2(row_sum)
-        loss = log_sum + (reference_due - x_target * LOG2_E)
+        log_sum = tl.log2(row_sum) * LN_2
+        loss = log_sum + (reference_due - x_target)
         if SMOOTH:  # the mean over all classes
             mean = (tl.sum(plain, axis=0) + tl.sum(tl.where(in_row, rest, 0.0), axis=0)) / n_cols
-            loss = (1.0 - smoothing) * loss + smoothing * (log_sum + (reference_due - mean * LOG2_E))
-        tl.store(loss_ptr + row, tl.where(counts, loss * LN_2, 0.0) * scale, mask=is_row)
+            loss = (1.0 - smoothing) * loss + smoothing * (log_sum + (reference_due - mean))
+        tl.store(loss_ptr + row, tl.where(counts, loss, 0.0) * scale, mask=is_row)
         # An ignored row has a gradient of 0 times its softmax; one whose target is no class, of NaN.
         factor_due = tl.where(known, scale, tl.where(counts, float("nan"), 0.0))
         weight_due = factor_due / row_sum
@@ -161,7 +161,7 @@ def cross_entropy(
 
     logits: float32, float16 or bfloat16, rows contiguous, any row stride; target: int64. The loss is float32 whatever
     the logits are: F.cross_entropy(logits.float(), target, ...), with its infinities, NaN and ignored rows. A target
-    that is no class gives NaN (torch's device assert stops the process); logits beyond 2e38 count as infinite.
+    that is no class gives NaN (torch's device assert stops the process).
     gradient: "forward" makes it with the loss, and again in backward where the loss's own gradient is not 1. "backward"
     makes it there. "in place" makes it with the loss, over the logits: operations that saved them (a tanh, not a linear
     layer) then refuse their backward, and this backward runs once. None: "forward"; "backward" for reduction "none" and

@@ -1,8 +1,8 @@
 """Cross-entropy backward: the gradient of a row from three numbers, and when it is made.
 
-With three numbers that the forward left, the row's maximum (times log2(e)), a weight and a factor, the gradient is
+With three numbers that the forward left, the row's maximum, a weight and a factor, the gradient is
 
-    exp2(x * log2(e) - maximum) * weight - ((1 - smoothing) * [class is target] + smoothing / n_cols) * factor
+    exp(x - maximum) * weight - ((1 - smoothing) * [class is target] + smoothing / n_cols) * factor
 
 times the gradient of the loss, which is 1 in most training loops. Where the forward has made it already, the kernel
 below then returns at once: it looks at that number on the device, and the host waits for nothing. For any other number
@@ -27,9 +27,19 @@ BACKWARD_PER_SM = 2  # programs; each goes through rows of its own
 
 
 @triton.jit
+def exp_of(x):
+    """e^x for the difference x of a logit and a maximum, by the hardware's 2^x.
+
+    An FMA, x * log2(e) - maximum * log2(e), would save an instruction. But it rounds one product and not the other: the
+    largest logit's weight would not be 1, and at 1e30, where float32 has steps of 1e23, be zero or infinite.
+    """
+    return tl.exp2(x * LOG2_E)
+
+
+@triton.jit
 def softmax_of(x, reference, weight, factor, smoothing, n_cols, SMOOTH: tl.constexpr):
     """The derivative of a row's loss at logits x, none of them the target's."""
-    grad = tl.exp2(x * LOG2_E - reference) * weight
+    grad = exp_of(x - reference) * weight
     if SMOOTH:
         grad -= factor * smoothing / n_cols
     return grad

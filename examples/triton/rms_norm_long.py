@@ -81,11 +81,12 @@ def launch_long(x, residual, weight, y, summed, rstd, eps: float) -> None:
     sms, shared = device_limits(x.device)
     per_sm = 2 if 2 * sms * n_cols * x.element_size() < L2_BYTES else 1
     block_n = min(BLOCK_BYTES // per_sm // x.element_size(), row_block(n_cols))
-    stage = (3 if residual is None else 4) * block_n * x.element_size()  # the row, its residual, the one before, weight
+    # A stage holds a block of the row, its residual and the one before, and of the weight, which may be float32.
+    stage = block_n * ((2 if residual is None else 3) * x.element_size() + weight.element_size())
     rms_norm_long_kernel[(min(n_rows, per_sm * sms),)](
         x, residual, weight, y, summed, rstd, x.stride(0), 0 if residual is None else residual.stride(0), y.stride(0),
         n_rows, n_cols, eps, BLOCK_N=block_n, STAGES=max(1, min(STAGES, 1 + (shared - 8192) // per_sm // stage)),
-        num_warps=max(1, block_n * x.element_size() // 1024),
+        num_warps=max(1, block_n * x.element_size() // 1024), maxnreg=128,  # 512 threads an SM, in one or two programs
     )  # fmt: skip
 
 

@@ -38,13 +38,13 @@ STAGES = 8  # of the loop over K, at most: 7 x 16 KiB of weights in flight on an
 linear = torch.nn.functional.linear
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["steps"])
 def skinny_matmul_stream_k_kernel(
-    x, w, y_ptr, parked_ptr, M, N, K, stride_xm, stride_wn, units,
+    x, w, y_ptr, parked_ptr, M, N, K, stride_xm, stride_wn, steps, units,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, STAGES: tl.constexpr, TMA: tl.constexpr,
 ):  # fmt: skip
     program, programs = tl.program_id(0), tl.num_programs(0)
-    tiles_m, steps = tl.cdiv(M, BLOCK_M), tl.cdiv(K, BLOCK_K)
+    tiles_m = tl.cdiv(M, BLOCK_M)
     first, end = first_unit(program, units, programs), first_unit(program + 1, units, programs)
     tile, step, count = (first // steps).to(tl.int32), (first % steps).to(tl.int32), (end - first).to(tl.int32)
     begun = step  # of this tile, the first step that is ours
@@ -76,9 +76,9 @@ def skinny_matmul_stream_k(x: torch.Tensor, w: torch.Tensor, programs: int | Non
     tma = architecture(x.device) >= 90 and tma_takes(x) and tma_takes(w)
     blocks = (tma_descriptor(x, [m, k]), tma_descriptor(w, [n, k])) if tma else (x, w)
 
-    def launch(programs: int, parked: torch.Tensor, units: int) -> None:
+    def launch(programs: int, parked: torch.Tensor, steps: int, units: int) -> None:
         skinny_matmul_stream_k_kernel[(programs,)](
-            *blocks, y, parked, M, N, K, x.stride(0), w.stride(0), units,
+            *blocks, y, parked, M, N, K, x.stride(0), w.stride(0), steps, units,
             BLOCK_M=m, BLOCK_N=n, BLOCK_K=k, STAGES=stages, TMA=tma, num_warps=num_warps,
         )  # fmt: skip
 

@@ -52,7 +52,7 @@ PER_SM = 4  # programs, at most: one dequantizes while another multiplies
 linear = torch.nn.functional.linear
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["steps"])
 def weight_only_matmul_kernel(
     x_desc, w_desc, scale_ptr, y_ptr, parked_ptr, M, N, steps, units, INT4: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, STAGES: tl.constexpr,
@@ -132,10 +132,10 @@ def weight_only_matmul(x: torch.Tensor, packed: PackedWeight) -> torch.Tensor:
     int4, words = packed.format == "int4", WORDS.value
     m, n, num_warps, per_sm, stages = choose_tile(M, packed.format, x.device)
 
-    def launch(programs: int, parked: torch.Tensor, units: int) -> None:
+    def launch(programs: int, parked: torch.Tensor, steps: int, units: int) -> None:
         weight_only_matmul_kernel[(programs,)](
             tma_descriptor(x, [m, 2 * words]), tma_descriptor(packed.words, [n, words]), packed.scales, y, parked,
-            M, N, packed.words.shape[1] // words, units,
+            M, N, steps, units,
             INT4=int4, BLOCK_M=m, BLOCK_N=n, STAGES=stages, num_warps=num_warps,
         )  # fmt: skip
 

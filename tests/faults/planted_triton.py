@@ -318,8 +318,8 @@ the rest of a row, beyond its whole blocks, is left out of the sum
   - reference, total = _fold(rest, reference, total, WIDTH)
   + reference, total = _fold(tl.where(in_row, -float("inf"), rest), reference, total, WIDTH)
 the sum is not scaled where a larger maximum comes
-  - return larger, total * tl.exp2(reference - larger) + tl.sum(weights, axis=1)
-  + return larger, total + tl.sum(weights, axis=1)
+  - return larger, total * exp_of(reference - larger) + tl.sum
+  + return larger, total + tl.sum
 ignored rows count in the mean
   - mask=first + lane < n_rows, other=ignore_index) != ignore_index).to(tl.int32)
   + mask=first + lane < n_rows, other=ignore_index) != ignore_index - 1).to(tl.int32)

@@ -27,17 +27,17 @@ def gradient(logits, target, factor=1.0, **options):
         return torch.autograd.grad(loss, leaf)[0]
 
 
-def check(h, logits, target, when="forward", factor=1.0, roundings=0, **options):
-    """Loss and gradient; `roundings` beyond the usual ones."""
+def check(h, logits, target, when="forward", factor=1.0, **options):
     what = f"{tuple(logits.shape)} {logits.dtype} {when} {options}"
-    budget = BUDGET | {"roundings": 64 + roundings, "constant_ok": True}
+    budget = BUDGET | {"constant_ok": True}
     losses = partial(cross_entropy, **options), partial(reference, **options)
     h.check(*losses, logits, target, what=what, dtype=torch.float32, **budget | {"terms": 1})
-    # With smoothing, a probability near the share of every class cancels.
+    # With smoothing, a probability near the share of every class cancels; among few classes, the target's near 1.
+    cancels = "label_smoothing" in options or logits.shape[1] < 32
     h.check(
         partial(gradient, factor=factor, gradient=when, **options),
         lambda x, t: reference_gradient(x, t, **options) * factor,
-        logits, target, what=f"gradient {what} times {factor}", **budget | {"terms": int("label_smoothing" in options)},
+        logits, target, what=f"gradient {what} times {factor}", **budget | {"terms": int(cancels)},
     )  # fmt: skip
 
 
@@ -82,10 +82,10 @@ def test_infinities_and_nan_are_those_of_torch(h, when):
 
 @by_when
 def test_extreme_rows(h, when):
-    """Large logits: their product with log2(e) is rounded where the hardware's FMA is not, in units of its own size."""
+    """The maximum is subtracted before anything is rounded in units of the logits' own size."""
     logits, target = operands(h, 2, 3000)
-    for x in (logits + 1e4, logits - 1e4, logits * 1e3, logits * 1e-30):
-        check(h, x, target, when, roundings=4 * int(x.abs().max()) if h.interpreted else 0)
+    for x in (logits + 1e4, logits - 1e4, logits * 1e3, logits * 1e-30, logits * 1e30, torch.full_like(logits, 1e30)):
+        check(h, x, target, when)
     confident = logits.scatter(1, target[:, None], 30.0)
     loss = cross_entropy(confident, target, "none")
     assert (loss >= 0).all()
@@ -205,8 +205,9 @@ def test_bad_input(h):
 @pytest.mark.parametrize("sm", [90, 100])
 def test_generated_code(sm):
     """Both rows' blocks go to shared memory ahead of their use, and nothing spills; two programs fit where two run."""
-    for classes, programs in ((128256, 1), (32000, 2)):
-        args = meta(4096, classes), meta(4096, dtype=torch.int64)
+    half, single = torch.bfloat16, torch.float32
+    for classes, programs, dtype in ((128256, 1, half), (32000, 2, half), (32000, 1, single)):
+        args = meta(4096, classes, dtype=dtype), meta(4096, dtype=torch.int64)
         (forward, backward) = harness().codegen(loss_and_gradient, *args, find={sm: ("cp.async", "st.global.v4")})
         assert forward.kernel == "cross_entropy_kernel"
         assert (forward.spills, backward.spills, forward.too_much, forward.error) == (0, 0, None, None)
@@ -219,7 +220,9 @@ def test_generated_code(sm):
 def test_large_vocabularies_and_more_elements_than_an_int32_counts(h, gpu_gib):
     for classes in (1000, 32000, 50257, 128256, 200064):
         for dtype in DTYPES:
-            logits, target = operands(h, 300, classes, dtype)
+            # A power of two: the gradient at a target is nearly -1 / n_rows, the same number in every row, and bfloat16
+            # has it exactly. It rounds 1 / 300 down by 0.2 %, a factor that no kernel could avoid.
+            logits, target = operands(h, 512, classes, dtype)
             for when in WHEN:
                 check(h, logits, target, when)
             one, two = (loss_and_gradient(logits, target) for _ in range(2))

@@ -185,7 +185,7 @@ def test_how_many_parts():
 
 def test_bad_input(h):
     q, k, v, lengths, table = inputs(h, 2, 4, 2, 1, 40, 64, 16)
-    cache = h.randn(2, 2, 40, 64, dtype=torch.float16)
+    cache = h.randn(2, 2, 40, 64, dtype=h.half)
     for error, message, *args in (
         (ValueError, "need q .* k and v both", q, cache, cache[:, :, :5]),
         (ValueError, "a number of heads dividing H", q[:, :3], cache, cache),
@@ -219,6 +219,18 @@ def test_code(H, S_q, D, page, programs):
             assert each.found["cp.async"] >= 24
             by_registers = 65536 // (32 * each.warps * -(-each.registers // 8) * 8)
             assert min(228 * 1024 // (each.shared + 1024), by_registers) >= programs
+
+
+def test_it_compiles_for_sizes_of_1():
+    """Triton makes a constant of each, and of strides of 1."""
+    query, length = meta(1, 1, 1, 64), meta(1, dtype=torch.int32)
+    for S, lengths, table, splits in (
+        (1, None, None, None), (1, length, None, 2), (1, None, meta(1, 1, dtype=torch.int32), 2),
+    ):  # fmt: skip
+        cache = meta(1 if table is None else 9, S, 1, 64).transpose(1, 2)
+        args, options = (query, cache, cache, lengths, table), {"return_lse": True, "splits": splits}
+        kernels = compile_for(decode_attention, args, options, sms=(90,))
+        assert all((each.error, each.spills) == (None, 0) for each in kernels), (S, splits, kernels)
 
 
 def test_the_merge_is_launched_early():

@@ -2,6 +2,8 @@
 
 import itertools
 
+from harness.codegen import compile_for
+
 import pytest
 import torch
 from hypothesis import given
@@ -122,6 +124,21 @@ def test_bad_input(h):
 
 
 TMA = "cp.async.bulk.tensor mbarrier"
+
+
+def test_it_compiles_for_sizes_of_1_and_any_layout():
+    """Triton makes a constant of a size or a stride of 1; where it can tell that no tile is shared, 3.6 crashes."""
+    wide = meta(20, 160)
+    for fn, x, w, options in (
+        (skinny_matmul, meta(1, 1), meta(1, 1), {}),
+        (skinny_matmul, meta(1, 1), meta(8192, 1), {}),
+        (skinny_matmul_stream_k, meta(20, 1), meta(150, 1), {"programs": 2}),  # 3 tiles, of a step each
+        (skinny_matmul_stream_k, meta(1, 900), meta(1, 900), {"programs": 3}),
+        (skinny_matmul, wide[:1, 1:].expand(20, 159), wide[:9, 1:], {}),
+        (skinny_matmul, meta(1, 72).as_strided((1, 72), (5, 1)), wide[:, 8:80], {}),
+    ):
+        kernels = compile_for(fn, (x, w), options, sms=(90,))
+        assert all((each.error, each.spills) == (None, 0) for each in kernels), (x.shape, x.stride(), w.shape, kernels)
 
 
 @pytest.mark.parametrize(

@@ -18,6 +18,7 @@ from examples.triton.weight_only_matmul import reference, weight_only_matmul
 from examples.triton.weight_only_matmul_packing import (
     FORMATS,
     GROUP,
+    WORDS,
     PackedWeight,
     assembly,
     dequantized,
@@ -165,17 +166,29 @@ def test_bad_input(h):
     refused(weight_only_matmul, ValueError, r"need \[M, 16\]", x[:, :8], packed)
 
 
+def packed_meta(N: int, K: int, format: str) -> PackedWeight:
+    """What quantize_weight makes of [N, K] in bfloat16, without data."""
+    columns = K + -K % (FORMATS[format] * WORDS.value)
+    groups, kind = (columns // GROUP, torch.bfloat16) if format == "int4" else (1, torch.float32)
+    return PackedWeight(meta(N, columns // FORMATS[format], dtype=torch.int16), meta(groups, N, dtype=kind), K, format)
+
+
+@by_format
+def test_it_compiles_for_sizes_of_1(format):
+    """Triton makes a constant of each; where it can tell that no tile is shared, as K is one step, 3.6 crashes."""
+    for M, N, K in [(1, 1, 1), (5, 9000, 100), (1, 1, 1700)]:
+        kernels = compile_for(weight_only_matmul, (meta(M, K), packed_meta(N, K, format)), sms=(90,))
+        assert all((each.error, each.spills) == (None, 0) for each in kernels), (M, N, K, kernels)
+
+
 @by_format
 @pytest.mark.parametrize(("sm", "mma"), [(90, "wgmma"), (100, "tcgen05.mma")])
 def test_generated_code(format, sm, mma):
     """Without a spill; on sm_90 four programs fit an SM at one row, and the weights never go back to shared memory."""
-    parts, N = FORMATS[format], 8192
+    N = 8192
     for M in (1, 64) if sm == 90 else (1,):
-        groups, kind = (N // GROUP, torch.bfloat16) if format == "int4" else (1, torch.float32)
-        packed = PackedWeight(meta(N, N // parts, dtype=torch.int16), meta(groups, N, dtype=kind), N, format)
-        kernel = next(
-            k for k in compile_for(weight_only_matmul, (meta(M, N), packed), sms=(sm,)) if "merge" not in k.kernel
-        )
+        kernels = compile_for(weight_only_matmul, (meta(M, N), packed_meta(N, N, format)), sms=(sm,))
+        kernel = next(k for k in kernels if "merge" not in k.kernel)
         assert (kernel.error, kernel.too_much, kernel.spills) == (None, None, 0)
         assert all(kernel.found.get(name) for name in ("cp.async.bulk.tensor", "mbarrier", mma))
         assert M > 1 or 4 * (kernel.shared + 1024) <= SHARED_LIMIT[sm]
