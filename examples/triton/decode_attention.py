@@ -14,7 +14,7 @@ the GPU, whatever its length; a program computes from that which keys are its pa
 
 Question   How close to the speed of memory is a decoding step, contiguous or paged, and how far ahead of libraries?
 Needs      triton
-Wins when  a step reads more of the cache than L2 holds, and B * H_kv is less than the SMs, or the cache is in pages.
+Wins when  the cache is in pages. Contiguous, cuDNN's attention is as fast or faster.
 Variants   decode_attention_merge.py (the second kernel), decode_attention_operands.py (no kernel: what is timed)
 Study      studies/triton/decode_attention.py
 Source     goes beyond the chapter; Flash-Decoding (Dao et al. 2023), pages as in PagedAttention (Kwon et al. 2023).

@@ -11,14 +11,13 @@ A block may raise the maximum to m'. Multiplied by alpha = exp(m - m'), l and ac
 m', and the block is added. At the end acc / l is the exact answer, in any order of blocks.
 
 At D = 128 a score costs 512 FLOPs of MMAs, 1/8 clock of a Hopper SM, and an exponential, 1/16 clock. Within a program
-these do not overlap: the softmax waits for Q K^T, and P V for the softmax. So two programs share an SM: one can
-multiply while the other exponentiates. That takes 4 warps; with 8 (138 registers a thread) only one fits.
+these do not overlap, so two programs (of 4 warps) share an SM: one can multiply while the other exponentiates.
 
 Question   How fast is attention without stored scores in Triton, by length and mask, beside the fastest library?
 Needs      triton, sm_90
-Wins when  cuDNN has no kernel for the variant. FlexAttention states most variants in two lines: use it first. Not for
-           decoding: one query is one program a head, which streams all of K and V alone (split K and V instead).
-Variants   flash_attention_hopper.py (warp-specialized, in Gluon), flash_attention_backward.py (the gradients)
+Wins when  the GPU is a Hopper and sequences are long, or cuDNN has no kernel for the variant; FlexAttention states most
+           variants in two lines. Not for training yet, and not for decoding (decode_attention).
+Variants   flash_attention_hopper.py (in Gluon, the default on sm_90), flash_attention_backward.py (the gradients)
 Study      studies/triton/flash_attention.py
 Source     goes beyond the chapter; FlashAttention (Dao et al. 2022), 3 (Shah et al. 2024); Milakov, Gimelshein 2018.
 """

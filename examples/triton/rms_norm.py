@@ -9,7 +9,7 @@ dy, writes dx, and keeps the sums along columns, of which dweight is made, in re
 
 Question   How close to a copy is RMSNorm, alone, with the residual, and in training, from 4096 to 131072 columns?
 Needs      triton
-Wins when  x is larger than L2 and rows are long; for short ones torch.compile makes the same kernel.
+Wins when  by bytes, not recorded yet: x is larger than L2 and rows are long; short ones torch.compile does as well.
 Variants   rms_norm_long.py (long rows), rms_norm_backward.py
 Study      studies/triton/rms_norm.py
 Source     goes beyond the chapter; Zhang and Sennrich 2019; backward as in layer_norm_backward.py

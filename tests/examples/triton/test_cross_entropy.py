@@ -249,5 +249,5 @@ def test_in_place_needs_no_memory_beside_the_logits(h):
         before = torch.cuda.memory_allocated()
         logits = x * 2
         grad = torch.autograd.grad(cross_entropy(logits, target, gradient=when), logits)
-        assert times * x.nbytes <= torch.cuda.max_memory_allocated() - before < times * x.nbytes + (1 << 20)
+        assert times * x.nbytes <= torch.cuda.max_memory_allocated() - before < times * x.nbytes + (2 << 20)
         del logits, grad
