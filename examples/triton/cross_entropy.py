@@ -11,8 +11,8 @@ gradient may also be written over the logits, and then the loss needs no memory 
 
 Question   How close to a copy of the logits do a loss and its gradient come, at 32000 and 128256 classes?
 Needs      triton
-Wins when  by bytes, not recorded yet: there are thousands of classes, and backward starts from this loss: for another
-           factor than 1 (a scaled loss) the gradient is made again, 8 bytes a logit in all; gradient="backward" takes 6.
+Wins when  by bytes, not recorded yet: there are thousands of classes, and backward starts from this loss. For a factor
+           other than 1 (a scaled loss) the gradient is made again, 8 bytes a logit; gradient="backward" takes 6.
 Variants   cross_entropy_backward.py (the gradient by itself, and autograd)
 Study      studies/triton/cross_entropy.py
 Source     goes beyond the chapter; online softmax (Milakov, Gimelshein 2018); gradient in the forward: Liger Kernel.
