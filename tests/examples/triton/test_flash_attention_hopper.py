@@ -42,6 +42,12 @@ def test_any_order_of_events_is_right(B, H_kv, group, S, S_kv, D, causal, sms, s
         check(h, *qkv(h, B, H_kv * group, S, D, H_kv=H_kv, S_kv=S if causal else S_kv), causal, fn=specialized)
 
 
+@pytest.mark.parametrize("seed", range(2))
+def test_three_consumers_release_the_blocks_that_only_some_of_them_see(h, monkeypatch, seed):
+    on_model(monkeypatch, seed, long=1)
+    check(h, *qkv(h, 1, 1, 900, 64), True, fn=specialized)
+
+
 def test_logarithms_and_infinities(h, monkeypatch):
     on_model(monkeypatch, sms=2)
     check_lse(h, specialized)
