@@ -180,11 +180,12 @@ def copy_of(fn: Callable) -> Callable:
 
 
 class Report:
-    """Tables and facts of one example of the record; prints each row as it comes."""
+    """Tables and facts of one example of the record; prints each row as it comes, and hands it to `keep`."""
 
-    def __init__(self, name: str, on_gpu: bool) -> None:
+    def __init__(self, name: str, on_gpu: bool, keep: Callable[[Report, str, str | None], None]) -> None:
         self.name, self.on_gpu, self.tables, self.facts, self.started = name, on_gpu, [], {}, time.perf_counter()
         self.failed: dict[str, str] = {}
+        self.keep = keep
 
     def row(
         self, title: str, case: str, variants: dict[str, Callable], inputs, errors, firsts, end_to_end, extra
@@ -203,6 +204,7 @@ class Report:
         print(f"{title:8} {case:24} {said}; kernels {extra['kernels']}", flush=True)
         self.tables.append(table)
         self.facts.setdefault(title, {})[case] = extra
+        self.keep(self, "failed", "it was stopped before its end")
 
     @contextlib.contextmanager
     def guard(self, case: str):
@@ -356,7 +358,8 @@ def run_compile(report: Report, only, large: bool) -> None:
                 times.setdefault(name, {})[backend] = json.loads(done.stdout.splitlines()[-1])
         ours, its = times[name][OURS], times[name]["inductor"]
         print(f"compile  {name:24} {ours:6.1f} s, Inductor {its:6.1f} s: {ours / its:.2f}", flush=True)
-    report.facts[COLD_FACT] = times
+        report.facts[COLD_FACT] = times
+        report.keep(report, "failed", "it was stopped before its end")
 
 
 RUN = {"graphs": run_graphs, "models": run_models, "compile": run_compile}
@@ -387,9 +390,20 @@ def main(argv: list[str] | None = None) -> int:
 
     record = Record(options.json, "triton_compiler", machine().gpu)
     commit, dirty = git_state()
+
+    def keep(report: Report, status: str, reason: str | None) -> None:
+        record.put(ExampleRecord(
+            report.name, status, reason, time.perf_counter() - report.started, commit=commit, dirty=dirty,
+            machine=machine().record(), command=shlex.join(["python", "-m", "triton_compiler.benchmark", *argv]),
+            sizes="full" if large else "quick", sources=sources_hash(Path(__file__)), question=QUESTIONS[report.name],
+            answer=None if INTERPRETED or status == "failed" else report.answer(), facts=report.facts,
+            tables=[table.record() for table in report.tables],
+        ), list(RUN))  # fmt: skip
+        record.save()
+
     failed = False
     for name in options.parts or (RUN if not INTERPRETED else ["graphs", "models"]):
-        report, status, reason = Report(name, not INTERPRETED), "passed", None
+        report, status, reason = Report(name, not INTERPRETED, keep), "passed", None
         try:
             RUN[name](report, options.only, large)
             if report.failed:
@@ -398,15 +412,7 @@ def main(argv: list[str] | None = None) -> int:
             status, reason, failed = "failed", f"{type(error).__name__}: {error}"[:500], True
         answer = None if INTERPRETED else report.answer()
         print(f"{name}: {answer or reason or 'checked; not timed without a GPU'}")
-        record.put(ExampleRecord(
-            name, status, reason, time.perf_counter() - report.started, commit=commit, dirty=dirty,
-            machine=machine().record(),
-            command=shlex.join(["python", "-m", "triton_compiler.benchmark", *argv]),
-            sizes="full" if large else "quick", sources=sources_hash(Path(__file__)), question=QUESTIONS[name],
-            answer=answer, facts=report.facts,
-            tables=[table.record() for table in report.tables],
-        ), list(RUN))  # fmt: skip
-        record.save()
+        keep(report, status, reason)
     return int(failed)
 
 
