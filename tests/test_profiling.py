@@ -406,6 +406,10 @@ def test_samples_are_listed():
     assert len(SAMPLES) == 8
 
 
+# Newer than the samples of their topic; a sample that has one is to be without this list.
+NOT_PROFILED_YET = {"skinny_matmul", "weight_only_matmul", "rms_norm", "decode_attention", "cross_entropy"}
+
+
 @pytest.mark.parametrize("name", SAMPLES)
 def test_a_sample_names_its_command_its_machine_and_every_technique(name):
     topic, kind, _ = name.split(".")
@@ -414,5 +418,6 @@ def test_a_sample_names_its_command_its_machine_and_every_technique(name):
     assert re.fullmatch(rf"# profiling/{script}\.sh (?:.* )?{topic}\.py(?: .*)?", command)
     assert re.match(r"# 20\d\d-\d\d-\d\d, NVIDIA H200, driver [\d.]+, torch 2\S+, Triton 3\S+, .*commit \w{12}$", made)
     for technique in read_topic(ROOT / f"{topic}.py").techniques:
-        assert re.search(rf"^ ?(?:techniques: .*)?\b{technique.name}\b", "\n".join(body), re.M), technique.name
+        named = re.search(rf"^ ?(?:techniques: .*)?\b{technique.name}\b", "\n".join(body), re.M)
+        assert bool(named) == (technique.name not in NOT_PROFILED_YET), technique.name
     assert not re.search(r"(?<![\w.)])/\w[\w.-]*/", "\n".join(body)), "the path of a machine"

@@ -20,13 +20,30 @@ import torch
 import triton
 import triton.language as tl
 
-from examples.common.device import device_limits
+from examples.common.device import device_limits, require_triton_device
 from examples.common.tiles import split_columns
 
 LEAST_STEPS = 4  # of a program: a shorter share costs more to merge than it saves
 EVEN_SHARE = 0.9  # of the programs: with as many, tiles are split evenly, and no program has two parts to park
 MERGE_N = 16  # outputs of a tile that a program of merge_kernel adds up
 STORE_M = tl.constexpr(32)  # columns of acc stored at a time: a whole tile would take the shared memory of two steps
+
+
+def check_linear(name: str, x: torch.Tensor, w: torch.Tensor, dtypes: tuple[torch.dtype, ...]) -> tuple[int, int, int]:
+    """M, N and K of x [M, K] times w [N, K] transposed, both of one dtype of `dtypes`, their rows contiguous.
+
+    Raises what require_triton_device does; TypeError for another dtype or two dtypes; ValueError for rank, inner sizes
+    or an inner stride other than 1.
+    """
+    require_triton_device(name, x, w)
+    if x.dtype not in dtypes or w.dtype != x.dtype:
+        raise TypeError(f"{name}: dtypes {x.dtype} and {w.dtype}; both must be the same one of {dtypes}")
+    if x.ndim != 2 or w.ndim != 2 or x.shape[1] != w.shape[1]:
+        raise ValueError(f"{name}: shapes {tuple(x.shape)} and {tuple(w.shape)}; need x [M, K] and w [N, K]")
+    for label, each in (("x", x), ("w", w)):
+        if each.shape[1] > 1 and each.stride(1) != 1:
+            raise ValueError(f"{name}: {label} has strides {each.stride()}; K must be contiguous: {label}.contiguous()")
+    return x.shape[0], w.shape[0], x.shape[1]
 
 
 @triton.jit

@@ -6,9 +6,10 @@ What overlaps them:
 
   a producer  one warp loads Q, and K and V into rings of their own, as in gluon_matmul.py. The kernel is persistent, so
               the first K and V of the next tile are loaded while this one ends.
-  consumers   two warpgroups, or three at D = 64, where the registers suffice: one computes weights while another
-              multiplies. Nothing orders them. (Turns, as in ping-pong schedules, cost 2 % here.)
-  in flight   a consumer starts Q K^T of the next block before P V of this one: its softmax runs under its own P V too.
+  consumers   two warpgroups, or three at D = 64 from 2048 queries on, for which the registers suffice: one computes
+              weights while another multiplies. Nothing orders them: on an H100, turns as in ping-pong schedules took
+              2 % longer.
+  in flight   a consumer starts Q K^T of the next block before P V of this one, under which the next softmax runs.
 
 K and V are walked from the last block to the first. Only the last that a consumer sees can need a mask, and it is the
 one before the loop.
@@ -36,8 +37,8 @@ ROWS, BLOCK_N = 64, 128  # queries of a consumer, keys of a block
 # 32 registers of weights.
 REGISTERS = {2: (240, 24), 3: (160, 32)}
 LONG = 2048  # from so many queries on, tiles of three consumers waste few rows of the last one
-# Causal: K and V of the heads whose tiles run side by side. Of 8 to 128 MiB this was the fastest at 4096 and at 16384
-# queries, for both head dims.
+# Causal: K and V of the heads whose tiles run side by side. Of 8 to 128 MiB this was the fastest on an H100, at 4096
+# and at 16384 queries, for both head dims.
 GROUP_BYTES = 32 * 2**20
 LN_2 = gl.constexpr(0.6931471805599453)
 
@@ -149,7 +150,7 @@ def _consume(
         b, h, start = _tile(tile, sizes, CONSUMERS * ROWS, CAUSAL, group_h)
         start += CONSUMER * ROWS
         blocks = _blocks(start + ROWS, sizes[2], BLOCK_N, CAUSAL)
-        if CAUSAL:  # what only the consumers behind this one see
+        if CAUSAL:  # what only consumers of later queries see: of two none, of three one block at most
             for _step in range(blocks, _blocks(start + (CONSUMERS - CONSUMER) * ROWS, sizes[2], BLOCK_N, CAUSAL)):
                 mbarrier.wait(k_full.index(k_slot), k_phase)
                 mbarrier.arrive(k_empty.index(k_slot))

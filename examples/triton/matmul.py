@@ -13,7 +13,7 @@ Wins when  cuBLAS has no kernel for the shape, or something is fused into it; on
 Variants   matmul_tiles.py (no kernel: the tiles that are timed, and which of them fit)
 Study      studies/triton/matmul.py
 Source     chapter section "Tensor Cores"; chapter section "Key Takeaways", whose 90-95 % of hand-tuned kernels' speed
-           is 96 to 100 % of cuBLAS here, and 80 to 98 % of cuDNN in flash_attention; order as in Triton tutorial 03
+           is 96 to 100 % of cuBLAS here, and 103 to 109 % of cuDNN in flash_attention; order as in Triton tutorial 03
 """
 
 from __future__ import annotations

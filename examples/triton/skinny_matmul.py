@@ -27,10 +27,10 @@ import triton.language as tl
 
 from examples.common.compiled import SEARCH, over_library
 from examples.common.device import architecture
-from examples.common.stream_k import first_unit, launch_stream_k, load_block, store_share, tile_that_fits
+from examples.common.stream_k import check_linear, first_unit, launch_stream_k, load_block, store_share, tile_that_fits
 from examples.common.tma import tma_descriptor, tma_takes
 from examples.common.untraced import untraced
-from examples.triton.skinny_matmul_gemv import DTYPES, check_linear, fills_gpu, skinny_matmul_gemv
+from examples.triton.skinny_matmul_gemv import DTYPES, fills_gpu, skinny_matmul_gemv
 
 # BLOCK_M, BLOCK_N, BLOCK_K, warps. More rows want more outputs: x is read again, from L2, for every BLOCK_N of them.
 TILES = [(16, 64, 128, 4), (32, 64, 128, 4), (64, 128, 64, 4), (128, 128, 64, 8), (256, 128, 64, 8)]

@@ -10,8 +10,9 @@ import torch
 import triton
 import triton.language as tl
 
-from examples.common.device import device_limits, require_triton_device
+from examples.common.device import device_limits
 from examples.common.rows import widen
+from examples.common.stream_k import check_linear
 
 DTYPES = (torch.float16, torch.bfloat16)
 OUTPUTS, BLOCK_K, WARPS, STAGES = 8, 512, 4, 4
@@ -44,23 +45,6 @@ def skinny_matmul_gemv(x: torch.Tensor, w: torch.Tensor) -> torch.Tensor:
             x, w, y, N, K, w.stride(0), BLOCK_N=OUTPUTS, BLOCK_K=BLOCK_K, STAGES=STAGES, num_warps=WARPS
         )
     return y
-
-
-def check_linear(name: str, x: torch.Tensor, w: torch.Tensor, dtypes: tuple[torch.dtype, ...]) -> tuple[int, int, int]:
-    """M, N and K of x [M, K] times w [N, K] transposed, both of one dtype of `dtypes`, their rows contiguous.
-
-    Raises what require_triton_device does; TypeError for another dtype or two dtypes; ValueError for rank, inner sizes
-    or an inner stride other than 1.
-    """
-    require_triton_device(name, x, w)
-    if x.dtype not in dtypes or w.dtype != x.dtype:
-        raise TypeError(f"{name}: dtypes {x.dtype} and {w.dtype}; both must be the same one of {dtypes}")
-    if x.ndim != 2 or w.ndim != 2 or x.shape[1] != w.shape[1]:
-        raise ValueError(f"{name}: shapes {tuple(x.shape)} and {tuple(w.shape)}; need x [M, K] and w [N, K]")
-    for label, each in (("x", x), ("w", w)):
-        if each.shape[1] > 1 and each.stride(1) != 1:
-            raise ValueError(f"{name}: {label} has strides {each.stride()}; K must be contiguous: {label}.contiguous()")
-    return x.shape[0], w.shape[0], x.shape[1]
 
 
 def fills_gpu(N: int, device: torch.device) -> bool:
