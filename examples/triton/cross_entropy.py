@@ -1,4 +1,4 @@
-"""Cross-entropy over a large vocabulary: loss and gradient from one pass over the logits, no probabilities stored.
+"""Cross-entropy over a large vocabulary: loss and gradient from one read of the logits, no probabilities stored.
 
 The logits of a language model are its largest tensor: 8192 tokens by 128256 classes take 2.1 GB in bfloat16. A row's
 loss needs two numbers of it, the maximum and the sum of exp(x - maximum); the gradient of the mean loss is
@@ -164,8 +164,9 @@ def cross_entropy(
     that is no class gives NaN (torch's device assert stops the process).
     gradient: "forward" makes it with the loss, and again in backward where the loss's own gradient is not 1. "backward"
     makes it there. "in place" makes it with the loss, over the logits: operations that saved them (a tanh, not a linear
-    layer) then refuse their backward, and this backward runs once. None: "forward"; "backward" for reduction "none" and
-    within torch.compile, whose graph "in place" breaks.
+    layer) then refuse their backward, this backward runs once, and another factor multiplies what is rounded already: not
+    for a scaled loss in float16. None: "forward"; "backward" for reduction "none" and within torch.compile, whose graph
+    "in place" breaks.
 
     Raises TypeError for another dtype; ValueError for other options, sizes that do not fit, no columns, an inner stride
     other than 1 and, in place, rows that overlap; RuntimeError for a device without Triton, a second derivative and, in

@@ -1,7 +1,7 @@
 """Decode attention: one to 16 new queries read all keys and values of a sequence, split over the whole GPU.
 
 A query of 16384 cached keys, with 8 heads of keys and values of D = 128 in bfloat16, needs 64 MiB: 15 us of an H200's
-memory. A query head does 2 FLOPs with each value that is read, 8 heads that share it 16; in the time that the value
+memory. A query head does 2 FLOPs with each value that is read, 4 heads that share it 8; in the time that the value
 takes to arrive the tensor cores could do 360. So this is memory-bound, if each is read once and every SM reads.
 
 All new positions of the query heads that share a head of keys (GQA) are the rows of one tile. mma.sync takes 16 rows:
@@ -14,7 +14,7 @@ the GPU, whatever its length; a program computes from that which keys are its pa
 
 Question   How close to the speed of memory is a decoding step, contiguous or paged, and how far ahead of libraries?
 Needs      triton
-Wins when  the cache is in pages. Contiguous, cuDNN's attention is as fast or faster.
+Wins when  not recorded yet. Contiguous, cuDNN's attention was as fast or faster in a first run on an H200.
 Variants   decode_attention_merge.py (the second kernel), decode_attention_operands.py (no kernel: what is timed)
 Study      studies/triton/decode_attention.py
 Source     goes beyond the chapter; Flash-Decoding (Dao et al. 2023), pages as in PagedAttention (Kwon et al. 2023).
@@ -38,7 +38,7 @@ from examples.triton.decode_attention_merge import LN_2, launch_merge, merges_ea
 from examples.triton.decode_attention_operands import any_order, in_pages, inputs, libraries
 
 DTYPES = (torch.float16, torch.bfloat16)
-# Head dim -> keys of a block, warps, buffers of K and of V. A block of each is 32 KiB, and one or two are in flight.
+# Head dim -> keys of a block, warps, buffers of K and of V. A block of both is 32 KiB, and one or two are in flight.
 TILES = {64: (128, 4, 2), 128: (64, 4, 2)}
 SHARED_KIB = 72  # of a program: three fit an SM of sm_90, two one of sm_80. 40 KiB in flight on an SM saturate memory
 ROWS_MAX = 64  # of a tile; with more rows there are more tiles, which find K and V in L2

@@ -8,7 +8,7 @@ from functools import partial
 import torch
 import triton
 from torch.nn.attention import SDPBackend, sdpa_kernel
-from torch.nn.attention.flex_attention import flex_attention
+from torch.nn.attention.flex_attention import create_block_mask, flex_attention
 from torch.nn.functional import scaled_dot_product_attention
 
 
@@ -44,6 +44,12 @@ def _sdpa(backend: SDPBackend) -> Callable:
     return call
 
 
+def flex(q: torch.Tensor, k: torch.Tensor) -> Callable:
+    """FlexAttention for these lengths; without a block mask all keys are one block to it, which it does not split."""
+    mask = create_block_mask(lambda b, h, i, j: j >= 0, None, None, q.shape[2], k.shape[2], device=q.device)
+    return partial(flex_attention, block_mask=mask, enable_gqa=True)
+
+
 def libraries(h, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> dict[str, Callable]:
     """torch's flash attention, which splits keys too; on a GPU FlexAttention, and cuDNN where torch lets it decode."""
     calls = {"torch flash (FA2)": _sdpa(SDPBackend.FLASH_ATTENTION)}
@@ -51,5 +57,5 @@ def libraries(h, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> dict[str,
         params = torch.backends.cuda.SDPAParams(q, k, v, None, 0.0, False, True)
         if torch.backends.cuda.can_use_cudnn_attention(params):
             calls["cuDNN"] = _sdpa(SDPBackend.CUDNN_ATTENTION)
-        calls["FlexAttention"] = h.compiled(partial(flex_attention, enable_gqa=True))
+        calls["FlexAttention"] = h.compiled(flex(q, k))
     return calls

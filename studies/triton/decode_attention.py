@@ -19,7 +19,7 @@ from torch.nn.functional import scaled_dot_product_attention
 
 from examples.common.attention import attention_budget, attention_flops
 from examples.triton.decode_attention import TILES, count_splits, decode_attention, reference
-from examples.triton.decode_attention_operands import any_order, in_pages, inputs, libraries
+from examples.triton.decode_attention_operands import any_order, flex, in_pages, inputs, libraries
 
 HEADS = (32, 8, 128)  # of queries, of keys, and their size
 
@@ -49,9 +49,8 @@ def tuned_flex(h: Harness, B: int, S: int) -> None:
     q, k, v = inputs(h, B, *HEADS[:2], 1, S, HEADS[2])
     silent = {"autotune_num_choices_displayed": 0, "max_autotune_report_choices_stats": False}
     options = torch._inductor.list_mode_options("max-autotune-no-cudagraphs") | silent
-    flex = partial(flex_attention, enable_gqa=True)
-    calls = {"FlexAttention": h.compiled(flex), "triton": decode_attention}
-    calls["FlexAttention, tuned"] = torch.compile(flex, dynamic=False, options=options)
+    calls = {"FlexAttention": h.compiled(flex(q, k)), "triton": decode_attention}
+    calls["FlexAttention, tuned"] = torch.compile(flex(q, k), dynamic=False, options=options)
     compare(h, "FlexAttention, tuned", f"{B}x{S} keys", calls, q, k, v)
 
 
