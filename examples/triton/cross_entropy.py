@@ -164,8 +164,8 @@ def cross_entropy(
     that is no class gives NaN (torch's device assert stops the process).
     gradient: "forward" makes it with the loss, and again in backward where the loss's own gradient is not 1. "backward"
     makes it there. "in place" makes it with the loss, over the logits: operations that saved them (a tanh, not a linear
-    layer) then refuse their backward, this backward runs once, and another factor multiplies rounded gradients: not for a
-    scaled loss in float16. None: "forward"; "backward" for reduction "none" and within torch.compile, whose graph
+    layer) then refuse their backward, this backward runs once, and another factor multiplies rounded gradients: not for
+    scaled losses in float16. None: "forward"; "backward" for reduction "none" and within torch.compile, whose graph
     "in place" breaks.
 
     Raises TypeError for another dtype; ValueError for other options, sizes that do not fit, no columns, an inner stride
