@@ -15,7 +15,7 @@ these do not overlap, so two programs (of 4 warps) share an SM: one can multiply
 
 Question   How fast is attention without stored scores in Triton, by length and mask, beside the fastest library?
 Needs      triton, sm_90
-Wins when  the GPU is a Hopper and sequences are long, or cuDNN has no kernel for the variant; FlexAttention states most
+Wins when  the GPU is a Hopper and attention is long, or cuDNN has no kernel for the variant; FlexAttention states most
            variants in two lines. Not for training yet, and not for decoding (decode_attention).
 Variants   flash_attention_hopper.py (in Gluon, the default on sm_90), flash_attention_backward.py (the gradients)
 Study      studies/triton/flash_attention.py
