@@ -14,7 +14,7 @@ the GPU, whatever its length; a program computes from that which keys are its pa
 
 Question   How close to the speed of memory is a decoding step, contiguous or paged, and how far ahead of libraries?
 Needs      triton
-Wins when  not recorded yet. Contiguous, cuDNN's attention was as fast or faster in a first run on an H200.
+Wins when  nothing is recorded yet; by design, where B * H_kv is less than the SMs, or the cache is in pages.
 Variants   decode_attention_merge.py (the second kernel), decode_attention_operands.py (no kernel: what is timed)
 Study      studies/triton/decode_attention.py
 Source     goes beyond the chapter; Flash-Decoding (Dao et al. 2023), pages as in PagedAttention (Kwon et al. 2023).

@@ -2,8 +2,8 @@
 
 In order of the parts, so that every run gives the same bits. A part of -inf alone has the sum 0; NaN stays in its sum.
 
-The kernel takes about 2 us, and so does a launch: of a step of 16384 keys that counts. From sm_90 on its programs are
-launched while the first kernel's last ones run, and wait for their stores (programmatic dependent launch).
+A step of 16384 keys takes so little time that this kernel's start counts. From sm_90 on its programs are launched while
+the first kernel's last ones run, and wait for their stores (programmatic dependent launch).
 """
 
 from __future__ import annotations

@@ -7,8 +7,7 @@ What overlaps them:
   a producer  one warp loads Q, and K and V into rings of their own, as in gluon_matmul.py. The kernel is persistent, so
               the first K and V of the next tile are loaded while this one ends.
   consumers   two warpgroups, or three at D = 64 from 2048 queries on, for which the registers suffice: one computes
-              weights while another multiplies. Nothing orders them: on an H100, turns as in ping-pong schedules took
-              2 % longer.
+              weights while another multiplies. Nothing orders them, as ping-pong schedules do by turns.
   in flight   a consumer starts Q K^T of the next block before P V of this one, under which the next softmax runs.
 
 K and V are walked from the last block to the first. Only the last that a consumer sees can need a mask, and it is the
@@ -37,8 +36,7 @@ ROWS, BLOCK_N = 64, 128  # queries of a consumer, keys of a block
 # 32 registers of weights.
 REGISTERS = {2: (240, 24), 3: (160, 32)}
 LONG = 2048  # from so many queries on, tiles of three consumers waste few rows of the last one
-# Causal: K and V of the heads whose tiles run side by side. Of 8 to 128 MiB this was the fastest on an H100, at 4096
-# and at 16384 queries, for both head dims.
+# Causal: K and V of the heads whose tiles run side by side, which L2 is to hold. Chosen by timing on an H100.
 GROUP_BYTES = 32 * 2**20
 LN_2 = gl.constexpr(0.6931471805599453)
 

@@ -11,7 +11,7 @@ Memory is saturated by about 40 KB in flight on every SM. Three things get in th
 
 Question   How close to the speed of memory is a linear layer of 1 to 256 rows, and how far ahead of cuBLAS?
 Needs      triton
-Wins when  by bytes and FLOPs, not recorded yet: M is at most 64 or so; with more, what MMAs add to the weights shows.
+Wins when  by bytes and FLOPs, not recorded yet: M is at most 64 or so; with more rows the MMAs' time shows, too.
 Variants   skinny_matmul_gemv.py (one row, without MMAs)
 Study      studies/triton/skinny_matmul.py
 Source     goes beyond the chapter; stream-K as Osama et al. (2023) have it, merged by a second kernel

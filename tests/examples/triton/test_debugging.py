@@ -22,7 +22,7 @@ def test_the_twins_are_right(h, dtype):
         x = h.randn(*shape, dtype=dtype)
         h.check(scale, reference, x, terms=0)
         # A GPU's square root of float32 is off by 1 unit in the last place at most.
-        h.check(debugging.sqrt, lambda x: x.double().sqrt(), x.abs(), terms=0, roundings=1)
+        h.check(debugging.sqrt, lambda x: x.double().sqrt(), x.abs(), terms=0, roundings=int(not h.interpreted))
         whole = torch.arange(x.numel(), device=x.device) % 7 - 2  # sums of few bits are exact in any order
         assert total(whole.to(dtype)).item() == whole.sum().item()
     odd = torch.tensor([3e38, -3e38, 1e-30, INF, -INF, NAN, 0.0, -1.0, 2.0, 3.0], device=h.device)

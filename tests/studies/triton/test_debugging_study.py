@@ -25,7 +25,7 @@ def test_passes_are_found_by_what_they_change(header):
 
 
 def test_the_checked_square_root_is_right(h):
-    h.check(sqrt_checked, lambda x: x.double().sqrt(), h.randn(32).abs(), terms=0, roundings=1)
+    h.check(sqrt_checked, lambda x: x.double().sqrt(), h.randn(32).abs(), terms=0, roundings=int(not h.interpreted))
 
 
 def test_what_the_device_prints(h):
