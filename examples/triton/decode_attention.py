@@ -38,12 +38,15 @@ from examples.triton.decode_attention_merge import LN_2, launch_merge, merges_ea
 from examples.triton.decode_attention_operands import any_order, in_pages, inputs, libraries
 
 DTYPES = (torch.float16, torch.bfloat16)
-# Head dim -> keys of a block, warps, buffers of K and of V. A block of both is 32 KiB, and one or two are in flight.
-TILES = {64: (128, 4, 2), 128: (64, 4, 2)}
-SHARED_KIB = 72  # of a program: three fit an SM of sm_90, two one of sm_80. 40 KiB in flight on an SM saturate memory
-ROWS_MAX = 64  # of a tile; with more rows there are more tiles, which find K and V in L2
-# Keys of a part: fewer are not worth a program, and with more the longest sequence of a batch would end alone.
-PART_MIN, PART_MAX = 128, 4096
+# Head dim -> keys of a block, warps, buffers of K and of V. A block of both is 16 KiB, and two or three are in flight.
+TILES = {64: (64, 4, 3), 128: (32, 4, 3)}
+# Rows of a tile -> shared memory of a program: an SM of sm_90 has four, three, two of them, and 40 KiB in flight on
+# an SM saturate memory. With more rows there are more tiles, which find K and V in L2.
+SHARED_KIB = {16: 56, 32: 60, 64: 82}
+PART_MIN = 128  # keys of a part: fewer are not worth a program
+PART_MAX = 4096  # where lengths differ: with more, the longest sequence of a batch would end alone
+START = 64  # keys that a program could read in the time of its start and its end
+WAVES = 8  # more than the fewest, at which count_splits looks
 
 
 @triton.jit
@@ -112,11 +115,25 @@ def decode_attention_kernel(
     tl.store(o_ptr + o_row[:, None] * D + dims[None, :], acc.to(o_ptr.dtype.element_ty), mask=inside[:, None])
 
 
-def count_splits(device: torch.device, programs: int, keys: int) -> int:
-    """Parts of each sequence, of whose keys at most `keys` are cached: what fills the GPU, or more, for long ones."""
+def count_splits(device: torch.device, programs: int, keys: int, ragged: bool = False, block_m: int = 16) -> int:
+    """Parts of each sequence, of whose keys at most `keys` are cached; `programs` there are without parts.
+
+    All parts are equal, so the GPU should run a whole number of waves of them, and few. With `ragged` a sequence may
+    have fewer keys: then nobody knows how many waves there are, and parts of PART_MAX keys even them out.
+    """
     sms, shared_bytes = device_limits(device)
-    fill = sms * (shared_bytes // (SHARED_KIB * 1024)) // programs
-    return max(1, min(max(fill, triton.cdiv(keys, PART_MAX)), triton.cdiv(keys, PART_MIN)))
+    slots = sms * (shared_bytes // (SHARED_KIB[block_m] * 1024))
+    most = triton.cdiv(keys, PART_MIN)
+    best = min(triton.cdiv(keys, PART_MAX), most) if ragged else 1
+
+    def time(splits: int) -> int:  # in keys
+        return triton.cdiv(programs * splits, slots) * (triton.cdiv(keys, splits) + START)
+
+    least = best
+    for waves in range(triton.cdiv(programs, slots), triton.cdiv(programs, slots) + WAVES):
+        splits = max(least, min(waves * slots // programs, most))
+        best = splits if time(splits) < time(best) else best
+    return best
 
 
 def decode_attention(
@@ -148,11 +165,10 @@ def decode_attention(
     lse = torch.empty(q.shape[:3], dtype=torch.float32, device=q.device) if return_lse else None
     if o.numel():
         rows = H // H_kv * S_q
-        block_m = max(16, min(ROWS_MAX, triton.next_power_of_2(rows)))
+        block_m = max(16, min(max(SHARED_KIB), triton.next_power_of_2(rows)))
         tiles_m = triton.cdiv(rows, block_m)
         block_n, num_warps, buffers = TILES[D]
-        block_n //= 1 if block_m == 16 else 2  # weights of more rows take more registers
-        splits = splits or count_splits(q.device, B * H_kv * tiles_m, keys)
+        splits = splits or count_splits(q.device, B * H_kv * tiles_m, keys, lengths is not None, block_m)
         parts, stats, early = o, None, splits > 1 and merges_early(q.device)
         if splits > 1:
             parts = torch.empty((*q.shape[:3], splits, D), dtype=torch.float32, device=q.device)
