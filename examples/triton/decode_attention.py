@@ -9,8 +9,9 @@ up to there, more of them cost nothing. But then a sequence is only H_kv program
 (flash decoding). Each part has its own maximum m, sum l and accumulator acc, as in flash_attention, and a second kernel
 merges them: with M the largest m, o = (sum of exp(m - M) * acc) / (sum of exp(m - M) * l).
 
-Lengths are on the GPU, and to read them the host would have to wait. So it cuts each sequence in as many parts as fill
-the GPU, whatever its length; a program computes from that which keys are its part, and ends at once if there are none.
+Equal parts end together, so they are as many as fill the GPU, or a whole number of waves: with some more, most SMs
+would idle while these end. Lengths are on the GPU, and to read them the host would have to wait: it cuts each sequence
+in as many parts, whatever its length. A program computes which keys are its part, and ends at once if there are none.
 
 Question   How close to the speed of memory is a decoding step, contiguous or paged, and how far ahead of libraries?
 Needs      triton
@@ -40,13 +41,12 @@ from examples.triton.decode_attention_operands import any_order, in_pages, input
 DTYPES = (torch.float16, torch.bfloat16)
 # Head dim -> keys of a block, warps, buffers of K and of V. A block of both is 16 KiB, and two or three are in flight.
 TILES = {64: (64, 4, 3), 128: (32, 4, 3)}
-# Rows of a tile -> shared memory of a program: an SM of sm_90 has four, three, two of them, and 40 KiB in flight on
-# an SM saturate memory. With more rows there are more tiles, which find K and V in L2.
+# Rows of a tile -> shared memory of a program. An SM of sm_90 runs 4, 3 and 2 of them; 40 KiB in flight on it saturate
+# memory. Where there are more rows there are more tiles, which find K and V in L2.
 SHARED_KIB = {16: 56, 32: 60, 64: 82}
-PART_MIN = 128  # keys of a part: fewer are not worth a program
-PART_MAX = 4096  # where lengths differ: with more, the longest sequence of a batch would end alone
+# Keys of a part: fewer are not worth a program; with more, where lengths differ, the longest sequence would end alone.
+PART_MIN, PART_MAX = 128, 4096
 START = 64  # keys that a program could read in the time of its start and its end
-WAVES = 8  # more than the fewest, at which count_splits looks
 
 
 @triton.jit
@@ -116,21 +116,19 @@ def decode_attention_kernel(
 
 
 def count_splits(device: torch.device, programs: int, keys: int, ragged: bool = False, block_m: int = 16) -> int:
-    """Parts of each sequence, of whose keys at most `keys` are cached; `programs` there are without parts.
+    """Parts of each sequence of `keys` keys, where unsplit the grid has so many programs: few waves, and nearly full.
 
-    All parts are equal, so the GPU should run a whole number of waves of them, and few. With `ragged` a sequence may
-    have fewer keys: then nobody knows how many waves there are, and parts of PART_MAX keys even them out.
+    `ragged`: some have fewer keys. Then nobody knows how many waves there are, and parts of PART_MAX even them out.
     """
     sms, shared_bytes = device_limits(device)
     slots = sms * (shared_bytes // (SHARED_KIB[block_m] * 1024))
-    most = triton.cdiv(keys, PART_MIN)
-    best = min(triton.cdiv(keys, PART_MAX), most) if ragged else 1
+    least, most = triton.cdiv(keys, PART_MAX) if ragged else 1, triton.cdiv(keys, PART_MIN)
 
     def time(splits: int) -> int:  # in keys
         return triton.cdiv(programs * splits, slots) * (triton.cdiv(keys, splits) + START)
 
-    least = best
-    for waves in range(triton.cdiv(programs, slots), triton.cdiv(programs, slots) + WAVES):
+    best, fewest = least, triton.cdiv(programs, slots)
+    for waves in range(fewest, fewest + 8):
         splits = max(least, min(waves * slots // programs, most))
         best = splits if time(splits) < time(best) else best
     return best
@@ -209,10 +207,8 @@ def short(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
 def compare(h: Harness, B: int, H: int, H_kv: int, S: int, D: int = 128) -> Table:
     q, k, v = inputs(h, B, H, H_kv, 1, S, D)
     table = any_order(h, B, S // 16)
-    own = {
-        "triton": decode_attention,
-        "triton paged": lambda q, k, v: decode_attention(q, in_pages(k), in_pages(v), block_table=table),
-    }
+    own = {"triton": decode_attention}
+    own["triton paged"] = lambda q, k, v: decode_attention(q, in_pages(k), in_pages(v), block_table=table)
     return h.compare(
         libraries(h, q, k, v) | own, reference, q, k, v, baseline="torch flash (FA2)",
         work=Work(bytes=2 * (k.nbytes + q.nbytes), flops=attention_flops(q, k, False), dtype=h.half),

@@ -121,6 +121,11 @@ def test_the_logarithms_of_the_sums(h, splits):
     assert torch.equal(o, decode_attention(q, k, v, lengths, splits=splits))
 
 
+def test_more_parts_than_the_merge_reads_at_once(h):
+    """And so many that each of its programs has some of the dimensions."""
+    check(h, *inputs(h, 1, 1, 1, 1, 70 * 64, 64), splits=70)
+
+
 def test_a_sequence_has_the_same_bits_in_any_batch_of_as_many_parts(h):
     q, k, v = inputs(h, 3, 2, 1, 1, 300, 64)
     both = decode_attention(q, k, v, splits=2)
