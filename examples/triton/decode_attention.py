@@ -9,8 +9,9 @@ up to there, more of them cost nothing. But then a sequence is only H_kv program
 (flash decoding). Each part has its own maximum m, sum l and accumulator acc, as in flash_attention, and a second kernel
 merges them: with M the largest m, o = (sum of exp(m - M) * acc) / (sum of exp(m - M) * l).
 
-Lengths are on the GPU, and to read them the host would have to wait. So it cuts each sequence in as many parts as fill
-the GPU, whatever its length; a program computes from that which keys are its part, and ends at once if there are none.
+Equal parts end together, so they are as many as fill the GPU, or a whole number of waves: with some more, most SMs
+would idle while these end. Lengths are on the GPU, and to read them the host would have to wait: it cuts each sequence
+in as many parts, whatever its length. A program computes which keys are its part, and ends at once if there are none.
 
 Question   How close to the speed of memory is a decoding step, contiguous or paged, and how far ahead of libraries?
 Needs      triton
@@ -38,12 +39,14 @@ from examples.triton.decode_attention_merge import LN_2, launch_merge, merges_ea
 from examples.triton.decode_attention_operands import any_order, in_pages, inputs, libraries
 
 DTYPES = (torch.float16, torch.bfloat16)
-# Head dim -> keys of a block, warps, buffers of K and of V. A block of both is 32 KiB, and one or two are in flight.
-TILES = {64: (128, 4, 2), 128: (64, 4, 2)}
-SHARED_KIB = 72  # of a program: three fit an SM of sm_90, two one of sm_80. 40 KiB in flight on an SM saturate memory
-ROWS_MAX = 64  # of a tile; with more rows there are more tiles, which find K and V in L2
-# Keys of a part: fewer are not worth a program, and with more the longest sequence of a batch would end alone.
+# Head dim -> keys of a block, warps, buffers of K and of V. A block of both is 16 KiB, and two or three are in flight.
+TILES = {64: (64, 4, 3), 128: (32, 4, 3)}
+# Rows of a tile -> shared memory of a program. An SM of sm_90 runs 4, 3 and 2 of them; 40 KiB in flight on it saturate
+# memory. Where there are more rows there are more tiles, which find K and V in L2.
+SHARED_KIB = {16: 56, 32: 60, 64: 82}
+# Keys of a part: fewer are not worth a program; with more, where lengths differ, the longest sequence would end alone.
 PART_MIN, PART_MAX = 128, 4096
+START = 64  # keys that a program could read in the time of its start and its end
 
 
 @triton.jit
@@ -112,11 +115,23 @@ def decode_attention_kernel(
     tl.store(o_ptr + o_row[:, None] * D + dims[None, :], acc.to(o_ptr.dtype.element_ty), mask=inside[:, None])
 
 
-def count_splits(device: torch.device, programs: int, keys: int) -> int:
-    """Parts of each sequence, of whose keys at most `keys` are cached: what fills the GPU, or more, for long ones."""
+def count_splits(device: torch.device, programs: int, keys: int, ragged: bool = False, block_m: int = 16) -> int:
+    """Parts of each sequence of `keys` keys, where unsplit the grid has so many programs: few waves, and nearly full.
+
+    `ragged`: some have fewer keys. Then nobody knows how many waves there are, and parts of PART_MAX even them out.
+    """
     sms, shared_bytes = device_limits(device)
-    fill = sms * (shared_bytes // (SHARED_KIB * 1024)) // programs
-    return max(1, min(max(fill, triton.cdiv(keys, PART_MAX)), triton.cdiv(keys, PART_MIN)))
+    slots = sms * (shared_bytes // (SHARED_KIB[block_m] * 1024))
+    least, most = triton.cdiv(keys, PART_MAX) if ragged else 1, triton.cdiv(keys, PART_MIN)
+
+    def time(splits: int) -> int:  # in keys
+        return triton.cdiv(programs * splits, slots) * (triton.cdiv(keys, splits) + START)
+
+    best, fewest = least, triton.cdiv(programs, slots)
+    for waves in range(fewest, fewest + 8):
+        splits = max(least, min(waves * slots // programs, most))
+        best = splits if time(splits) < time(best) else best
+    return best
 
 
 def decode_attention(
@@ -148,11 +163,10 @@ def decode_attention(
     lse = torch.empty(q.shape[:3], dtype=torch.float32, device=q.device) if return_lse else None
     if o.numel():
         rows = H // H_kv * S_q
-        block_m = max(16, min(ROWS_MAX, triton.next_power_of_2(rows)))
+        block_m = max(16, min(max(SHARED_KIB), triton.next_power_of_2(rows)))
         tiles_m = triton.cdiv(rows, block_m)
         block_n, num_warps, buffers = TILES[D]
-        block_n //= 1 if block_m == 16 else 2  # weights of more rows take more registers
-        splits = splits or count_splits(q.device, B * H_kv * tiles_m, keys)
+        splits = splits or count_splits(q.device, B * H_kv * tiles_m, keys, lengths is not None, block_m)
         parts, stats, early = o, None, splits > 1 and merges_early(q.device)
         if splits > 1:
             parts = torch.empty((*q.shape[:3], splits, D), dtype=torch.float32, device=q.device)
@@ -193,10 +207,8 @@ def short(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
 def compare(h: Harness, B: int, H: int, H_kv: int, S: int, D: int = 128) -> Table:
     q, k, v = inputs(h, B, H, H_kv, 1, S, D)
     table = any_order(h, B, S // 16)
-    own = {
-        "triton": decode_attention,
-        "triton paged": lambda q, k, v: decode_attention(q, in_pages(k), in_pages(v), block_table=table),
-    }
+    own = {"triton": decode_attention}
+    own["triton paged"] = lambda q, k, v: decode_attention(q, in_pages(k), in_pages(v), block_table=table)
     return h.compare(
         libraries(h, q, k, v) | own, reference, q, k, v, baseline="torch flash (FA2)",
         work=Work(bytes=2 * (k.nbytes + q.nbytes), flops=attention_flops(q, k, False), dtype=h.half),

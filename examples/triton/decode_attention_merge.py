@@ -17,7 +17,8 @@ import triton.language as tl
 from examples.common.device import architecture, interpreted
 
 LN_2 = tl.constexpr(math.log(2))
-PARTS_AT_ONCE = 32  # loads in flight of a program: 16 KiB at D = 128
+VALUES = 2048  # of parts that a program reads at once: 16 for each thread, all in flight
+LEAST_DIMS = 32  # of a program
 PDL = True
 
 
@@ -37,17 +38,18 @@ def part_of_keys(lengths_ptr, b, keys, splits, BLOCK_N: tl.constexpr):
 @triton.jit
 def decode_attention_merge_kernel(
     parts_ptr, stats_ptr, lengths_ptr, o_ptr, lse_ptr, keys, splits, H,
-    S_Q: tl.constexpr, D: tl.constexpr, BLOCK_N: tl.constexpr, PARTS_AT_ONCE: tl.constexpr, EARLY: tl.constexpr,
+    S_Q: tl.constexpr, D: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr, PARTS: tl.constexpr,
+    EARLY: tl.constexpr,
 ):  # fmt: skip
     if EARLY:
         tl.extra.cuda.gdc_wait()  # until the first kernel has ended, and all that it stored is visible
     row = tl.program_id(0).to(tl.int64)  # of o, [B, H, S_q]
     n, size = part_of_keys(lengths_ptr, row // (H * S_Q), keys, splits, BLOCK_N)
     maxima_ptr, sums_ptr = stats_ptr, stats_ptr + tl.num_programs(0).to(tl.int64) * splits
-    dims = tl.arange(0, D)
-    row_max, row_sum, acc = -3.4e38, 0.0, tl.zeros((D,), tl.float32)
-    for first in range(0, tl.cdiv(n, size), PARTS_AT_ONCE):
-        part = first + tl.arange(0, PARTS_AT_ONCE)
+    dims = tl.program_id(1) * BLOCK_D + tl.arange(0, BLOCK_D)
+    row_max, row_sum, acc = -3.4e38, 0.0, tl.zeros((BLOCK_D,), tl.float32)
+    for first in range(0, tl.cdiv(n, size), PARTS):
+        part = first + tl.arange(0, PARTS)
         there, at = part < tl.cdiv(n, size), row * splits + part  # the others have written nothing
         maxima = tl.load(maxima_ptr + at, mask=there, other=-3.4e38)
         sums = tl.load(sums_ptr + at, mask=there, other=0.0)
@@ -61,7 +63,7 @@ def decode_attention_merge_kernel(
     o = tl.where(seen, acc / row_sum, 0.0)
     tl.store(o_ptr + row * D + dims, o.to(o_ptr.dtype.element_ty))
     if lse_ptr is not None:
-        tl.store(lse_ptr + row, (row_max + tl.log2(row_sum)) * LN_2)
+        tl.store(lse_ptr + row, (row_max + tl.log2(row_sum)) * LN_2, mask=tl.program_id(1) == 0)
 
 
 def merges_early(device: torch.device) -> bool:
@@ -75,8 +77,11 @@ def launch_merge(
 ) -> None:  # fmt: skip
     """o [B, H, S_q, D] and lse [B, H, S_q] (or None) of parts [B, H, S_q, splits, D] and maxima and sums in stats."""
     B, H, S_q, D = o.shape
-    decode_attention_merge_kernel[(B * H * S_q,)](
+    # Most of its time is the latency of one load: so each program loads all at once that it needs, and little of it.
+    at_once = min(triton.next_power_of_2(splits), VALUES // LEAST_DIMS)
+    block_d = max(LEAST_DIMS, min(D, VALUES // at_once))
+    decode_attention_merge_kernel[(B * H * S_q, D // block_d)](
         parts, stats, lengths, o, lse, keys, splits, H,
-        S_Q=S_q, D=D, BLOCK_N=block_n, PARTS_AT_ONCE=PARTS_AT_ONCE, EARLY=early, num_warps=4,
+        S_Q=S_q, D=D, BLOCK_N=block_n, BLOCK_D=block_d, PARTS=at_once, EARLY=early, num_warps=4,
         **({"launch_pdl": True} if early else {}),
     )  # fmt: skip

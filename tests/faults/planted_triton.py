@@ -480,6 +480,9 @@ parts that nobody wrote are merged too
 parts are merged as if they had one maximum
   - weights * sums
   + sums
+every program of the merge computes the first dimensions
+  - tl.program_id(1) * BLOCK_D + tl.arange(0, BLOCK_D)
+  + tl.arange(0, BLOCK_D)
 merged, the logarithm of the sums leaves the maximum in powers of 2  [within=decode_attention_merge_kernel]
   - (row_max + tl.log2(row_sum)) * LN_2
   + row_max + tl.log2(row_sum) * LN_2

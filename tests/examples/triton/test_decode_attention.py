@@ -121,6 +121,11 @@ def test_the_logarithms_of_the_sums(h, splits):
     assert torch.equal(o, decode_attention(q, k, v, lengths, splits=splits))
 
 
+def test_more_parts_than_the_merge_reads_at_once(h):
+    """And so many that each of its programs has some of the dimensions."""
+    check(h, *inputs(h, 1, 1, 1, 1, 70 * 64, 64), splits=70)
+
+
 def test_a_sequence_has_the_same_bits_in_any_batch_of_as_many_parts(h):
     q, k, v = inputs(h, 3, 2, 1, 1, 300, 64)
     both = decode_attention(q, k, v, splits=2)
@@ -176,11 +181,14 @@ def test_any_shape(B, H_kv, group, S_q, S, D, page, splits, scale):
 
 
 def test_how_many_parts():
-    """On 132 SMs: what fills them, not below PART_MIN keys each and not above PART_MAX."""
-    device = torch.device("cpu")  # 4 SMs, of three programs each
-    assert [count_splits(device, programs, 16 * PART_MIN) for programs in (1, 2, 5, 12, 100)] == [12, 6, 2, 1, 1]
+    """What fills whole waves, of not less than PART_MIN keys each; where lengths differ, not more than PART_MAX."""
+    device = torch.device("cpu")  # 4 SMs, of four programs each
+    assert [count_splits(device, programs, 16 * PART_MIN) for programs in (1, 2, 5, 16, 160)] == [16, 8, 3, 1, 1]
     assert [count_splits(device, 1, keys) for keys in (1, PART_MIN, PART_MIN + 1)] == [1, 1, 2]
-    assert count_splits(device, 100, 2 * PART_MAX + 1) == 3
+    assert count_splits(device, 17, 8192) == 8  # 9 waves of an eighth; unsplit, one program would run alone in a second
+    for keys in (1, 2 * PART_MAX + 1):
+        assert count_splits(device, 160, keys) == 1
+        assert count_splits(device, 160, keys, ragged=True) == (3 if keys > PART_MAX else 1)
 
 
 def test_bad_input(h):
@@ -207,7 +215,7 @@ def test_bad_input(h):
 
 @pytest.mark.parametrize(
     ("H", "S_q", "D", "page", "programs"),  # on an SM
-    [(32, 1, 128, 0, 3), (32, 1, 128, 16, 3), (32, 1, 64, 128, 3), (64, 8, 128, 16, 2)],
+    [(32, 1, 128, 0, 4), (32, 1, 128, 16, 4), (32, 1, 64, 128, 4), (64, 8, 128, 16, 2)],
 )
 def test_code(H, S_q, D, page, programs):
     """Loads of 16 bytes by cp.async, and nothing is spilled; as many programs fit an SM as count_splits counts on."""
