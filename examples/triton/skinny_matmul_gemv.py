@@ -1,8 +1,8 @@
 """A linear layer of one row: a matrix-vector product by FMAs, which an SM has enough of for what memory delivers.
 
 A program has a few outputs and all of K. It loads its weights through shared memory, several steps ahead, and keeps a
-sum for each of BLOCK_K places; these are added up once, at the end. Eight programs to an SM have 96 KiB in flight; they
-are small, so that the last of them leave few SMs without work.
+sum for each of BLOCK_K places; these are added up once, at the end. An SM runs ten programs, with 120 KiB
+in flight. They are small: where few are left, these could not keep memory busy.
 """
 
 from __future__ import annotations

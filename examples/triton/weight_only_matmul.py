@@ -10,8 +10,7 @@ them are 0.52 bytes each, FP8 weights 1: of 8192 x 8192 an H200 reads 35 MB in 8
               FP8 is shifted to the exponent of bf16, and multiplied by 2^120, as the two have different biases.
   scales      multiply sums, not weights: the products of rounded weights and x are then exact.
 
-y^T = w x^T, since an MMA takes its left operand from registers; stream-K as in skinny_matmul. Up to 8 rows Triton 3.6
-takes mma.sync, with 8 columns, for wgmma.
+y^T = w x^T, since an MMA of Hopper takes its left operand from registers; stream-K as in skinny_matmul.
 
 Question   How much faster than a bf16 GEMM are 4-bit and FP8 weights, with 1 to 64 rows?
 Needs      triton, sm_90
@@ -49,12 +48,10 @@ from examples.triton.weight_only_matmul_packing import (
     two_parts,
 )  # fmt: skip
 
-# BLOCK_M, BLOCK_N, warps: the first with all rows, else the last. 128 outputs share the work of a step that is not
-# dequantizing; with 64, an SM would issue an instruction in nearly every cycle.
+# BLOCK_M, BLOCK_N, warps: the first with all rows, else the last. With 64 outputs, steps cost more than dequantizing.
 TILES = [(8, 128, 4), (16, 64, 4), (32, 64, 4), (64, 128, 8)]
 STAGES = 8  # at most
 PER_SM = 4  # programs, at most: one dequantizes while another multiplies
-TORCH_INT4 = ("torch.compile int4", "torch int4pack")
 linear = torch.nn.functional.linear
 
 
@@ -207,7 +204,11 @@ def demo(h: Harness) -> None:
     def answer() -> str:
         library, one = tables[1].baseline, tables[1]
         speeds = {f: ", ".join(f"{t.over(library, f'triton {f}'):.2f}x" for t in tables.values()) for f in FORMATS}
-        theirs = min(one.over(row.variant, "triton int4") for row in one.rows if row.variant in TORCH_INT4)
+        theirs = min(
+            one.over(row.variant, "triton int4")
+            for row in one.rows
+            if row.variant in ("torch.compile int4", "torch int4pack")
+        )
         return (
             f"Over {library} at {', '.join(map(str, rows))} rows: int4 {speeds['int4']}; FP8 {speeds['fp8']}. int4 for "
             f"one row is {theirs:.2f}x as fast as the faster of torch.compile and torch's own int4 kernel."
