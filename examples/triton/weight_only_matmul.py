@@ -204,11 +204,7 @@ def demo(h: Harness) -> None:
     def answer() -> str:
         library, one = tables[1].baseline, tables[1]
         speeds = {f: ", ".join(f"{t.over(library, f'triton {f}'):.2f}x" for t in tables.values()) for f in FORMATS}
-        theirs = min(
-            one.over(row.variant, "triton int4")
-            for row in one.rows
-            if row.variant in ("torch.compile int4", "torch int4pack")
-        )
+        theirs = min(one.over(v, "triton int4") for v in ("torch.compile int4", "torch int4pack") if v in one)
         return (
             f"Over {library} at {', '.join(map(str, rows))} rows: int4 {speeds['int4']}; FP8 {speeds['fp8']}. int4 for "
             f"one row is {theirs:.2f}x as fast as the faster of torch.compile and torch's own int4 kernel."
