@@ -8,6 +8,9 @@ at most two parts: slot 2 p holds one that begins within a tile, slot 2 p + 1 on
 A tile is BLOCK_N outputs of BLOCK_M rows of x: acc = w x^T of y [M, N] = x [M, K] w [N, K]^T. Tiles of the same outputs
 are neighbours, so that w is read from memory once.
 
+merge_kernel starts before the kernel that parks has ended (from sm_90 on: programmatic dependent launch). It finds out
+what to add while the last parts are computed, and waits for the end of their kernel, which must call start_dependents.
+
 Kernels take the steps of a tile unspecialized: were it a constant 1, all tiles would be whole, and Triton 3.6, which
 sees that no part is ever parked, fails an assertion on the code that would park it.
 """
@@ -20,12 +23,13 @@ import torch
 import triton
 import triton.language as tl
 
-from examples.common.device import device_limits, require_triton_device
+from examples.common.device import architecture, device_limits, interpreted, require_triton_device
 from examples.common.tiles import split_columns
 
 LEAST_STEPS = 4  # of a program: a shorter share costs more to merge than it saves
 EVEN_SHARE = 0.9  # of the programs: with as many, tiles are split evenly, and no program has two parts to park
 MERGE_N = 16  # outputs of a tile that a program of merge_kernel adds up
+PDL = True
 STORE_M = tl.constexpr(32)  # columns of acc stored at a time: a whole tile would take the shared memory of two steps
 
 
@@ -102,15 +106,24 @@ def store_share(
 
 
 @triton.jit
+def start_dependents(EARLY: tl.constexpr):
+    """Once every program of this kernel has called it, those of merge_kernel may start."""
+    if EARLY:
+        tl.extra.cuda.gdc_launch_dependents()
+
+
+@triton.jit
 def merge_kernel(
     parked_ptr, y_ptr, M, N, steps, units, programs,
-    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, ROWS: tl.constexpr,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, ROWS: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
     tile = tl.program_id(0).to(tl.int64)
     first, last = owner(tile * steps, units, programs), owner((tile + 1) * steps - 1, units, programs)
     if first < last:  # else one program had all of the tile, and has stored it
         row = tl.program_id(1) * ROWS
         acc = tl.zeros((ROWS, BLOCK_M), tl.float32)
+        if EARLY:
+            tl.extra.cuda.gdc_wait()  # until all that is parked is visible
         for i in range(0, (last - first + 1).to(tl.int32)):
             slot = 2 * (first + i) + (i == 0)  # only the first of them has the start of the tile
             acc += tl.load(parked_ptr + slot_offsets(slot, row, 0, BLOCK_M, BLOCK_N, ROWS, BLOCK_M))
@@ -126,9 +139,11 @@ def stages_that_fit(
     return min(most, (device_limits(device).shared_bytes // per_sm - stored - 1024) // step_bytes)  # 1024: barriers
 
 
-def tile_that_fits(tiles: list, M: int, most: int, device: torch.device) -> tuple[int, ...]:
+def tile_that_fits(tiles: list, M: int, most: int, device: torch.device, per_sm: int = 1) -> tuple[int, ...]:
     """Of (BLOCK_M, BLOCK_N, BLOCK_K, warps) the first that has M rows, or the last, with its stages, two to `most`."""
-    with_stages = [(m, n, k, warps, stages_that_fit(device, m, n, 2 * (m + n) * k, most)) for m, n, k, warps in tiles]
+    with_stages = [
+        (m, n, k, warps, stages_that_fit(device, m, n, 2 * (m + n) * k, most, per_sm)) for m, n, k, warps in tiles
+    ]
     fitting = [tile for tile in with_stages if tile[-1] > 1]
     return next((tile for tile in fitting if tile[0] >= M), fitting[-1])
 
@@ -144,16 +159,18 @@ def share_out(tiles: int, steps: int, slots: int) -> int:
 def launch_stream_k(
     launch: Callable, y: torch.Tensor, K: int, blocks: tuple, programs: int | None = None, per_sm: int = 1
 ) -> None:
-    """launch(programs, parked, steps, units) and, where a tile is shared, the kernel that merges its parts into y."""
+    """launch(programs, parked, steps, units, early) and, where a tile is shared, the kernel that merges its parts."""
     (M, N), (block_m, block_n, block_k) = y.shape, blocks
     tiles, steps = triton.cdiv(M, block_m) * triton.cdiv(N, block_n), triton.cdiv(K, block_k)
     # At least a step each: the owners of a tile's first and last step would enclose one that has nothing to add.
     programs = min(programs or share_out(tiles, steps, per_sm * device_limits(y.device).sms), tiles * steps)
     shared = steps > 1 and tiles % programs != 0
     parked = torch.empty(2 * programs * block_m * block_n if shared else 1, dtype=torch.float32, device=y.device)
-    launch(programs, parked, steps, tiles * steps)
+    early = shared and PDL and architecture(y.device) >= 90 and not interpreted()
+    launch(programs, parked, steps, tiles * steps, early)
     if shared:
         rows = min(MERGE_N, block_n)
         merge_kernel[(tiles, block_n // rows)](
-            parked, y, M, N, steps, tiles * steps, programs, BLOCK_M=block_m, BLOCK_N=block_n, ROWS=rows
-        )
+            parked, y, M, N, steps, tiles * steps, programs, BLOCK_M=block_m, BLOCK_N=block_n, ROWS=rows,
+            EARLY=early, **({"launch_pdl": True} if early else {}),
+        )  # fmt: skip

@@ -27,7 +27,15 @@ import triton.language as tl
 
 from examples.common.compiled import SEARCH, over_library
 from examples.common.device import architecture
-from examples.common.stream_k import check_linear, first_unit, launch_stream_k, load_block, store_share, tile_that_fits
+from examples.common.stream_k import (
+    check_linear,
+    first_unit,
+    launch_stream_k,
+    load_block,
+    start_dependents,
+    store_share,
+    tile_that_fits,
+)  # fmt: skip
 from examples.common.tma import tma_descriptor, tma_takes
 from examples.common.untraced import untraced
 from examples.triton.skinny_matmul_gemv import DTYPES, fills_gpu, skinny_matmul_gemv
@@ -35,6 +43,7 @@ from examples.triton.skinny_matmul_gemv import DTYPES, fills_gpu, skinny_matmul_
 # BLOCK_M, BLOCK_N, BLOCK_K, warps. More rows want more outputs: x is read again, from L2, for every BLOCK_N of them.
 TILES = [(16, 64, 128, 4), (32, 64, 128, 4), (64, 128, 64, 4), (128, 128, 64, 8), (256, 128, 64, 8)]
 STAGES = 8  # of the loop over K, at most: 7 x 16 KiB of weights in flight on an SM
+PER_SM = 1  # programs
 linear = torch.nn.functional.linear
 
 
@@ -42,7 +51,9 @@ linear = torch.nn.functional.linear
 def skinny_matmul_stream_k_kernel(
     x, w, y_ptr, parked_ptr, M, N, K, stride_xm, stride_wn, steps, units,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, STAGES: tl.constexpr, TMA: tl.constexpr,
+    EARLY: tl.constexpr,
 ):  # fmt: skip
+    start_dependents(EARLY)
     program, programs = tl.program_id(0), tl.num_programs(0)
     tiles_m = tl.cdiv(M, BLOCK_M)
     first, end = first_unit(program, units, programs), first_unit(program + 1, units, programs)
@@ -72,17 +83,17 @@ def skinny_matmul_stream_k(x: torch.Tensor, w: torch.Tensor, programs: int | Non
     if not (M and N and K):
         return torch.zeros((M, N), dtype=x.dtype, device=x.device)  # nothing to sum, or nothing to write
     y = torch.empty((M, N), dtype=x.dtype, device=x.device)
-    m, n, k, num_warps, stages = tile_that_fits(TILES, M, STAGES, x.device)
+    m, n, k, num_warps, stages = tile_that_fits(TILES, M, STAGES, x.device, PER_SM)
     tma = architecture(x.device) >= 90 and tma_takes(x) and tma_takes(w)
     blocks = (tma_descriptor(x, [m, k]), tma_descriptor(w, [n, k])) if tma else (x, w)
 
-    def launch(programs: int, parked: torch.Tensor, steps: int, units: int) -> None:
+    def launch(programs: int, parked: torch.Tensor, steps: int, units: int, early: bool) -> None:
         skinny_matmul_stream_k_kernel[(programs,)](
             *blocks, y, parked, M, N, K, x.stride(0), w.stride(0), steps, units,
-            BLOCK_M=m, BLOCK_N=n, BLOCK_K=k, STAGES=stages, TMA=tma, num_warps=num_warps,
+            BLOCK_M=m, BLOCK_N=n, BLOCK_K=k, STAGES=stages, TMA=tma, EARLY=early, num_warps=num_warps,
         )  # fmt: skip
 
-    launch_stream_k(launch, y, K, (m, n, k), programs)
+    launch_stream_k(launch, y, K, (m, n, k), programs, PER_SM)
     return y
 
 

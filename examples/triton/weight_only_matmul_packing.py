@@ -8,6 +8,7 @@ thread the words that it would get of a 16-bit matrix, and each part of them is 
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import NamedTuple
 
 import torch
@@ -63,7 +64,10 @@ def two_parts(words, PART: tl.constexpr, INT4: tl.constexpr, dtype: tl.constexpr
 
 
 class PackedWeight(NamedTuple):
-    """Weights [N, K]: int16 words [N, 64 steps], scales [groups, N] and what they were made of."""
+    """Weights [N, K]: int16 words [N, 64 steps], scales and what they were made of.
+
+    Scales are [steps, N, 2] of int4, as a step has two groups, and [N] of FP8.
+    """
 
     words: torch.Tensor
     scales: torch.Tensor
@@ -96,7 +100,8 @@ def quantize_weight(w: torch.Tensor, format: str) -> PackedWeight:
         codes = codes.clamp(-most, most).to(torch.float8_e4m3fn).view(torch.uint8).to(torch.int32)
     codes = codes.unflatten(1, (-1, parts, WORDS.value))
     words = sum(codes[:, :, i] << (16 // parts * i) for i in range(parts)).flatten(1)
-    return PackedWeight(words.to(torch.int16).contiguous(), scales.t().contiguous(), K, format)
+    scales = scales.unflatten(1, (-1, 2)).transpose(0, 1) if format == "int4" else scales[:, 0]
+    return PackedWeight(words.to(torch.int16).contiguous(), scales.contiguous(), K, format)
 
 
 def dequantized(packed: PackedWeight, dtype: torch.dtype = torch.float64) -> torch.Tensor:
@@ -105,7 +110,18 @@ def dequantized(packed: PackedWeight, dtype: torch.dtype = torch.float64) -> tor
     bits = 16 // parts
     codes = torch.stack([(words >> bits * i) & (2**bits - 1) for i in range(parts)], 1)  # [N, parts, words]
     codes = codes.unflatten(2, (-1, WORDS.value)).transpose(1, 2).flatten(1)
-    scales = packed.scales.t().to(dtype)
     if packed.format == "int4":
-        return ((codes - 8).to(dtype) * scales.repeat_interleave(GROUP, 1))[:, : packed.K]
-    return (codes.to(torch.uint8).view(torch.float8_e4m3fn).to(dtype) * scales)[:, : packed.K]
+        scales = packed.scales.transpose(0, 1).flatten(1).repeat_interleave(GROUP, 1)
+        weights = codes - 8
+    else:
+        scales, weights = packed.scales[:, None], codes.to(torch.uint8).view(torch.float8_e4m3fn)
+    return (weights.to(dtype) * scales.to(dtype))[:, : packed.K]
+
+
+def torch_int4pack(packed: PackedWeight) -> Callable[[torch.Tensor], torch.Tensor]:
+    """torch's own int4 kernel, of the same codes and scales: (code - 8) * scale + zero, of bfloat16 alone."""
+    scales = packed.scales.transpose(0, 1).flatten(1)
+    codes = (dequantized(packed) / scales.double().repeat_interleave(GROUP, 1)).round().int() + 8
+    tiled = torch._convert_weight_to_int4pack((codes[:, ::2] << 4 | codes[:, 1::2]).to(torch.uint8), 8)
+    zeros = torch.stack([scales.t(), torch.zeros_like(scales.t())], -1)
+    return lambda x: torch._weight_int4pack_mm(x, tiled, GROUP, zeros)

@@ -1,4 +1,4 @@
-"""weight_only_matmul, measured: what quantization loses, every number of rows, programs to an SM, torch's own kernel.
+"""weight_only_matmul, measured: what quantization loses, every number of rows, programs to an SM.
 
 A GEMM checks against the weights that are packed; what packing them lost is a table of its own: of normal weights int4
 with groups of 128 keeps about 18 dB, FP8 with a scale for a row 31 dB. Real weights differ, and so does what a model
@@ -27,7 +27,6 @@ def study(h: Harness) -> None:
         for M in rows:
             compare(h, M, N, K, title="every number of rows")
     programs(h)
-    torch_int4(h)
 
 
 def what_is_lost(h: Harness) -> None:
@@ -67,28 +66,3 @@ def programs(h: Harness) -> None:
 def at_most(per_sm: int, x: torch.Tensor, packed) -> torch.Tensor:
     with patch.object(lesson, "PER_SM", per_sm):
         return weight_only_matmul(x, packed)
-
-
-def torch_int4(h: Harness) -> None:
-    """torch's own int4 kernel, groups of 128 as here but with zero points, of the same codes and scales."""
-    if h.interpreted or not hasattr(torch, "_weight_int4pack_mm"):
-        return
-    for M in h.pick(quick=(1,), full=(1, 16)):
-        N, K = h.pick(quick=(4096, 4096), full=(8192, 8192))
-        x, packed = h.randn(M, K, dtype=torch.bfloat16), quantize_weight(h.randn(N, K, dtype=torch.bfloat16), "int4")
-        codes = (dequantized(packed) / packed.scales.t().double().repeat_interleave(128, 1)).round().int() + 8
-        tiled = torch._convert_weight_to_int4pack((codes[:, ::2] << 4 | codes[:, 1::2]).to(torch.uint8), 8)
-        zeros = torch.stack([packed.scales, torch.zeros_like(packed.scales)], -1)  # of (code - 8) * scale + zero
-        variants = {
-            "torch int4pack": lambda x, tiled=tiled, zeros=zeros: torch._weight_int4pack_mm(x, tiled, 128, zeros),
-            "triton": partial(weight_only_matmul, packed=packed),
-        }
-        work = Work(
-            bytes=sum(each.nbytes for each in (x, packed.words, packed.scales)), flops=2 * M * N * K, dtype=h.half
-        )
-        table = h.compare(
-            variants, partial(reference, packed=packed), x, baseline="torch int4pack", work=work, title="torch's int4",
-            case=f"{M}x{N}x{K}", terms=K, library={"stores": 2, "operand_eps": 2.0**-9},
-        )  # fmt: skip
-        if table:
-            h.say(f"{M} rows: {table.over('torch int4pack'):.2f}x torch's own int4 kernel")

@@ -195,6 +195,9 @@ the owner of a step is one too far where shares do not divide
 the last program of a tile is left out of the merge
   - for i in range(0, (last - first + 1).to(tl.int32)):
   + for i in range(0, (last - first).to(tl.int32)):
+the merge does not wait for what is parked  [gpu]
+  - tl.extra.cuda.gdc_wait()  # until all that is parked is visible
+  + pass
 programs without a step are let through, and enclosed in a merge
   - programs or share_out(tiles, steps, per_sm * device_limits(y.device).sms), tiles * steps
   + programs or share_out(tiles, steps, per_sm * device_limits(y.device).sms), 2**31
@@ -216,20 +219,20 @@ the answer's ratios are over cuBLAS alone  [tests=examples/test_headlines.py]
 
 # triton/weight_only_matmul
 the scales of a group are those of the one before it
-  - scales = scale_ptr + (2 * step).to(tl.int64) * N + (row + tl.arange(0, BLOCK_N)) % N
-  + scales = scale_ptr + (2 * tl.maximum(step - 1, 0)).to(tl.int64) * N + (row + tl.arange(0, BLOCK_N)) % N
+  - scales = tl.load(scale_ptr + step.to(tl.int64) * N + n)
+  + scales = tl.load(scale_ptr + tl.maximum(step - 1, 0).to(tl.int64) * N + n)
 both groups of a step are scaled by the first one's
-  - left, right = tl.load(scales), tl.load(scales + N)
-  + left, right = tl.load(scales), tl.load(scales)
+  - right = (scales >> 16).to(tl.int16).to(dtype, bitcast=True)
+  + right = left
 the second pair of parts is multiplied with the columns of the first
   - x_desc.load([col, k + 2 * WORDS]).T
   + x_desc.load([col, k]).T
-parts of a tile are parked without their scale
-  - if not INT4:
-  + if not INT4 and last:
+the last step of an FP8 tile is added without its scale
+  - acc += part * tl.load(scale_ptr + n)[:, None]
+  + acc += part * tl.where(step == steps - 1, 1.0, tl.load(scale_ptr + n)[:, None])
 scales are read past their last row  [within=weight_only_matmul_kernel]
-  - acc *= tl.load(scale_ptr + (row + tl.arange(0, BLOCK_N)) % N)[:, None]
-  + acc *= tl.load(scale_ptr + (row + tl.arange(0, BLOCK_N)))[:, None]
+  - n = tl.minimum(row + tl.arange(0, BLOCK_N), N - 1)
+  + n = row + tl.arange(0, BLOCK_N)
 words are packed in another order than they are read
   - codes[:, :, i] << (16 // parts * i)
   + codes[:, :, parts - 1 - i] << (16 // parts * i)
