@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import functools
 import math
 from collections.abc import Callable
 
@@ -23,8 +24,8 @@ from triton_compiler.device import INTERPRETED
 from triton_compiler.fallback import LIBRARY, Unsupported, check_tensor, is_random
 
 from triton_compiler.ir import (  # isort: skip
-    ZERO, Affine, Constant, Dim, Extern, Gather, Input, Iota, Node, Pieces, Pointwise, Reduction, Size, Split, Uneven,
-    View, flatten, is_row_major, product, row_major, size_of, unflatten,
+    ZERO, Affine, Constant, Dim, Extern, Gather, Input, Iota, Node, Pieces, Pointwise, Reduction, Scatter, Size, Split,
+    Uneven, View, flatten, is_row_major, product, row_major, size_of, unflatten,
 )  # fmt: skip
 
 aten = torch.ops.aten
@@ -208,7 +209,7 @@ class Lowering:
         base = node
         while isinstance(base, View):
             base = base.source
-        if isinstance(node, View) and isinstance(base, (Pointwise, Reduction, Input)):
+        if isinstance(node, View) and (base.stored or isinstance(base, (Pointwise, Reduction))):
             try:
                 strided_view(node)
                 self.realize(base)
@@ -535,10 +536,16 @@ class Lowering:
         return self.pieces(dim, [(row, at, at + 1)], x)
 
     # ------------------------------------------------------------------------------------------ gathers
-    def gather(self, table, places) -> Gather:
-        return Gather(self.shape, table.dtype, table.device, table=table, places=tuple(places))
+    def gather(self, table, places, wraps=False) -> Gather:
+        return Gather(self.shape, table.dtype, table.device, table=table, places=tuple(places), wraps=wraps)
 
     def op_index(self, x, indices):
+        return self.gather(x, self.indexed(x, indices)[0], True)
+
+    op__unsafe_index = op_index
+
+    def indexed(self, x, indices) -> tuple[list, tuple[Size, ...]]:
+        """The places of x[indices], and its shape."""
         if any(each is not None and each.dtype in (torch.bool, torch.uint8) for each in indices):
             raise Unsupported("a mask as an index")
         indices = list(indices) + [None] * (len(x.shape) - len(indices))
@@ -555,19 +562,57 @@ class Lowering:
                 at = kept if kept < first else kept + len(shape)
                 places.append(lambda index, at=at: index[at])
                 kept += 1
-        return self.gather(x, places)
-
-    op__unsafe_index = op_index
+        free = [size for size, each in zip(x.shape, indices, strict=True) if each is None]
+        return places, (*free[:first], *shape, *free[first:])
 
     def op_gather(self, x, dim, index, sparse_grad=False, select=False):
         """Places along one axis, for each element or, `select`, for each slice."""
+        return self.gather(x, self.along(x, dim, index, select))
+
+    @staticmethod
+    def along(x, dim, index, select=False) -> list:
         if not x.shape or not index.shape:
             raise Unsupported("a gather of one number")
         dim = dim % len(x.shape)
-        along = (index, lambda i: (i[dim],) if select else i)
-        return self.gather(
-            x, [along if axis == dim else (lambda i, axis=axis: i[axis]) for axis in range(len(x.shape))]
-        )
+        place = (index, lambda i: (i[dim],) if select else i)
+        return [place if axis == dim else (lambda i, axis=axis: i[axis]) for axis in range(len(x.shape))]
+
+    # ------------------------------------------------------------------------------------------ scatters
+    def added(self, x, values, places, wraps=False, checked=True, kept=None) -> Node:
+        """x after `values` were added at computed places; halves are summed in float32."""
+        if torch.are_deterministic_algorithms_enabled():
+            raise Unsupported("atomic additions come in any order")
+        dtype = torch.promote_types(x.dtype, torch.float32) if x.dtype.is_floating_point else x.dtype
+        if dtype.itemsize < 4:
+            raise Unsupported(f"atomic additions of {dtype}")
+        memory = {"device": x.device, "name": self.fx.name, "strides": tuple(map(size_of, self.meta.stride()))}
+        start = Pointwise(x.shape, dtype, stored=True, args=(x,), compute=dtype, **memory)
+        values, places = self.cast(values, dtype), tuple(places)
+        how = {"wraps": wraps, "checked": checked, "kept": kept}
+        total = Scatter(x.shape, dtype, target=start, values=values, places=places, **how, **memory)
+        return self.cast(total, x.dtype)
+
+    def op_index_put(self, x, indices, values, accumulate=False, checked=True):
+        if not accumulate:
+            raise Unsupported("without accumulation")
+        places, shape = self.indexed(x, indices)
+        return self.added(x, self.expand(values, shape), places, True, checked)
+
+    def op__unsafe_index_put(self, x, indices, values, accumulate=False):
+        return self.op_index_put(x, indices, values, accumulate, False)
+
+    def op_scatter_add(self, x, dim, index, values):
+        return self.added(x, self.view(values, index.shape, lambda i: i), self.along(x, dim, index))
+
+    def op_embedding_dense_backward(self, grad, index, rows, padding, by_frequency):
+        if by_frequency:
+            raise Unsupported("gradients scaled by frequency")
+        tests = [self.build(op, [index, n], torch.bool, index.dtype) for op, n in
+                 (("ge", 0), ("lt", rows), *([("ne", padding)] if padding >= 0 else []))]  # fmt: skip
+        kept = functools.reduce(lambda a, b: self.build("logical_and", [a, b], torch.bool), tests)
+        kept = self.view(kept, grad.shape, lambda i: i[:-1])
+        places = [(index, lambda i: i[:-1]), lambda i: i[-1]]
+        return self.added(self.filled(0), grad, places, checked=False, kept=kept)
 
     # ------------------------------------------------------------------------------------------ reductions
     def reduce(self, kind: str, x: Node, dims=None, keepdim=False) -> Node:
