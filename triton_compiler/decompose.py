@@ -65,7 +65,7 @@ def enlarged(x: torch.Tensor, factors: tuple[int, ...]) -> torch.Tensor:
     """Nearest interpolation by whole factors: each element several times. Its backward is a sum over windows."""
     x, before, sizes, after = image(x, len(factors))
     x = x.reshape(*before, *itertools.chain(*((size, 1) for size in sizes)), *after)
-    x = x.expand(*before, *itertools.chain(*zip(sizes, factors, strict=True)), *after)
+    x = x.expand(*before, *itertools.chain(*zip(sizes, factors, strict=True)), *after).contiguous()  # as torch, a copy
     x = x.reshape(*before, *map(operator.mul, sizes, factors), *after)
     return x.movedim(-1, 1) if after else x
 
@@ -88,7 +88,7 @@ def interpolation(old, new, input, size=None, scale_factor=None, mode="nearest",
     factors, given = [b // a for a, b in zip(old, new, strict=True)], each_of(scale_factor, len(old))
     exact = all(b == a * n and n & (n - 1) == 0 for a, b, n in zip(old, new, factors, strict=True))
     nearest = mode in ("nearest", "nearest-exact") and all(g in (None, n) for g, n in zip(given, factors, strict=True))
-    return factors if nearest and exact and len(old) > 0 else None
+    return factors if nearest and exact and max(factors, default=1) > 1 else None
 
 
 def pooling(old, new, input, kernel_size, stride=None, padding=0, ceil=False, pad=True, divisor_override=None):
@@ -108,13 +108,16 @@ def windows(gm: torch.fx.GraphModule) -> None:
         if node.op != "call_function" or node.target not in CALLS:
             continue
         factors_of, change = CALLS[node.target]
-        x = node.args[0] if node.args else node.kwargs["input"]
-        old, new = (each.meta["example_value"].shape for each in (x, node))
+        x = node.args[0] if node.args else node.kwargs.get("input")
+        values = [each.meta.get("example_value") for each in (x, node) if isinstance(each, torch.fx.Node)]
+        if len(values) < 2 or not all(map(torch.is_tensor, values)):
+            continue
+        old, new = (each.shape for each in values)
         if (len(old) < 4 and change is averaged) or not all(isinstance(size, int) for size in (*old[2:], *new[2:])):
             continue
         try:
             factors = factors_of(old[2:], new[2:], *node.args, **node.kwargs)
-        except TypeError:  # arguments that torch names otherwise
+        except (TypeError, ValueError, ZeroDivisionError):  # arguments of a kind that torch takes, and this does not
             continue
         if factors:
             node.target, node.args, node.kwargs = change, (x, tuple(factors)), {}

@@ -422,12 +422,6 @@ class Lowering:
         inverse = [order.index(axis) for axis in range(len(order))]
         return self.view(x, [x.shape[i] for i in order], lambda index: tuple(index[i] for i in inverse))
 
-    def op_transpose(self, x, a, b):
-        order = list(range(len(x.shape)))
-        if order:
-            order[a], order[b] = order[b], order[a]
-        return self.op_permute(x, order)
-
     def op_repeat(self, x, times):
         old = (1,) * (len(times) - len(x.shape)) + x.shape
         apart = [size for pair in zip(times, old, strict=True) for size in pair]
@@ -526,14 +520,6 @@ class Lowering:
             raise Unsupported("a strided or dynamic slice_scatter")
         start = min(max(start + size if start < 0 else start, 0), size)
         return self.pieces(dim, [(self.cast(source, x.dtype), start, start + source.shape[dim])], x)
-
-    def op_select_scatter(self, x, source, dim, at):
-        dim = dim % len(x.shape)
-        if not isinstance(at, int):
-            raise Unsupported("a dynamic place")
-        at = at + x.shape[dim] if at < 0 else at
-        row = self.reshape(self.cast(source, x.dtype), (*x.shape[:dim], 1, *x.shape[dim + 1 :]))
-        return self.pieces(dim, [(row, at, at + 1)], x)
 
     # ------------------------------------------------------------------------------------------ gathers
     def gather(self, table, places, wraps=False) -> Gather:
@@ -779,25 +765,17 @@ TABLE: dict[str, Callable] = {
     "add": lambda low, a, b, alpha=1: low.scaled("add", a, b, alpha),
     "sub": lambda low, a, b, alpha=1: low.scaled("sub", a, b, alpha),
     "floor_divide": lambda low, a, b: low.op_div(a, b, "floor"),
-    "clamp_min": lambda low, x, bound: low.op_clamp(x, bound),
-    "clamp_max": lambda low, x, bound: low.op_clamp(x, None, bound),
     "convert_element_type": lambda low, x, dtype: low.cast(x, dtype, True),
     "bitwise_not": lambda low, x: low.pointwise("logical_not" if x.dtype is torch.bool else "bitwise_not", [x]),
     "copy": lambda low, x, source, *_: low.build("identity", [source], x.dtype, shape=x.shape),
     "full": lambda low, shape, number, **_: low.filled(number),
     "full_like": lambda low, x, number, **_: low.filled(number),
     "scalar_tensor": lambda low, number, **_: low.filled(number),
-    "fill": lambda low, x, number: (
-        low.expand(low.cast(number, x.dtype), x.shape) if isinstance(number, Node) else low.filled(number)
-    ),
     **{name: lambda low, *_, **__: low.filled(0) for name in ZEROS.split()},
     **{name: lambda low, *_, **__: low.filled(1) for name in ("ones", "ones_like", "new_ones")},
     **{name: lambda low, x, *_: low.reshape(x, low.shape) for name in RESHAPES.split()},
     **{name: lambda low, x, *_: low.view(x, x.shape, lambda index: index) for name in ALIASES.split()},
-    "t": lambda low, x: low.op_permute(x, list(range(len(x.shape)))[::-1]),
     "expand": lambda low, x, shape, implicit=False: low.expand(x, low.shape),
-    "split": lambda low, x, size, dim=0: low.op_split_with_sizes(x, [size_of(m.shape[dim]) for m in low.meta], dim),
-    "unbind": lambda low, x, dim=0: tuple(low.op_select(x, dim, i) for i in range(len(low.meta))),
     "embedding": lambda low, table, i, *_, **__: low.gather(
         table, [(i, lambda index: index[:-1]), lambda index: index[-1]]
     ),

@@ -108,6 +108,15 @@ def test_interpolation_and_pooling(name, last):
     assert any(atomic) != windows
 
 
+def test_an_interpolation_is_no_view_of_its_input():
+    for shape, factor in (((1, 2, 1, 1), 4), ((1, 2, 4, 4), 1), ((1, 2, 4, 4), 2)):
+        x = torch.randn(shape, device=DEVICE)
+        mine, theirs = x.clone(), x.clone()
+        call = lambda x: (F.interpolate(x, scale_factor=factor).add_(1), x * 2)  # noqa: B023, E731
+        torch.testing.assert_close(triton_compiler(call)(mine), call(theirs))
+        torch.testing.assert_close(mine, x)
+
+
 def test_poolings_that_are_no_windows():
     x = torch.randn(1, 2, 6, 8, device=DEVICE)
     for call in (
