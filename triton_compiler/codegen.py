@@ -393,6 +393,9 @@ class Writer(Walker):
             name = value.name
             if register(root.dtype) is not root.dtype:
                 name = f"{name}.to({TRITON[root.dtype]})"
+            if adds:  # whole blocks: the interpreter of Triton 3.6 reads those that are broadcast as if they were whole
+                name = f"{name} + tl.zeros([{', '.join(full)}], {TRITON[root.dtype]})"
+                mask = mask and f"({mask}) & tl.full([{', '.join(full)}], 1, tl.int1)"
             call, order = ("atomic_add", ", sem='relaxed'") if adds else ("store", "")
             lines.append(f"tl.{call}({pointer} + ({text}), {name}{f', {mask}' if mask else ''}{order})")
         return lines
