@@ -32,7 +32,7 @@ import torch.nn.functional as F
 from triton_compiler.capture import recording, triton_backend
 from triton_compiler.device import INTERPRETED
 from triton_compiler.explain import Explanation
-from triton_compiler.models import models
+from triton_compiler.models import of_libraries, small_or_large
 
 OURS, INDUCTOR, EAGER = "triton_compiler", "Inductor", "torch eager"
 QUESTIONS = {
@@ -292,21 +292,27 @@ def training_step(model: torch.nn.Module) -> Callable:
 
 
 def run_models(report: Report, only, large: bool) -> None:
-    for name, make in models(large).items():
+    found = small_or_large(large)
+    if not only or set(only) - set(found):  # importing the libraries takes a while
+        found |= of_libraries(large)
+    for name, make in found.items():
         if not only or name in only:
             with report.guard(name):
                 compare_model(report, name, make)
 
 
-def compare_model(report: Report, name: str, make: Callable) -> None:
+def prepared(make: Callable) -> tuple[torch.nn.Module, tuple]:
+    """A model and its inputs, made where they run, in the dtype that is timed."""
     torch.manual_seed(0)
-    model, inputs = make()
-    exact = copy.deepcopy(model).double().to(DEVICE)
+    with torch.device(DEVICE):
+        model, inputs = make()
     dtype = torch.float32 if INTERPRETED else HALF
-    model = model.to(DEVICE, dtype)
-    inputs = tuple(each.to(DEVICE, dtype if each.is_floating_point() else None) for each in inputs)
-    for p, q in zip(exact.parameters(), model.parameters(), strict=True):
-        p.data.copy_(q.data)
+    return model.to(DEVICE, dtype), tuple(x.to(DEVICE, dtype if x.is_floating_point() else None) for x in inputs)
+
+
+def compare_model(report: Report, name: str, make: Callable) -> None:
+    model, inputs = prepared(make)
+    exact = copy.deepcopy(model).double()
     step = training_step(model)
     want = training_step(exact)(exact, *map(wide, inputs))
 
@@ -330,11 +336,7 @@ def flat(step: Callable, module: Callable, *inputs) -> torch.Tensor:
 # ---------------------------------------------------------------------------------------------- cold compile times
 def cold(name: str, backend: str, large: bool) -> float:
     """The seconds of a first training step, in this process, whose caches the caller has emptied."""
-    torch.manual_seed(0)
-    model, inputs = models(large)[name]()
-    dtype = torch.float32 if INTERPRETED else HALF
-    model = model.to(DEVICE, dtype)
-    inputs = tuple(each.to(DEVICE, dtype if each.is_floating_point() else None) for each in inputs)
+    model, inputs = prepared((small_or_large(large) | ({} if name in COLD else of_libraries(large)))[name])
     step = training_step(model)
     step(model, *inputs)  # libraries and autograd are warm
     warm = torch.compile(lambda x: x + 1, backend="aot_eager", dynamic=False)
@@ -346,20 +348,25 @@ def cold(name: str, backend: str, large: bool) -> float:
 def run_compile(report: Report, only, large: bool) -> None:
     times: dict[str, dict[str, float]] = {}
     for name in only or COLD:
-        for backend in (OURS, "inductor"):
-            with tempfile.TemporaryDirectory() as folder:
-                caches = ("TRITON_CACHE_DIR", "TORCHINDUCTOR_CACHE_DIR", "TRITON_COMPILER_CACHE_DIR")
-                env = os.environ | {key: f"{folder}/{key}" for key in caches}
-                command = [sys.executable, "-m", "triton_compiler.benchmark", "--cold", name, backend]
-                command += [] if large else ["--quick"]
-                done = subprocess.run(command, capture_output=True, text=True, env=env, check=False)
-                if done.returncode:
-                    raise RuntimeError(f"{name} with {backend}: {done.stderr[-2000:]}")
-                times.setdefault(name, {})[backend] = json.loads(done.stdout.splitlines()[-1])
-        ours, its = times[name][OURS], times[name]["inductor"]
-        print(f"compile  {name:24} {ours:6.1f} s, Inductor {its:6.1f} s: {ours / its:.2f}", flush=True)
-        report.facts[COLD_FACT] = times
-        report.keep(report, "failed", "it was stopped before its end")
+        with report.guard(name):
+            times[name] = {backend: cold_alone(name, backend, large) for backend in (OURS, "inductor")}
+            ours, its = times[name].values()
+            print(f"compile  {name:24} {ours:6.1f} s, Inductor {its:6.1f} s: {ours / its:.2f}", flush=True)
+            report.facts[COLD_FACT] = times
+            report.keep(report, "failed", "it was stopped before its end")
+
+
+def cold_alone(name: str, backend: str, large: bool) -> float:
+    """The same in a process of its own, with empty caches."""
+    with tempfile.TemporaryDirectory() as folder:
+        caches = ("TRITON_CACHE_DIR", "TORCHINDUCTOR_CACHE_DIR", "TRITON_COMPILER_CACHE_DIR")
+        env = os.environ | {key: f"{folder}/{key}" for key in caches}
+        command = [sys.executable, "-m", "triton_compiler.benchmark", "--cold", name, backend]
+        command += [] if large else ["--quick"]
+        done = subprocess.run(command, capture_output=True, text=True, env=env, check=False)
+    if done.returncode:
+        raise RuntimeError(f"{name} with {backend}: {done.stderr[-2000:]}")
+    return json.loads(done.stdout.splitlines()[-1])
 
 
 RUN = {"graphs": run_graphs, "models": run_models, "compile": run_compile}

@@ -9,6 +9,7 @@ scheduling and code generation.
 from __future__ import annotations
 
 import contextlib
+import itertools
 import os
 import time
 import warnings
@@ -21,7 +22,7 @@ from functorch.compile import make_boxed_func, min_cut_rematerialization_partiti
 from torch._dynamo.backends.common import aot_autograd
 
 from triton_compiler.codegen import Source, generate
-from triton_compiler.decompose import decompositions
+from triton_compiler.decompose import decompositions, windows
 from triton_compiler.device import INTERPRETED
 from triton_compiler.fusion import Fusion, Kernel
 from triton_compiler.lowering import Lowering
@@ -145,6 +146,11 @@ def channels_last(gm: torch.fx.GraphModule) -> None:
     found = [node for node in gm.graph.nodes if node.target in (torch.conv2d, torch.nn.functional.conv2d)]
     if not found or any(torch.is_tensor(v := n.meta.get("example_value")) and has_symbols(v) for n in found):
         return
+    views = [node for node in gm.graph.nodes if node.op == "call_method" and node.target == "view"]
+    if views and any(map(changes_its_argument, itertools.dropwhile(lambda node: node is not views[0], gm.graph.nodes))):
+        return  # it may be changed through the view, which would be a copy in another layout
+    for node in views:
+        node.target = "view" if any(isinstance(each, torch.dtype) for each in node.args) else "reshape"
     for node in found:
         with gm.graph.inserting_before(node):
             for arg in node.all_input_nodes[:2]:
@@ -159,6 +165,12 @@ def channels_last(gm: torch.fx.GraphModule) -> None:
     gm.recompile()
 
 
+def changes_its_argument(node: torch.fx.Node) -> bool:
+    name = getattr(node.target, "__name__", str(node.target))
+    in_place = node.op == "call_method" and name.endswith("_") and not name.endswith("__")
+    return in_place or name in ("setitem", "iadd", "imul", "isub", "itruediv") or bool(node.kwargs.get("inplace"))
+
+
 def has_symbols(value: torch.Tensor) -> bool:
     return any(isinstance(size, torch.SymInt) for size in value.shape)
 
@@ -167,6 +179,7 @@ def triton_backend(gm: torch.fx.GraphModule, example_inputs: list[torch.Tensor])
     """The backend: what torch.compile(model, backend=triton_backend) calls with each graph that Dynamo captures."""
     for captured in _recordings:
         captured.dynamo.append(gm)
+    windows(gm)
     if CHANNELS_LAST:
         channels_last(gm)
     backend = aot_autograd(

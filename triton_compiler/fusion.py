@@ -22,7 +22,7 @@ import sympy
 import torch
 
 from triton_compiler.ir import (  # isort: skip
-    ZERO, Affine, Dim, Extern, Node, Pieces, Pointwise, Reduction, Size, Split, Uneven, View, exact_quotient,
+    ZERO, Affine, Dim, Extern, Node, Pieces, Pointwise, Reduction, Scatter, Size, Split, Uneven, View, exact_quotient,
     is_row_major, product, row_major, unflatten,
 )  # fmt: skip
 
@@ -116,7 +116,7 @@ class Recorder(Walker):
         self.accesses.append(Access(node, offset, gathered=any(dim.gathered for dim, _ in offset.terms)))
         return 0
 
-    def position(self, value, size):
+    def position(self, value, size, wraps, checked):
         self.positions += 1
         return Affine(((Dim(f"g{self.positions}", size, gathered=True), 1),))
 
@@ -150,8 +150,8 @@ class Layout:
     """The loops of a kernel, the index of each root in them, and the memory that is touched."""
 
     dims: list[Dim]
-    places: dict[Node, tuple]  # index of each root
-    sources: dict[Node, tuple]  # of a reduction, the index of what it reduces
+    places: dict[Node, tuple | None]  # index of each root; none of a scatter, whose elements others add to as well
+    sources: dict[Node, tuple]  # the index of what a reduction reduces, and of what a scatter adds
     full: set[Node]
     recorder: Recorder
     walk: list[Dim]  # rows that one program walks over, to sum columns meanwhile
@@ -160,6 +160,10 @@ class Layout:
     @property
     def rows(self) -> list[Dim]:
         return [dim for dim in self.dims if not dim.reduced and dim not in self.walk]
+
+    def evaluated(self, root: Node) -> tuple[Node, tuple]:
+        """What is computed for a root, and the index."""
+        return (root.values, self.sources[root]) if isinstance(root, Scatter) else (root, self.places[root])
 
     @property
     def columns(self) -> list[Dim]:
@@ -188,7 +192,9 @@ def lay_out(roots: list[Node]) -> Layout:
 
 
 def loops_of(root: Node) -> tuple[tuple[Size, ...], tuple[int, ...]]:
-    return (root.source.shape, root.axes) if isinstance(root, Reduction) else (root.shape, ())
+    if isinstance(root, Reduction):
+        return root.source.shape, root.axes
+    return root.values.shape if isinstance(root, Scatter) else root.shape, ()
 
 
 def try_layout(dims: list[Dim], roots: list[Node]) -> Layout:
@@ -210,13 +216,17 @@ def try_layout(dims: list[Dim], roots: list[Node]) -> Layout:
                 if any(dim.reduced != (axis in root.axes) for dim, _ in each.terms):
                     raise CannotFuse("reductions over other axes")
             places[root] = unflatten(rows, root.shape)
-        elif same(root.elements, all_size):
-            places[root] = unflatten(everything, root.shape)
-            full.add(root)
-        elif same(root.elements, row_size):
-            places[root] = unflatten(rows, root.shape)
         else:
-            raise CannotFuse("other sizes")
+            shape, _ = loops_of(root)
+            is_full = same(product(shape), all_size)
+            if not is_full and not same(product(shape), row_size):
+                raise CannotFuse("other sizes")
+            full |= {root} if is_full else set()
+            places[root] = sources[root] = unflatten(everything if is_full else rows, shape)
+            if isinstance(root, Scatter):
+                places[root] = None
+                if root.target in roots:
+                    raise CannotFuse("all of the memory that it adds to must be written first")
     walk = list(walks.pop()) if walks else []
     if walks or any(dim.reduced for dim in walk):
         raise CannotFuse("column sums of other rows")
@@ -227,13 +237,19 @@ def try_layout(dims: list[Dim], roots: list[Node]) -> Layout:
             if maximum := running_maximum(root, roots, sources, places):
                 online[root] = maximum
                 recorder.levels[root] = recorder.levels[maximum]
+        elif isinstance(root, Scatter):
+            read = [recorder.read(each, sources[root]) for each in (root.values, root.kept) if each is not None]
+            recorder.levels[root] = max(read)
+            place = address(root, root.at(recorder, sources[root]))
+            recorder.accesses.append(Access(root.target, place, write=True, gathered=True))
         else:
             recorder.levels[root] = recorder.read(root, places[root])
-    targets = {root.target: address(root.target, places[root]) for root in roots if getattr(root, "target", None)}
+    overwriting = [root for root in roots if isinstance(root, Pointwise) and root.target]
+    targets = {root.target: address(root.target, places[root]) for root in overwriting}
     for access in recorder.accesses:
         if access.node in targets and (access.gathered or access.offset != targets[access.node]):
             error = CannotFuse("it would overwrite elements that others still read")
-            error.overwrites = next(root for root in roots if getattr(root, "target", None) is access.node)
+            error.overwrites = next(root for root in overwriting if root.target is access.node)
             raise error
     return Layout(dims, places, sources, full, recorder, walk, online)
 
@@ -373,18 +389,20 @@ class Fusion:
         for node in reversed(order):
             count = 0
             for user in users.get(node, ()):
-                count += 1 if isinstance(user, (Pointwise, Reduction)) else max(uses[user], 1)
+                count += 1 if isinstance(user, (Pointwise, Reduction, Scatter)) else max(uses[user], 1)
             uses[node] = min(count, 4)
         weight = {}
         for node in order:
             if isinstance(node, Reduction) or (isinstance(node, Pointwise) and node in self.needed):
                 node.stored = True
+            if isinstance(node, Scatter):
+                self.needed.add(node.target)
             weight[node] = int(isinstance(node, (Pointwise, Pieces)))
             weight[node] += sum(0 if each.stored else weight[each] for each in node.sources)
             if isinstance(node, Pointwise) and not node.stored:
                 many = uses[node] > 1 and not self.is_cheap(node, weight[node])
                 node.stored = many or weight[node] > MOST_OPS
-        self.roots = [node for node in order if node.stored and isinstance(node, (Pointwise, Reduction))]
+        self.roots = [node for node in order if node.stored and isinstance(node, (Pointwise, Reduction, Scatter))]
 
     def settle_reshapes(self) -> None:
         """Stores the source of each reshape that no loops of a kernel agree with: then its elements have an address."""
@@ -486,6 +504,8 @@ class Fusion:
                     pair = (other, kernel) if place[other] < place[kernel] else (kernel, other)
                     shared[pair] = shared.get(pair, 0) + 1
                 readers_of[each].append(kernel)
+        fills = [kernel for kernel in place if not self.memory_read[kernel]]
+        shared |= dict.fromkeys(itertools.pairwise(fills), 1)
         merged: dict[Kernel, Kernel] = {}
         for (a, b), size in sorted(shared.items(), key=lambda item: (-item[1], place[item[0][0]], place[item[0][1]])):
             while a in merged:

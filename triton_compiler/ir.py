@@ -285,24 +285,56 @@ def is_row_major(node: Node) -> bool:
 @dataclass(eq=False)
 class Gather(Node):
     """Elements of a table at computed places. `places` has one entry for each axis of the table: a function that maps
-    the index, or (node, function), where that node's value at the mapped index is the position."""
+    the index, or (node, function), where that node's value at the mapped index is the position; `wraps`: a negative
+    one counts from the end."""
 
     table: Node | None = None
     places: tuple = ()
+    wraps: bool = False
 
     @property
     def sources(self):
         return (self.table, *(place[0] for place in self.places if isinstance(place, tuple)))
 
     def value(self, walker, index):
-        at = []
-        for size, place in zip(self.table.shape, self.places, strict=True):
-            if isinstance(place, tuple):
-                node, back = place
-                at.append(ZERO if size == 1 else walker.position(walker.read(node, back(index)), size))
-            else:
-                at.append(place(index))
-        return walker.read(self.table, tuple(at))
+        return walker.read(self.table, computed(walker, self.table.shape, self.places, index, self.wraps))
+
+
+def computed(walker, shape, places, index, wraps: bool, checked: bool = True) -> tuple[Affine, ...]:
+    """The index into a tensor of this shape whose positions are computed, as Gather and Scatter have them."""
+    at = []
+    for size, place in zip(shape, places, strict=True):
+        if isinstance(place, tuple):
+            node, back = place
+            at.append(walker.position(walker.read(node, back(index)), size, wraps, checked))
+        else:
+            at.append(place(index))
+    return tuple(at)
+
+
+@dataclass(eq=False)
+class Scatter(Node):
+    """The target's memory after all `values` were added to it, by atomic additions, at computed places (as Gather's).
+
+    Its loops are those of the values. `kept`: a condition beside the values, without which nothing is added.
+    """
+
+    target: Pointwise | None = None
+    values: Node | None = None
+    places: tuple = ()
+    wraps: bool = False
+    checked: bool = True
+    kept: Node | None = None
+    stored: bool = True
+
+    @property
+    def sources(self):
+        nodes = (place[0] for place in self.places if isinstance(place, tuple))
+        return (self.target, self.values, *nodes, *([self.kept] if self.kept is not None else []))
+
+    def at(self, walker, index) -> tuple[Affine, ...]:
+        """Where in the target the value at `index` goes."""
+        return computed(walker, self.shape, self.places, index, self.wraps, self.checked)
 
 
 @dataclass(eq=False)

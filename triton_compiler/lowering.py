@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import functools
 import math
 from collections.abc import Callable
 
@@ -23,8 +24,8 @@ from triton_compiler.device import INTERPRETED
 from triton_compiler.fallback import LIBRARY, Unsupported, check_tensor, is_random
 
 from triton_compiler.ir import (  # isort: skip
-    ZERO, Affine, Constant, Dim, Extern, Gather, Input, Iota, Node, Pieces, Pointwise, Reduction, Size, Split, Uneven,
-    View, flatten, is_row_major, product, row_major, size_of, unflatten,
+    ZERO, Affine, Constant, Dim, Extern, Gather, Input, Iota, Node, Pieces, Pointwise, Reduction, Scatter, Size, Split,
+    Uneven, View, flatten, is_row_major, product, row_major, size_of, unflatten,
 )  # fmt: skip
 
 aten = torch.ops.aten
@@ -208,7 +209,7 @@ class Lowering:
         base = node
         while isinstance(base, View):
             base = base.source
-        if isinstance(node, View) and isinstance(base, (Pointwise, Reduction, Input)):
+        if isinstance(node, View) and (base.stored or isinstance(base, (Pointwise, Reduction))):
             try:
                 strided_view(node)
                 self.realize(base)
@@ -421,12 +422,6 @@ class Lowering:
         inverse = [order.index(axis) for axis in range(len(order))]
         return self.view(x, [x.shape[i] for i in order], lambda index: tuple(index[i] for i in inverse))
 
-    def op_transpose(self, x, a, b):
-        order = list(range(len(x.shape)))
-        if order:
-            order[a], order[b] = order[b], order[a]
-        return self.op_permute(x, order)
-
     def op_repeat(self, x, times):
         old = (1,) * (len(times) - len(x.shape)) + x.shape
         apart = [size for pair in zip(times, old, strict=True) for size in pair]
@@ -526,19 +521,17 @@ class Lowering:
         start = min(max(start + size if start < 0 else start, 0), size)
         return self.pieces(dim, [(self.cast(source, x.dtype), start, start + source.shape[dim])], x)
 
-    def op_select_scatter(self, x, source, dim, at):
-        dim = dim % len(x.shape)
-        if not isinstance(at, int):
-            raise Unsupported("a dynamic place")
-        at = at + x.shape[dim] if at < 0 else at
-        row = self.reshape(self.cast(source, x.dtype), (*x.shape[:dim], 1, *x.shape[dim + 1 :]))
-        return self.pieces(dim, [(row, at, at + 1)], x)
-
     # ------------------------------------------------------------------------------------------ gathers
-    def gather(self, table, places) -> Gather:
-        return Gather(self.shape, table.dtype, table.device, table=table, places=tuple(places))
+    def gather(self, table, places, wraps=False) -> Gather:
+        return Gather(self.shape, table.dtype, table.device, table=table, places=tuple(places), wraps=wraps)
 
     def op_index(self, x, indices):
+        return self.gather(x, self.indexed(x, indices)[0], True)
+
+    op__unsafe_index = op_index
+
+    def indexed(self, x, indices) -> tuple[list, tuple[Size, ...]]:
+        """The places of x[indices], and its shape."""
         if any(each is not None and each.dtype in (torch.bool, torch.uint8) for each in indices):
             raise Unsupported("a mask as an index")
         indices = list(indices) + [None] * (len(x.shape) - len(indices))
@@ -555,19 +548,57 @@ class Lowering:
                 at = kept if kept < first else kept + len(shape)
                 places.append(lambda index, at=at: index[at])
                 kept += 1
-        return self.gather(x, places)
-
-    op__unsafe_index = op_index
+        free = [size for size, each in zip(x.shape, indices, strict=True) if each is None]
+        return places, (*free[:first], *shape, *free[first:])
 
     def op_gather(self, x, dim, index, sparse_grad=False, select=False):
         """Places along one axis, for each element or, `select`, for each slice."""
+        return self.gather(x, self.along(x, dim, index, select))
+
+    @staticmethod
+    def along(x, dim, index, select=False) -> list:
         if not x.shape or not index.shape:
             raise Unsupported("a gather of one number")
         dim = dim % len(x.shape)
-        along = (index, lambda i: (i[dim],) if select else i)
-        return self.gather(
-            x, [along if axis == dim else (lambda i, axis=axis: i[axis]) for axis in range(len(x.shape))]
-        )
+        place = (index, lambda i: (i[dim],) if select else i)
+        return [place if axis == dim else (lambda i, axis=axis: i[axis]) for axis in range(len(x.shape))]
+
+    # ------------------------------------------------------------------------------------------ scatters
+    def added(self, x, values, places, wraps=False, checked=True, kept=None) -> Node:
+        """x after `values` were added at computed places; halves are summed in float32."""
+        if torch.are_deterministic_algorithms_enabled():
+            raise Unsupported("atomic additions come in any order")
+        dtype = torch.promote_types(x.dtype, torch.float32) if x.dtype.is_floating_point else x.dtype
+        if dtype.itemsize < 4:
+            raise Unsupported(f"atomic additions of {dtype}")
+        memory = {"device": x.device, "name": self.fx.name, "strides": tuple(map(size_of, self.meta.stride()))}
+        start = Pointwise(x.shape, dtype, stored=True, args=(x,), compute=dtype, **memory)
+        values, places = self.cast(values, dtype), tuple(places)
+        how = {"wraps": wraps, "checked": checked, "kept": kept}
+        total = Scatter(x.shape, dtype, target=start, values=values, places=places, **how, **memory)
+        return self.cast(total, x.dtype)
+
+    def op_index_put(self, x, indices, values, accumulate=False, checked=True):
+        if not accumulate:
+            raise Unsupported("without accumulation")
+        places, shape = self.indexed(x, indices)
+        return self.added(x, self.expand(values, shape), places, True, checked)
+
+    def op__unsafe_index_put(self, x, indices, values, accumulate=False):
+        return self.op_index_put(x, indices, values, accumulate, False)
+
+    def op_scatter_add(self, x, dim, index, values):
+        return self.added(x, self.view(values, index.shape, lambda i: i), self.along(x, dim, index))
+
+    def op_embedding_dense_backward(self, grad, index, rows, padding, by_frequency):
+        if by_frequency:
+            raise Unsupported("gradients scaled by frequency")
+        tests = [self.build(op, [index, n], torch.bool, index.dtype) for op, n in
+                 (("ge", 0), ("lt", rows), *([("ne", padding)] if padding >= 0 else []))]  # fmt: skip
+        kept = functools.reduce(lambda a, b: self.build("logical_and", [a, b], torch.bool), tests)
+        kept = self.view(kept, grad.shape, lambda i: i[:-1])
+        places = [(index, lambda i: i[:-1]), lambda i: i[-1]]
+        return self.added(self.filled(0), grad, places, checked=False, kept=kept)
 
     # ------------------------------------------------------------------------------------------ reductions
     def reduce(self, kind: str, x: Node, dims=None, keepdim=False) -> Node:
@@ -734,25 +765,17 @@ TABLE: dict[str, Callable] = {
     "add": lambda low, a, b, alpha=1: low.scaled("add", a, b, alpha),
     "sub": lambda low, a, b, alpha=1: low.scaled("sub", a, b, alpha),
     "floor_divide": lambda low, a, b: low.op_div(a, b, "floor"),
-    "clamp_min": lambda low, x, bound: low.op_clamp(x, bound),
-    "clamp_max": lambda low, x, bound: low.op_clamp(x, None, bound),
     "convert_element_type": lambda low, x, dtype: low.cast(x, dtype, True),
     "bitwise_not": lambda low, x: low.pointwise("logical_not" if x.dtype is torch.bool else "bitwise_not", [x]),
     "copy": lambda low, x, source, *_: low.build("identity", [source], x.dtype, shape=x.shape),
     "full": lambda low, shape, number, **_: low.filled(number),
     "full_like": lambda low, x, number, **_: low.filled(number),
     "scalar_tensor": lambda low, number, **_: low.filled(number),
-    "fill": lambda low, x, number: (
-        low.expand(low.cast(number, x.dtype), x.shape) if isinstance(number, Node) else low.filled(number)
-    ),
     **{name: lambda low, *_, **__: low.filled(0) for name in ZEROS.split()},
     **{name: lambda low, *_, **__: low.filled(1) for name in ("ones", "ones_like", "new_ones")},
     **{name: lambda low, x, *_: low.reshape(x, low.shape) for name in RESHAPES.split()},
     **{name: lambda low, x, *_: low.view(x, x.shape, lambda index: index) for name in ALIASES.split()},
-    "t": lambda low, x: low.op_permute(x, list(range(len(x.shape)))[::-1]),
     "expand": lambda low, x, shape, implicit=False: low.expand(x, low.shape),
-    "split": lambda low, x, size, dim=0: low.op_split_with_sizes(x, [size_of(m.shape[dim]) for m in low.meta], dim),
-    "unbind": lambda low, x, dim=0: tuple(low.op_select(x, dim, i) for i in range(len(low.meta))),
     "embedding": lambda low, table, i, *_, **__: low.gather(
         table, [(i, lambda index: index[:-1]), lambda index: index[-1]]
     ),

@@ -235,7 +235,7 @@ def tokens_of(vocabulary: int, *shape: int) -> torch.Tensor:
 def small_or_large(large: bool) -> dict[str, Callable[[], tuple[nn.Module, tuple]]]:
     """{name: function that makes (model, inputs)} of this repository's own."""
     w, n, t = (1024, 8, 512) if large else (32, 2, 8)
-    heads, depth, vocabulary = (16, 6, 8192) if large else (2, 2, 64)
+    heads, depth, vocabulary = (16, 4, 8192) if large else (2, 2, 64)
     image, patch, conv = (224, 16, 64) if large else (16, 4, 8)
     tokens, side, tables = (tokens_of(vocabulary, n, t),), image if large else 2 * image, 8 if large else 3
     return {
@@ -256,7 +256,7 @@ def small_or_large(large: bool) -> dict[str, Callable[[], tuple[nn.Module, tuple
 def of_libraries(large: bool) -> dict[str, Callable[[], tuple[nn.Module, tuple]]]:
     """Models that nobody here wrote, of the packages that are installed."""
     found: dict[str, Callable] = {}
-    w, n, t, depth = (768, 8, 256, 6) if large else (32, 2, 8, 2)
+    w, n, t, depth = (768, 8, 256, 4) if large else (32, 2, 8, 2)
     if find_spec("transformers"):
         import transformers as hf
 
@@ -295,7 +295,3 @@ def of_libraries(large: bool) -> dict[str, Callable[[], tuple[nn.Module, tuple]]
         sizes = {"embed_dim": w, "depth": depth, "num_heads": 4, "num_classes": 10}
         found["timm ViT"] = lambda: (VisionTransformer(side, 16, **sizes), images())
     return found
-
-
-def models(large: bool = False) -> dict[str, Callable[[], tuple[nn.Module, tuple]]]:
-    return small_or_large(large) | of_libraries(large)

@@ -175,12 +175,10 @@ class Wrapper:
         shared: set[Node] = set()  # what eager may have returned a view of
         for i, step in enumerate(steps):
             made = step.stored if isinstance(step, Kernel) else [out for _, out in step.outputs]
-            targets = [target_of(each) for each in made]
-            last |= dict.fromkeys(
-                (each for each in [*Fusion.reads_of(step), *made, *targets] if isinstance(each, Node)), i
-            )
+            read = [*Fusion.reads_of(step), *map(target_of, Fusion.reads_of(step))]
+            last |= dict.fromkeys((each for each in [*read, *made, *map(target_of, made)] if isinstance(each, Node)), i)
             if isinstance(step, Extern) and not step.library:
-                shared |= Fusion.reads_of(step)
+                shared |= set(read)
         dying = defaultdict(list)
         for node, i in last.items():
             dying[i] += [node] if node not in lasting else []

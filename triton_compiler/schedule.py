@@ -94,9 +94,10 @@ def schedule(kernel: Kernel, hint) -> Plan:
 
 
 def accesses_of(kernel: Kernel) -> list[Access]:
-    """All reads, and a write for each stored root."""
+    """All reads, and a write for each stored root; those of a scatter are recorded with the reads."""
     layout = kernel.layout
-    writes = [Access(root, address(root, layout.places[root]), True) for root in kernel.stored]
+    places = {root: layout.places[root] for root in kernel.stored}
+    writes = [Access(root, address(root, at), True) for root, at in places.items() if at is not None]
     return layout.recorder.accesses + writes
 
 
@@ -196,4 +197,6 @@ def rows_plan(rows: list[Loop], columns: list[Loop], ranked, weights, hint, acce
         xblock //= 2
     while xblock * rblock < 1024 and not persistent:
         rblock *= 2
+    while xblock * rblock < 2048 and n >= 4 * xblock * WIDE_GPU:  # a few numbers for each of many results
+        xblock *= 2
     return Plan("rows", spaces, {"x": xblock, "r": rblock}, 4 if xblock * rblock <= 2048 else 8, persistent)

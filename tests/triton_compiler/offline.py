@@ -38,6 +38,11 @@ CASES = [
     (lambda x, y: (x // y, x % y, torch.div(x, y, rounding_mode="trunc"), x.pow(y)), ((512,), FULL), ((512,), FULL)),
     (lambda g, x, m, r, w: torch.ops.aten.native_layer_norm_backward(g, x, [4096], m, r, w, w, [True] * 3),
      ((8192, 4096), HALF), ((8192, 4096), HALF), ((8192, 1), FULL), ((8192, 1), FULL), ((4096,), HALF)),
+    (lambda g, i: torch.ops.aten.embedding_dense_backward(g * 2, i, 8192, 0, False),
+     ((8, 512, 1024), HALF), ((8, 512), LONG)),
+    (lambda x, v, i: (x.index_add(1, i, v), torch.ops.aten.index_put(x, [None, i, i], v[:, :, 0], True)),
+     ((512, 9, 9), FULL), ((512, 40, 9), FULL), ((40,), LONG)),
+    (lambda x: x.reshape(8, 112, 2, 112, 2, 64).sum((2, 4)), ((8, 224, 224, 64), HALF)),
 ]  # fmt: skip
 
 

@@ -61,6 +61,88 @@ def test_a_dynamic_batch_is_trained():
     assert [graph.kind for graph in seen.graphs] == ["forward", "backward"]
 
 
+def test_a_dynamic_batch_of_an_embedding():
+    model = torch.nn.Sequential(torch.nn.Embedding(10, 6, padding_idx=3), torch.nn.Linear(6, 4)).to(DEVICE)
+    fast = torch.compile(model, backend="triton_compiler")
+    with recording() as seen:
+        for batch in (3, 6, 300):
+            x = torch.randint(0, 10, (batch, 2), device=DEVICE)
+            torch._dynamo.mark_dynamic(x, 0)
+            grads = [torch.autograd.grad(each(x).square().sum(), list(model.parameters())) for each in (fast, model)]
+            torch.testing.assert_close(*grads, rtol=1e-4, atol=1e-5)
+    assert [graph.lowered.fallbacks for graph in seen.graphs] == [{}, {}]
+    assert any("tl.atomic_add" in source.text and source.symbols for source in seen.graphs[1].sources.values())
+
+
+WINDOWS = {  # a call, and whether its backward is a sum over windows
+    "scale": (lambda x: F.interpolate(x, scale_factor=2.0), True),
+    "size": (lambda x: F.interpolate(x, size=(24, 16), mode="nearest-exact"), True),
+    "a module": (torch.nn.Upsample(scale_factor=(1, 4)), True),
+    "one axis": (lambda x: F.interpolate(x[:, 0], scale_factor=2), True),
+    "by three": (lambda x: F.interpolate(x, scale_factor=3), False),
+    "not whole": (lambda x: F.interpolate(x, scale_factor=2.2), False),
+    "smaller": (lambda x: F.interpolate(x, scale_factor=0.5), False),
+    "pooling": (lambda x: F.avg_pool2d(x, 2), True),
+    "a pooling module": (torch.nn.AvgPool2d((3, 2), stride=(3, 2)), True),
+}
+
+
+@pytest.mark.parametrize("last", [False, True])
+@pytest.mark.parametrize("name", WINDOWS)
+def test_interpolation_and_pooling(name, last):
+    call, windows = WINDOWS[name]
+    torch.manual_seed(0)
+    x = torch.randn(2, 4, 6, 8, device=DEVICE)
+    x = x.to(memory_format=torch.channels_last) if last else x
+    results = []
+    with recording() as seen:
+        for fn in (triton_compiler(lambda x: call(x.sin()) * 2), lambda x: call(x.sin()) * 2):
+            leaf = x.clone().requires_grad_()
+            out = fn(leaf)
+            results.append((out, torch.autograd.grad((out * out.cos()).sum(), leaf)[0]))
+    torch.testing.assert_close(*results, rtol=1e-4, atol=1e-5)
+    for mine, theirs in list(zip(*results, strict=True))[: 1 + windows]:  # torch's own trace has other strides
+        assert mine.stride() == theirs.stride()
+    assert [graph.lowered.fallbacks for graph in seen.graphs] == [{}, {}]
+    atomic = ["tl.atomic_add" in source.text for graph in seen.graphs for source in graph.sources.values()]
+    assert any(atomic) != windows
+
+
+def test_an_interpolation_is_no_view_of_its_input():
+    for shape, factor in (((1, 2, 1, 1), 4), ((1, 2, 4, 4), 1), ((1, 2, 4, 4), 2)):
+        x = torch.randn(shape, device=DEVICE)
+        mine, theirs = x.clone(), x.clone()
+        call = lambda x: (F.interpolate(x, scale_factor=factor).add_(1), x * 2)  # noqa: B023, E731
+        torch.testing.assert_close(triton_compiler(call)(mine), call(theirs))
+        torch.testing.assert_close(mine, x)
+
+
+def test_poolings_that_are_no_windows():
+    x = torch.randn(1, 2, 6, 8, device=DEVICE)
+    for call in (
+        lambda x: F.avg_pool2d(x, 4), lambda x: F.avg_pool2d(x, 2, 1), lambda x: F.avg_pool2d(x, 2, padding=1),
+        lambda x: F.avg_pool2d(x, 2, divisor_override=3), lambda x: F.avg_pool2d(x[0], 2),
+    ):  # fmt: skip
+        torch.testing.assert_close(triton_compiler(call)(x), call(x))
+
+
+@pytest.mark.parametrize("in_place", [False, True])
+def test_a_view_of_a_convolutions_result(in_place, monkeypatch):
+    """With channels last no strides describe it."""
+    from triton_compiler import capture
+
+    monkeypatch.setattr(capture, "CHANNELS_LAST", True)
+    model = torch.nn.Conv2d(3, 4, 3).to(DEVICE)
+
+    def f(x):
+        y = model(x)
+        flat = y.view(y.shape[0], -1)
+        return (flat.mul_(2) if in_place else flat).sum(1), y
+
+    x = torch.randn(2, 3, 8, 8, device=DEVICE)
+    torch.testing.assert_close(triton_compiler(f)(x), f(x), rtol=1e-4, atol=1e-4)
+
+
 @pytest.mark.parametrize("change", [
     lambda x: x.add_(1).sum(),
     lambda x: x[1:].mul_(2),

@@ -11,9 +11,8 @@ from triton_compiler.models import of_libraries, small_or_large
 
 OWN, FOREIGN = small_or_large(False), of_libraries(False)
 FALLBACKS = {
-    "aten.embedding_dense_backward.default", "aten.max_pool2d_with_indices.default", "aten.topk.default",
-    "aten.max_pool2d_with_indices_backward.default", "aten.avg_pool2d.default", "aten.avg_pool2d_backward.default",
-    "aten._unsafe_index_put.default", "aten.index_put.default", "aten.cumsum.default",
+    "aten.max_pool2d_with_indices.default", "aten.max_pool2d_with_indices_backward.default", "aten.topk.default",
+    "aten.index_put.default", "aten.cumsum.default",
 }  # fmt: skip
 
 

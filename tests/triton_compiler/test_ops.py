@@ -162,10 +162,76 @@ def test_indices(name):
         torch.testing.assert_close(mine, theirs)
 
 
+SCATTERS = {
+    "rows": lambda x, v, i: torch.index_put(x, (i,), v[:3, :2, None] * 2, accumulate=True),
+    "columns": lambda x, v, i: x.index_add(1, i[:, 0] % 5, v[:, :3], alpha=2),
+    "two axes": lambda x, v, i: torch.ops.aten.index_put(x, [i[:, 0], None, i[:, 1] % 4], v[:3, :1, 0], True),
+    "later axes": lambda x, v, i: torch.ops.aten.index_put(x, [None, i % 5], v[0, 0, 0], True).relu().sum(1) + 1,
+    "each element": lambda x, v, i: x.scatter_add(1, (i % 5)[:, :, None].expand(3, 2, 4), v.sin()),
+    "no start": lambda x, v, i: torch.zeros_like(x).index_put((i % 2,), v[:3, :2, None], accumulate=True) * x,
+    "twice": lambda x, v, i: [torch.zeros_like(x).index_add(0, i[:, k] % 6, v[:3] * x[:3]) for k in range(2)],
+    "and its own sums": lambda x, v, i: (lambda y: (y, y.sum(), x * 2))(x.index_add(0, i[:, 0] % 6, v[:3])),
+    "in place": lambda x, v, i: (lambda y: y.index_add_(0, i[:, 0] % 6, v[:3]).mul_(2))(x.clone()),
+    "into a view": lambda x, v, i: x.transpose(0, 2).index_add(2, i[:, 0] % 6, v[:3].transpose(0, 2)),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", SCATTERS)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.int64])
+def test_additions_at_places_that_come_twice(name, dtype):
+    torch.manual_seed(0)
+    x, v = (torch.randn(6, 5, 4, device=DEVICE) * (3 if dtype is torch.int64 else 1) for _ in range(2))
+    i = torch.tensor([[0, -3], [4, 1], [4, 2]], device=DEVICE)
+    if dtype is torch.int64 and name == "each element":
+        return  # there is no sine of integers
+    check(SCATTERS[name], x.to(dtype), v.to(dtype), i)
+
+
+@pytest.mark.parametrize("padding", [-1, 4])
+@pytest.mark.parametrize("dtype", FLOATS)
+def test_the_backward_of_an_embedding(padding, dtype):
+    """Of two tables: one kernel for the zeros, one for the additions and what comes before them, one for rounding."""
+    torch.manual_seed(0)
+    backward = torch.ops.aten.embedding_dense_backward
+    i = torch.tensor([[0, 3], [4, 1], [4, 4]], device=DEVICE)
+    graph = check(
+        lambda g, i: (backward(g.sin() * 2, i, 7, padding, False), backward(g, i.flip(0), 7, padding, False)),
+        torch.randn(3, 2, 8, device=DEVICE).to(dtype), i, kernels=2 + (dtype.itemsize == 2),
+    )  # fmt: skip
+    assert graph.wrapper.source.count("kernel") == 2 + (dtype.itemsize == 2)
+
+
+def test_what_atomic_additions_cannot_do_is_left_to_eager():
+    g, i = torch.randn(3, 8, device=DEVICE), torch.tensor([0, 2, 2], device=DEVICE)
+
+    def backward(g, i):
+        return torch.ops.aten.embedding_dense_backward(g, i, 5, -1, False)
+
+    try:
+        torch.use_deterministic_algorithms(True)
+        check(backward, g, i, fallbacks=("aten.embedding_dense_backward.default",))
+    finally:
+        torch.use_deterministic_algorithms(False)
+    check(lambda g, i: torch.ops.aten.embedding_dense_backward(g, i, 5, -1, True), g, i,
+          fallbacks=("aten.embedding_dense_backward.default",))  # fmt: skip
+    put = ("aten.index_put.default",)
+    check(lambda g, i: g.to(torch.int8).index_put((i,), g[0].to(torch.int8), accumulate=True), g, i, fallbacks=put)
+    check(lambda g, i: g.index_put((g > 0,), g[0, 0], accumulate=True), g, i, fallbacks=put)
+    check(lambda g, i: g.index_put((i,), g[0]), g, i, fallbacks=put)
+
+
 @pytest.mark.skipif(DEVICE == "cuda", reason="on a GPU an assertion ends the process's CUDA context")
 def test_an_index_out_of_range_is_no_silent_read():
     with pytest.raises(Exception, match="out of range"):
         compiled(lambda x, i: x[i] * 2, torch.randn(3, device=DEVICE), torch.tensor([1, 3], device=DEVICE))
+    x = torch.randn(3, device=DEVICE)
+    for call, place in (
+        (lambda x, i: x.index_put((i,), x[:2], accumulate=True), 3),
+        (lambda x, i: x.scatter_add(0, i, x), -1),  # wraps nowhere but in an index
+        (lambda x, i: x.gather(0, i), -1),
+    ):
+        with pytest.raises(Exception, match="out of range"):
+            compiled(call, x, torch.tensor([1, place], device=DEVICE))
 
 
 def test_nan_is_the_extremum_and_its_place():

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from torch._subclasses import FakeTensorMode
 from torch.fx import Graph, GraphModule
 
-from tests.triton_compiler.helpers import DEVICE, assert_near
+from tests.triton_compiler.helpers import DEVICE, assert_near, wide
 from triton_compiler import compile_graph
 
 aten = torch.ops.aten
@@ -96,6 +96,15 @@ def joining(draw, values):
     return aten.where.self, (values[0] > 0.3, x, draw(st.sampled_from(values))), {}
 
 
+INDEX = torch.tensor([2, 0, -1, 0], device=DEVICE)
+
+
+def scatter(draw, values):
+    """Rows, and what broadcasts to them, are added at places that come twice."""
+    x = draw(st.sampled_from(values))
+    return aten.index_put.default, (x, [INDEX], draw(st.sampled_from(values)), True), {}
+
+
 def layout(draw, values):
     x = draw(st.sampled_from(values))
     if draw(st.booleans()):
@@ -103,7 +112,7 @@ def layout(draw, values):
     return aten._to_copy.default, (x,), {"dtype": draw(st.sampled_from([torch.float32, torch.float64]))}
 
 
-STEPS = [pointwise, pointwise, with_number, reduction, view, view, joining, layout]
+STEPS = [pointwise, pointwise, with_number, reduction, view, view, joining, layout, scatter]
 
 
 @st.composite
@@ -111,7 +120,8 @@ def programs(draw):
     """A graph on real tensors: what an operation refuses is not drawn. Returns (graph module, inputs)."""
     sizes = st.sampled_from([1, 2, 3, 4, 6])
     shape = draw(st.lists(sizes, min_size=1, max_size=3))
-    graph, values, nodes, inputs = Graph(), [], {}, []
+    graph, values, inputs = Graph(), [], [INDEX]
+    nodes = {id(INDEX): graph.placeholder("index")}
     for i in range(draw(st.integers(1, 3))):
         own = [1 if draw(st.integers(0, 4)) == 0 else size for size in shape]
         x = torch.linspace(-2, 2, max(2, torch.Size(own).numel()), dtype=torch.float64)[: torch.Size(own).numel()]
@@ -144,7 +154,7 @@ def programs(draw):
 
         nodes[id(result)] = graph.call_function(target, tuple(reference(arg) for arg in args), kwargs)
         values.append(result)
-    last = values[len(inputs) :] or values
+    last = values[len(inputs) - 1 :] or values
     count = draw(st.integers(1, 3))
     graph.output(tuple(nodes[id(value)] for value in last[-count:]))
     return GraphModule({}, graph), inputs
@@ -180,7 +190,7 @@ def test_a_random_graph_is_as_eager(program):
     traced(gm, inputs)
     note(f"inputs {[(tuple(x.shape), x.dtype) for x in inputs]}\n{program_text(gm)}")
     eager = gm(*inputs)
-    exact = gm(*[x.double() for x in inputs])
+    exact = gm(*map(wide, inputs))
     graph = compile_graph(gm)
     for mine, theirs, true in zip(graph.call(list(inputs)), eager, exact, strict=True):
         assert_near(mine, theirs, true, 8.0)
