@@ -15,14 +15,14 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 
 from examples.common.device import device_limits
 from examples.common.gluon import async_load, async_store, barriers, buffers, init_ring, next_slot
-from examples.common.tiles import split_columns
 from examples.common.tma import gluon_descriptor
+from examples.fp8.fp8_attention_weights import exp2, pack_weights, unpack_weights
 from examples.triton.flash_attention_hopper import _blocks, _load, _start_scores, _tile
 
 ROWS, BLOCK_N = 64, 128  # queries of a consumer, keys of a block
 # Consumers -> registers of a consumer's thread and of the producer's.
 REGISTERS = {2: (240, 24), 3: (160, 32)}
-CONSUMERS = {64: 3, 128: 3}
+CONSUMERS = {64: 3, 128: 2}
 STAGES = {64: 4, 128: 3}
 EMULATED = {64: 8, 128: 0}
 # Causal: K and V of the heads whose tiles run side by side, which L2 is to hold.
@@ -65,38 +65,6 @@ def _produce(rings, q_desc, k_desc, v_desc, q_per_kv, sizes, CAUSAL: gl.constexp
 
 
 @gluon.jit
-def _exp2(x, PART: gl.constexpr):
-    return gl.exp2(x)
-
-
-@gluon.jit
-def _pack(weights):
-    """Four weights of a row in FP8 in each int32, with the keys in V's order: no value moves from its thread."""
-    ROWS: gl.constexpr = weights.shape[0]
-    BLOCK_N: gl.constexpr = weights.shape[1]
-    quads = weights.reshape([ROWS, BLOCK_N // 16, 2, 4, 2]).permute((0, 1, 3, 2, 4))
-    even, odd = gl.split(quads)
-    w0, w2 = gl.split(even)
-    w1, w3 = gl.split(odd)
-    return gl.inline_asm_elementwise(
-        "{ .reg .b16 lo, hi; cvt.rn.satfinite.e4m3x2.f32 lo, $2, $1; cvt.rn.satfinite.e4m3x2.f32 hi, $4, $3;"
-        " mov.b32 $0, {lo, hi}; }",
-        "=r,f,f,f,f", [w0, w1, w2, w3], gl.int32, True, 1,
-    )  # fmt: skip
-
-
-@gluon.jit
-def _unpack(packed, LAYOUT: gl.constexpr):
-    """The weights, the left operand of an MMA. No instruction: the registers of four int32 are those of 16 values."""
-    ROWS: gl.constexpr = packed.shape[0]
-    BLOCK_N: gl.constexpr = packed.shape[1] * 16
-    pairs = gl.join(packed, packed)
-    quads = gl.join(pairs, pairs)
-    p = gl.inline_asm_elementwise("mov.b32 $0, $1;", "=r,r,r,r,r", [quads], gl.int8, True, 4)
-    return gl.convert_layout(p.reshape([ROWS, BLOCK_N]).to(gl.float8e4nv, bitcast=True), LAYOUT)
-
-
-@gluon.jit
 def _start_values(p, v_bufs, slot, acc):
     """Start acc += P V of a block. P, the weights, comes from registers."""
     v = v_bufs.index(slot).reshape([acc.shape[1], v_bufs.shape[4]]).permute((1, 0))
@@ -106,7 +74,7 @@ def _start_values(p, v_bufs, slot, acc):
 @gluon.jit
 def _consume(
     rings, o_desc, o_bufs, scales, strides, sizes, scale, q_per_kv, CAUSAL: gl.constexpr, RAGGED: gl.constexpr,
-    group_h, PART: gl.constexpr, CONSUMER: gl.constexpr,
+    group_h, EMULATED: gl.constexpr, CONSUMER: gl.constexpr,
 ):  # fmt: skip
     """A warpgroup: ROWS queries of every tile. Why no partition waits for ever: docs/memory_ordering.md."""
     q_ring, k_ring, v_ring = rings
@@ -161,22 +129,21 @@ def _consume(
         row_max = gl.maximum(gl.max(scores, 1) * factor, -3.4e38)
         weights = gl.exp2(scores * factor - (row_max - 8.0)[:, None])
         row_sum = gl.sum(weights, 1)
-        p = _pack(weights)
+        p = pack_weights(weights)
         acc = gl.zeros((ROWS, D), gl.float32, OUT)
         for _step in range(1, blocks):
             mbarrier.wait(k_full.index(k_slot), k_phase)
             scores = _start_scores(q, k_bufs, k_slot, SCORES)
             mbarrier.wait(v_full.index(v_slot), v_phase)
-            acc = _start_values(_unpack(p, WEIGHTS), v_bufs, v_slot, acc)
+            acc = _start_values(unpack_weights(p, WEIGHTS), v_bufs, v_slot, acc)
             scores = warpgroup_mma_wait(1, deps=(scores,))
             mbarrier.arrive(k_empty.index(k_slot))
             k_slot, k_phase = next_slot(k_slot, k_phase, STAGES)
             new_max = gl.maximum(row_max, gl.max(scores, 1) * factor)
-            weights = _exp2(scores * factor - (new_max - 8.0)[:, None], PART)
+            weights = exp2(scores * factor - (new_max - 8.0)[:, None], EMULATED)
             alpha = gl.exp2(row_max - new_max)
             row_sum = row_sum * alpha + gl.sum(weights, 1)
             row_max = new_max
-            packed = _pack(weights)
             # That phase is complete, so nothing waits; but a branch lies here, and the assembler, which would move the
             # wait for P V in front of the exponentials, moves nothing across it.
             mbarrier.wait(v_full.index(v_slot), v_phase)
@@ -184,11 +151,11 @@ def _consume(
             mbarrier.arrive(v_empty.index(v_slot))
             v_slot, v_phase = next_slot(v_slot, v_phase, STAGES)
             acc = acc * gl.convert_layout(alpha, BY_ROW)[:, None]
-            p = packed
+            p = pack_weights(weights)
         mbarrier.arrive(q_ring[2].index(CONSUMER))  # the next tile's queries may be loaded
         q_phase ^= 1
         mbarrier.wait(v_full.index(v_slot), v_phase)
-        acc = _start_values(_unpack(p, WEIGHTS), v_bufs, v_slot, acc)
+        acc = _start_values(unpack_weights(p, WEIGHTS), v_bufs, v_slot, acc)
         v_scale = gl.load(scales[2] + (b * strides[4] + h // q_per_kv * strides[5]))
         tma.store_wait(0)  # the result of the tile before has left o_buf
         acc = warpgroup_mma_wait(0, deps=(acc,))
@@ -206,7 +173,7 @@ def fp8_attention_hopper_kernel(
     q_desc, k_desc, v_desc, o_desc, q_scale_ptr, k_scale_ptr, v_scale_ptr,
     stride_qsb, stride_qsh, stride_ksb, stride_ksh, stride_vsb, stride_vsh, scale, H, q_per_kv, S, S_KV, heads,
     CAUSAL: gl.constexpr, RAGGED: gl.constexpr, group_h, CONSUMERS: gl.constexpr, STAGES: gl.constexpr,
-    PART: gl.constexpr, CONSUMER_REGISTERS: gl.constexpr, PRODUCER_REGISTERS: gl.constexpr,
+    EMULATED: gl.constexpr, CONSUMER_REGISTERS: gl.constexpr, PRODUCER_REGISTERS: gl.constexpr,
 ):  # fmt: skip
     """Tiles p, p + programs, ... of CONSUMERS * ROWS queries."""
     q_ring = (buffers(q_desc, CONSUMERS), barriers(CONSUMERS), barriers(CONSUMERS))  # a slot for each consumer
@@ -223,15 +190,15 @@ def fp8_attention_hopper_kernel(
     strides = (stride_qsb, stride_qsh, stride_ksb, stride_ksh, stride_vsb, stride_vsh)
     if CONSUMERS == 3:
         gl.warp_specialize([
-            (_consume, (rings, o_desc, o_bufs, scales, strides, sizes, scale, q_per_kv, CAUSAL, RAGGED, group_h, PART, 0)),
-            (_consume, (rings, o_desc, o_bufs, scales, strides, sizes, scale, q_per_kv, CAUSAL, RAGGED, group_h, PART, 1)),
-            (_consume, (rings, o_desc, o_bufs, scales, strides, sizes, scale, q_per_kv, CAUSAL, RAGGED, group_h, PART, 2)),
+            (_consume, (rings, o_desc, o_bufs, scales, strides, sizes, scale, q_per_kv, CAUSAL, RAGGED, group_h, EMULATED, 0)),
+            (_consume, (rings, o_desc, o_bufs, scales, strides, sizes, scale, q_per_kv, CAUSAL, RAGGED, group_h, EMULATED, 1)),
+            (_consume, (rings, o_desc, o_bufs, scales, strides, sizes, scale, q_per_kv, CAUSAL, RAGGED, group_h, EMULATED, 2)),
             (_produce, (rings, q_desc, k_desc, v_desc, q_per_kv, sizes, CAUSAL, group_h)),
         ], [4, 4, 1], [CONSUMER_REGISTERS, CONSUMER_REGISTERS, PRODUCER_REGISTERS])  # fmt: skip
     else:
         gl.warp_specialize([
-            (_consume, (rings, o_desc, o_bufs, scales, strides, sizes, scale, q_per_kv, CAUSAL, RAGGED, group_h, PART, 0)),
-            (_consume, (rings, o_desc, o_bufs, scales, strides, sizes, scale, q_per_kv, CAUSAL, RAGGED, group_h, PART, 1)),
+            (_consume, (rings, o_desc, o_bufs, scales, strides, sizes, scale, q_per_kv, CAUSAL, RAGGED, group_h, EMULATED, 0)),
+            (_consume, (rings, o_desc, o_bufs, scales, strides, sizes, scale, q_per_kv, CAUSAL, RAGGED, group_h, EMULATED, 1)),
             (_produce, (rings, q_desc, k_desc, v_desc, q_per_kv, sizes, CAUSAL, group_h)),
         ], [4, 1], [CONSUMER_REGISTERS, PRODUCER_REGISTERS])  # fmt: skip
 
