@@ -1,4 +1,14 @@
-"""FP8 attention in Gluon for Hopper."""
+"""FP8 attention in Gluon for Hopper: flash_attention_hopper.py, with weights that stay in registers as FP8.
+
+In FP8 a block of 128 keys costs a warpgroup of 64 queries 512 clocks of the SM's tensor cores at D = 128 and 256 at 64,
+and 512 clocks of its exponential units in both cases: so the exponentials must never wait. What is not as there:
+
+  weights     are packed into four bytes of an int32 by one instruction for each two, after P V of the block before is
+              done, and so become the operand of the next without a move; V has its keys in the order that this needs.
+  exp2        is a polynomial for a share of the scores at D = 64: the FMA units have room (fp8_attention_weights.py).
+  registers   P takes a quarter of the scores' and not half, but three consumers at D = 128 would still spill.
+  V           is transposed, with the keys as columns, so the producer is one of its own.
+"""
 
 from __future__ import annotations
 
@@ -72,9 +82,14 @@ def _start_values(p, v_bufs, slot, acc):
 
 
 @gluon.jit
+def _head_scale(scale, b, h):
+    return gl.load(scale[0] + (b * scale[1] + h * scale[2]))
+
+
+@gluon.jit
 def _consume(
-    rings, o_desc, o_bufs, scales, strides, sizes, scale, q_per_kv, CAUSAL: gl.constexpr, RAGGED: gl.constexpr,
-    group_h, EMULATED: gl.constexpr, CONSUMER: gl.constexpr,
+    rings, o_desc, o_bufs, scales, sizes, scale, CAUSAL: gl.constexpr, RAGGED: gl.constexpr, group_h,
+    EMULATED: gl.constexpr, CONSUMER: gl.constexpr,
 ):  # fmt: skip
     """A warpgroup: ROWS queries of every tile. Why no partition waits for ever: docs/memory_ordering.md."""
     q_ring, k_ring, v_ring = rings
@@ -99,10 +114,9 @@ def _consume(
     tiles = gl.cdiv(sizes[1], CONSUMERS * ROWS) * sizes[3]
     for tile in range(gl.program_id(0), tiles, gl.num_programs(0)):
         b, h, start = _tile(tile, sizes, CONSUMERS * ROWS, CAUSAL, group_h)
-        q_scale = gl.load(scales[0] + (b * strides[0] + h * strides[1]))
-        k_scale = gl.load(scales[1] + (b * strides[2] + h // q_per_kv * strides[3]))
+        h_kv = h // scales[3]
         # Not below the smallest normal number: 0 times the -inf of a masked score would be NaN.
-        factor = scale * q_scale * k_scale
+        factor = scale * _head_scale(scales[0], b, h) * _head_scale(scales[1], b, h_kv)
         factor = gl.where(factor < 1.1754944e-38, 1.1754944e-38, factor)
         start += CONSUMER * ROWS
         blocks = _blocks(start + ROWS, sizes[2], BLOCK_N, CAUSAL)
@@ -156,7 +170,7 @@ def _consume(
         q_phase ^= 1
         mbarrier.wait(v_full.index(v_slot), v_phase)
         acc = _start_values(unpack_weights(p, WEIGHTS), v_bufs, v_slot, acc)
-        v_scale = gl.load(scales[2] + (b * strides[4] + h // q_per_kv * strides[5]))
+        v_scale = _head_scale(scales[2], b, h_kv)
         tma.store_wait(0)  # the result of the tile before has left o_buf
         acc = warpgroup_mma_wait(0, deps=(acc,))
         mbarrier.arrive(v_empty.index(v_slot))
@@ -186,19 +200,21 @@ def fp8_attention_hopper_kernel(
     fence_async_shared()
     sizes = (H, S, S_KV, heads)
     rings = (q_ring, k_ring, v_ring)
-    scales = (q_scale_ptr, k_scale_ptr, v_scale_ptr)
-    strides = (stride_qsb, stride_qsh, stride_ksb, stride_ksh, stride_vsb, stride_vsh)
+    q_scale = (q_scale_ptr, stride_qsb, stride_qsh)
+    k_scale = (k_scale_ptr, stride_ksb, stride_ksh)
+    v_scale = (v_scale_ptr, stride_vsb, stride_vsh)
+    scales = (q_scale, k_scale, v_scale, q_per_kv)
     if CONSUMERS == 3:
         gl.warp_specialize([
-            (_consume, (rings, o_desc, o_bufs, scales, strides, sizes, scale, q_per_kv, CAUSAL, RAGGED, group_h, EMULATED, 0)),
-            (_consume, (rings, o_desc, o_bufs, scales, strides, sizes, scale, q_per_kv, CAUSAL, RAGGED, group_h, EMULATED, 1)),
-            (_consume, (rings, o_desc, o_bufs, scales, strides, sizes, scale, q_per_kv, CAUSAL, RAGGED, group_h, EMULATED, 2)),
+            (_consume, (rings, o_desc, o_bufs, scales, sizes, scale, CAUSAL, RAGGED, group_h, EMULATED, 0)),
+            (_consume, (rings, o_desc, o_bufs, scales, sizes, scale, CAUSAL, RAGGED, group_h, EMULATED, 1)),
+            (_consume, (rings, o_desc, o_bufs, scales, sizes, scale, CAUSAL, RAGGED, group_h, EMULATED, 2)),
             (_produce, (rings, q_desc, k_desc, v_desc, q_per_kv, sizes, CAUSAL, group_h)),
         ], [4, 4, 1], [CONSUMER_REGISTERS, CONSUMER_REGISTERS, PRODUCER_REGISTERS])  # fmt: skip
     else:
         gl.warp_specialize([
-            (_consume, (rings, o_desc, o_bufs, scales, strides, sizes, scale, q_per_kv, CAUSAL, RAGGED, group_h, EMULATED, 0)),
-            (_consume, (rings, o_desc, o_bufs, scales, strides, sizes, scale, q_per_kv, CAUSAL, RAGGED, group_h, EMULATED, 1)),
+            (_consume, (rings, o_desc, o_bufs, scales, sizes, scale, CAUSAL, RAGGED, group_h, EMULATED, 0)),
+            (_consume, (rings, o_desc, o_bufs, scales, sizes, scale, CAUSAL, RAGGED, group_h, EMULATED, 1)),
             (_produce, (rings, q_desc, k_desc, v_desc, q_per_kv, sizes, CAUSAL, group_h)),
         ], [4, 1], [CONSUMER_REGISTERS, PRODUCER_REGISTERS])  # fmt: skip
 

@@ -1,32 +1,33 @@
 """Weights of attention in Gluon, from scores in registers to the left operand of an FP8 MMA, also in registers.
 
-A Hopper SM computes 16 exponentials a clock, and 128 FMAs: at D = 64 the FP8 MMAs of a score take half as long as its
-exponential. So some columns take a polynomial instead, as in FlashAttention-4: 2^x = 2^n 2^f with n the integer next to
-x, 2^f by a polynomial of degree 2 on [-1/2, 1/2] and n added to the exponent. Its relative error is at most 0.0018, next to 0.06 that
-rounding to e4m3 may take.
+An SM of Hopper computes 16 exponentials a clock and 128 FMAs: at D = 64 the exponential of a score takes twice as long
+as its FP8 MMAs. So a share of the columns takes a polynomial instead, as in FlashAttention-4: 2^x is 2^n 2^f with n the
+integer next to x; 2^f is a polynomial of degree 2 for f in [-1/2, 1/2], and n is added to the exponent. It is off by
+0.0018 of the weight at most, where rounding to e4m3 may take 0.06.
 """
 
 from __future__ import annotations
 
+import triton
 import triton.language as tl
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
 from examples.common.tiles import split_columns
 
-P0, P1, P2 = gl.constexpr(1.00044314), gl.constexpr(0.70344801), gl.constexpr(0.23842894)
-NEXT_INTEGER = gl.constexpr(1.5 * 2**23)  # so large that a sum with it is rounded to an integer, in its lowest bits
+P0, P1, P2 = tl.constexpr(1.00044314), tl.constexpr(0.70344801), tl.constexpr(0.23842894)
+NEXT_INTEGER = tl.constexpr(1.5 * 2**23)  # so large that a sum with it is rounded to an integer, in its lowest bits
 
 
-@gluon.jit
-def _polynomial(x):
-    """2^x, to the 0.0018th part; 2^-126 for what is less."""
-    x = gl.maximum(x, -126.0, propagate_nan=tl.PropagateNan.ALL)
+@triton.jit
+def polynomial(x):
+    """2^x for any x up to 127, in relative terms off by 0.0018 at most; 2^-126 for what is less, and NaN for NaN."""
+    x = tl.maximum(x, -126.0, propagate_nan=tl.PropagateNan.ALL)
     shifted = x + NEXT_INTEGER
     f = x - (shifted - NEXT_INTEGER)
-    power = (P2 * f + P1) * f + P0
-    bits = power.to(gl.int32, bitcast=True) + (shifted.to(gl.int32, bitcast=True) << 23)
-    return bits.to(gl.float32, bitcast=True)
+    power = (f * P2 + P1) * f + P0
+    bits = power.to(tl.int32, bitcast=True) + (shifted.to(tl.int32, bitcast=True) << 23)
+    return bits.to(tl.float32, bitcast=True)
 
 
 @gluon.jit
@@ -43,7 +44,7 @@ def exp2(x, EMULATED: gl.constexpr):
     if EMULATED == 0:
         return gl.exp2(x)
     elif EMULATED == 1:
-        return _polynomial(x)
+        return polynomial(x)
     else:
         left, right = split_columns(x)
         return join_columns(gl.exp2(left), exp2(right, EMULATED // 2), x)
