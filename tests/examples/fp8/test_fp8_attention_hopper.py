@@ -44,8 +44,8 @@ def on_model(monkeypatch, seed=0, sms=1, emulated=8, consumers=3, group_bytes=mo
 
 @no_shrinking
 @given(
-    B=st.integers(1, 2), H_kv=st.integers(1, 2), group=st.integers(1, 2), S=st.integers(1, 400),
-    S_kv=st.integers(1, 700), D=st.sampled_from(list(TILES)), causal=st.booleans(), per_head=st.booleans(),
+    B=st.integers(1, 2), H_kv=st.integers(1, 2), group=st.integers(1, 2), S=st.integers(1, 250),
+    S_kv=st.integers(1, 400), D=st.sampled_from(list(TILES)), causal=st.booleans(), per_head=st.booleans(),
     sms=st.integers(1, 3), seed=st.integers(0, 10**6), emulated=st.sampled_from([0, 1, 4, 8]),
     consumers=st.integers(2, 3), group_bytes=st.sampled_from([1, 2**18, 2**30]),
 )  # fmt: skip
@@ -67,7 +67,7 @@ def test_heads_meet_their_own_keys_and_scales(h, monkeypatch):
 def check_heads(h):
     """Every head of another size, so that a wrong scale shows; several blocks of keys, rows that one key decides."""
     for causal, per_head in [(True, True), (False, True), (True, False)]:
-        q, k, v = (h.randn(2, heads, 300, 64, dtype=h.half) for heads in (4, 2, 2))
+        q, k, v = (h.randn(1, heads, 200, 64, dtype=h.half) for heads in (4, 2, 2))
         for x in (q, k, v):
             heads = x.shape[0] * x.shape[1]
             x *= torch.linspace(0.2, 2, heads, device=x.device).view(*x.shape[:2], 1, 1).to(x.dtype)
@@ -75,9 +75,9 @@ def check_heads(h):
     q, k, v, q_scale, k_scale, v_scale = qkv(h, 1, 1, 300, 64)
     check(h, q, k, v, q_scale * 8, k_scale * 8, v_scale, True)
     check(h, q, k, v, q_scale * 2.0**-100, k_scale * 2.0**100, v_scale, False)
-    turned = [s.t().contiguous().t() for s in qkv(h, 2, 3, 70, 64)[3:]]
     data = qkv(h, 2, 3, 70, 64)
-    assert torch.equal(specialized(*data[:3], *turned), specialized(*data[:3], *(s.contiguous() for s in turned)))
+    turned = [scale.t().contiguous().t() for scale in data[3:]]
+    assert torch.equal(specialized(*data), specialized(*data[:3], *turned))
 
 
 def test_rounding_and_nan(h, monkeypatch):
@@ -191,3 +191,53 @@ def test_generated_code(D, causal):
     packed = [each for each in after if each.count("F2FP.SATFINITE.E4M3") == module.BLOCK_N // 4]
     assert len(packed) >= len(parts)
     assert not re.search("STL|LDL|PRMT", "".join(parts + packed))
+
+
+def test_registers_of_an_sm():
+    """The launch takes what the partitions have together, at most all."""
+    for consumers, (consumer, producer) in module.REGISTERS.items():
+        launched = (65536 // (128 * (consumers + 1)) // 8 * 8) * (consumers + 1)
+        assert consumers * consumer + producer <= launched
+
+
+def test_what_is_refused(h, monkeypatch):
+    monkeypatch.setattr(common, "gluon_architecture", lambda device: None)
+    data = qkv(h, 1, 1, 8, 64)
+    good = dict(zip(("q", "k", "v", "q_scale", "k_scale", "v_scale"), data, strict=True))
+    cases = [
+        ({"variant": "warp specialized"}, RuntimeError, "needs sm_90, .*use the variant 'tiles'"),
+        ({"variant": "hopper"}, ValueError, "variant 'hopper' is not one of"),
+    ]
+    refused([(fp8_attention, *case) for case in cases], **good)
+
+
+@pytest.fixture
+def hopper(h):
+    if h.interpreted or h.machine.sm != 90:
+        pytest.skip("needs sm_90, and Gluon is not interpreted")
+    return h
+
+
+@pytest.mark.gpu
+def test_on_the_gpu(hopper, monkeypatch):
+    """Heads, grouped or not, parts of tiles and blocks, one key; more tiles than SMs, fewer, and one SM; this is what
+    is called without a variant."""
+    h = hopper
+    for D in SPECIALIZED:
+        data = qkv(h, 1, 2, 300, D)
+        assert torch.equal(fp8_attention(*data), specialized(*data))
+    for B, H, H_kv, S, D in ((2, 16, 16, 2048, 128), (1, 32, 8, 1000, 128), (3, 12, 1, 1537, 64), (1, 2, 2, 8191, 64)):
+        for causal in (False, True):
+            check(h, *qkv(h, B, H, S, D, H_kv=H_kv), causal, dtype=torch.float16 if causal else torch.bfloat16)
+        check(h, *qkv(h, B, H, 130, D, H_kv=H_kv, S_kv=S))
+    for S in (1, 65, 127, 128, 129, 300):
+        for D in TILES:
+            check(h, *qkv(h, 1, 2, S, D), True)
+            check(h, *qkv(h, 1, 2, 37, D, S_kv=S))
+    check_heads(h)
+    check_rounding_and_nan(h)
+    for sms in (1, 7):
+        monkeypatch.setattr(module, "device_limits", lambda device, sms=sms: Limits(sms, SHARED_LIMIT[90]))
+        for D in TILES:  # several tiles a program
+            check(h, *qkv(h, 2, 4, 700, D, H_kv=2), True)
+            check(h, *qkv(h, 2, 4, 300, D, S_kv=900))
