@@ -173,24 +173,28 @@ def test_weights_stay_in_their_registers(D):
 def test_generated_code(D, causal):
     q, scale = meta(4, 32, 4096, D), meta(4, 32, dtype=torch.float32)
     args, consumers = (q, q, q.transpose(2, 3).contiguous(), scale, scale, scale, causal), module.CONSUMERS[D]
-    kernel = code(90, "cp.async.bulk.tensor setmaxnreg wgmma", specialized.func, *args, variant="warp specialized")
+    # Triton 3.9 spills addresses, causal and with three consumers, once a tile; nothing in the loop, see below.
+    options = {"variant": "warp specialized", "spills": 256 if causal and consumers == 3 else 0}
+    kernel = code(90, "cp.async.bulk.tensor setmaxnreg wgmma", fp8_attention, *args, **options)
     text = dump(fp8_attention, args, {"variant": "warp specialized"}, sm=90)
     assert not re.search(r"serialized|C75\d\d", text["log"]), "the assembler waits after each MMA"
     assert kernel.warps == 4 * (consumers + 1)
     assert kernel.found["wgmma"] == kernel.found["mma f8"] == consumers * (2 * D // 32 + 2 * module.BLOCK_N // 32)
     # Between the wait for the scores and that for P V are all exponentials: a share by the polynomial, the rest by
-    # the exponential unit, with two of alpha.
-    parts = re.findall(r"WARPGROUP\.DEPBAR\.LE gsb0, 0x1(?:(?!WARPGROUP\.DEPBAR).)*", text["sass"], re.DOTALL)
-    assert len(parts) in {2, consumers}, "the disassembly of Triton 3.6 ends within the third consumer"
-    share = module.EMULATED[D] and 1 / module.EMULATED[D]
-    emulated = int(module.BLOCK_N // 2 * share)
-    assert {each.count("MUFU.EX2") for each in parts} == {module.BLOCK_N // 2 + 2 - emulated}
-    assert {each.count("FMNMX.NAN") for each in parts} == {emulated}
-    # Between that and the next MMA: 64 weights packed by 32 instructions, and no byte is moved by another.
-    after = re.findall(r"WARPGROUP\.DEPBAR\.LE gsb0, 0x0(?:(?!QGMMA|WARPGROUP\.DEPBAR).)*BRA", text["sass"], re.DOTALL)
-    packed = [each for each in after if each.count("F2FP.SATFINITE.E4M3") == module.BLOCK_N // 4]
-    assert len(packed) >= len(parts)
-    assert not re.search("STL|LDL|PRMT", "".join(parts + packed))
+    # the exponential unit, with two of alpha. Between that and the end of the pass 64 weights are packed by 32
+    # instructions, and in the whole pass no other moves a byte.
+    loops = re.findall(r"DEPBAR\.LE gsb0, 0x1((?:(?!DEPBAR).)*)DEPBAR\.LE gsb0, 0x0(.*?)BRA", text["sass"], re.DOTALL)
+    assert len(loops) in {2, consumers}, "the disassembly of Triton 3.6 ends within the third consumer"
+    emulated = module.BLOCK_N // 2 // module.EMULATED[D] if module.EMULATED[D] else 0
+    for under, after in loops:
+        assert under.count("MUFU.EX2") == module.BLOCK_N // 2 + 2 - emulated
+        assert under.count("FMNMX.NAN") == emulated
+        assert after.count("F2FP.SATFINITE.E4M3") == module.BLOCK_N // 4
+        assert not re.search("STL|LDL|PRMT|MUFU", after)
+        assert not re.search("STL|LDL|PRMT", under)
+    # K and V in their rings, Q and O.
+    size = 2 * module.STAGES[D] * module.BLOCK_N * D + consumers * module.ROWS * D * 3
+    assert 0 <= kernel.shared - size < 1024
 
 
 def test_registers_of_an_sm():
