@@ -17,7 +17,8 @@ Question   How much faster is attention in FP8 than in bfloat16, and what does i
 Needs      triton, sm_90
 Wins when  K and V are quantized once and read often (a cache), or their producer writes FP8. Where bfloat16 must be
            quantized for each call, that pass over memory belongs to the price: the study times it.
-Variants   fp8_attention_hopper.py, _weights.py (in Gluon, the default on sm_90), _operands.py (how Q, K and V are made)
+Variants   fp8_attention_hopper.py and fp8_attention_weights.py (in Gluon, the default on sm_90),
+           fp8_attention_operands.py (how Q, K and V are quantized and V is packed)
 Study      studies/fp8/fp8_attention.py
 Source     goes beyond the chapter; Shah et al. 2024 (FlashAttention-3); Dao et al. 2022
 """
@@ -149,9 +150,8 @@ def fp8_attention(
     `variant`: one of VARIANTS, by default the second on sm_90.
 
     Raises TypeError for another dtype, or a causal that is no bool; ValueError for sizes that do not fit, an unknown
-    variant, a layout of V or one that TMA cannot load, and what require_scales refuses (check_scales=False does not
-    read them, which waits for the GPU); RuntimeError for no Triton, an input that requires grad and, warp specialized,
-    any architecture but sm_90, and the interpreter.
+    variant, V's layout or one that TMA cannot load, and what require_scales refuses (check_scales=False reads none and
+    does not wait for the GPU); RuntimeError for no Triton, grad and, warp specialized, all but sm_90.
     """
     name = "fp8_attention"
     require_triton_device(name, q, k, v)
