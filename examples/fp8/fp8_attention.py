@@ -46,11 +46,9 @@ from examples.common.untraced import untraced
 from examples.fp8.fp8_attention_hopper import launch_hopper
 from examples.fp8.fp8_attention_operands import check_dtypes, check_operands, dequantize, off_by, prepare, reference
 
-OUT_DTYPES = (torch.bfloat16, torch.float16)
-VARIANTS = ("tiles", "warp specialized")
+OUT_DTYPES, VARIANTS = (torch.bfloat16, torch.float16), ("tiles", "warp specialized")
 SPECIALIZED = (64, 128)  # head dims for which the second is the default on sm_90
-# Head dim -> BLOCK_M, BLOCK_N, warps, stages. Causal: BLOCK_N a multiple of BLOCK_M.
-# Chosen by timing on an H200: two programs share an SM.
+# Head dim -> BLOCK_M, BLOCK_N (causal: a multiple of it), warps, stages, by timing on an H200: two programs an SM.
 TILES = {64: (64, 64, 4, 3), 128: (64, 128, 4, 3)}
 # With Q in registers, ptxas of CUDA 13.4 (Triton 3.9, sm_90) serializes the wgmmas (remark C7515): nothing overlaps.
 Q_IN_REGISTERS = tl.constexpr(tuple(map(int, triton.__version__.split(".")[:2])) < (3, 9))
