@@ -4,11 +4,10 @@
 is 0.25 ms of MMAs and 0.4 ms of memory, so the losses of one are not hidden behind the other. A loop over experts
 launches 64 GEMMs, each too small for the GPU, and the host waits to learn their sizes. Here the GPU reads them:
 
-  find       each program adds up the tiles of 64 groups, and finds the group that its own tile lies in. There are as
+  find       each program adds up the tiles of all groups, and finds the group that its own tile lies in. There are as
              many programs as there can be tiles; those left over end at once.
   order      tiles of the same weights are neighbours: one reads them from memory, the others from L2.
-  fit        a group ends anywhere. Its last tile has half the rows where these suffice, to multiply fewer of the next
-             group; rows beyond the end are not stored.
+  fit        the last tile of a group has half the rows where these suffice, to multiply fewer of the next group.
 
 Question   How far ahead of torch's grouped GEMM, and of a loop over the experts, is one launch over uneven groups?
 Needs      triton
@@ -20,6 +19,8 @@ Source     goes beyond the chapter; arguments as torch._grouped_mm and torch._sc
 
 from __future__ import annotations
 
+from functools import partial
+
 from harness import Harness, Work, run
 
 import torch
@@ -28,23 +29,12 @@ import triton.language as tl
 
 from examples.common.compiled import over_library
 from examples.common.device import architecture, device_limits
-from examples.common.fp8 import E4M3
 from examples.common.tma import tma_descriptor
 from examples.common.untraced import untraced
-from examples.triton.grouped_matmul_operands import (
-    budget,
-    check_grouped,
-    described,
-    experts,
-    faults,
-    least_bytes,
-    libraries,
-    reference,
-    routed,
-)
+from examples.triton import grouped_matmul_operands as cases
+from examples.triton.grouped_matmul_operands import check_operands, reference
 
 BLOCK_M, ROW_BYTES, STAGES = 128, 128, 4  # rows of a tile; bytes of each in a step along K; steps in shared memory
-TMA = "cp.async.bulk.tensor"
 
 
 @triton.jit
@@ -105,16 +95,15 @@ def grouped_matmul(a, b, offs, scale_a=None, scale_b=None, check_scales: bool = 
     The accumulator is float32. offs [E], int32, must not decrease, which nobody checks; rows from offs[-1] on are left
     unwritten. check_scales reads the scales, which waits for the GPU; pass False where they are known to be good.
 
-    Raises what check_grouped does: TypeError for dtypes; ValueError for shapes, layouts and scales; RuntimeError for a
+    Raises what check_operands does: TypeError for dtypes; ValueError for shapes, layouts and scales; RuntimeError for a
     device without Triton, FP8 before sm_89 or an input that requires grad.
     """
-    T, E, N, K = check_grouped("grouped_matmul", a, b, offs, scale_a, scale_b, check_scales)
-    y = torch.empty((T, N), dtype=torch.bfloat16 if a.dtype is E4M3 else a.dtype, device=a.device)
+    T, E, N, K = check_operands("grouped_matmul", a, b, offs, scale_a, scale_b, check_scales)
+    y = torch.empty((T, N), dtype=a.dtype if scale_a is None else torch.bfloat16, device=a.device)
     if not (y.numel() and E and K):
         return y.zero_()  # nothing to sum, or nothing to write
     w, block_k, shared = b.transpose(1, 2), ROW_BYTES // a.element_size(), device_limits(a.device).shared_bytes - 1024
-    # 256 outputs take wgmma or tcgen05, which read shared memory: as operands of mma.sync they would spill.
-    block_n = 256 if architecture(a.device) // 10 in (9, 10) else 128
+    block_n = 256 if architecture(a.device) // 10 in (9, 10, 11) else 128  # mma.sync's operands would spill
     programs = (T + E * (BLOCK_M - 1)) // BLOCK_M * triton.cdiv(N, block_n)  # at most, for E groups of any sizes
     grouped_matmul_kernel[(programs,)](
         tma_descriptor(a, [BLOCK_M, block_k]), tma_descriptor(a, [BLOCK_M // 2, block_k]),
@@ -128,35 +117,36 @@ def grouped_matmul(a, b, offs, scale_a=None, scale_b=None, check_scales: bool = 
 def compare(h: Harness, operands: tuple, how: str, more: dict | None = None, title: str | None = None):
     """The table of one way of routing, for the operands of experts()."""
     a, b, *scales = operands
-    (T, K), (E, _, N), offs = a.shape, b.shape, routed(h, a.shape[0], b.shape[0], how)
-    calls = libraries(h, a, b, offs, *scales) | {"triton": grouped_matmul} | (more or {})
+    (T, K), (E, _, N), offs = a.shape, b.shape, cases.routed(h, a.shape[0], b.shape[0], how)
+    ours, library = {"triton": partial(grouped_matmul, check_scales=False)}, cases.libraries(h, a, b, offs, *scales)
     return h.compare(
-        calls, reference, a, b, offs, *scales, baseline="torch loop", case=f"{how} {E}x{T}x{N}x{K}",
-        title=title or ("FP8" if scales else "16 bits"), wrong=faults(offs), **budget(h, K, bool(scales)),
-        work=Work(bytes=least_bytes(a, b, offs), flops=2 * T * N * K, dtype=a.dtype),
+        library | ours | (more or {}), reference, a, b, offs, *scales, baseline="torch loop",
+        title=title or ("FP8" if scales else "16 bits"), case=f"{how} {E}x{T}x{N}x{K}", wrong=cases.faults(offs),
+        work=Work(cases.least_bytes(a, b, offs), 2 * T * N * K, a.dtype), **cases.budget(h, K, bool(scales)),
     )  # fmt: skip
 
 
 def demo(h: Harness) -> None:
-    find = {90: (TMA, "wgmma"), 100: (TMA, "tcgen05.mma"), 120: (TMA, "mma.sync")}
+    find = {sm: ("cp.async.bulk.tensor", mma) for sm, mma in ((90, "wgmma"), (100, "tcgen05.mma"), (120, "mma.sync"))}
     T, E, N, K = h.pick(interpreted=(170, 5, 72, 160), quick=(2048, 16, 1024, 2048), full=(8192, 64, 2048, 7168))
     ways, tables = h.pick(interpreted=("skewed",), quick=("skewed",), full=("even", "skewed", "hot")), []
     for fp8 in (False, True) if architecture(h.device) >= 89 else (False,):
         # Groups of 0 and 1 rows, of a tile and of one row more; tails in N and K; nothing to sum.
         for ends, n, k in [((0, 1, 1, 129, 258, 300, 300), 72, 80), ((64, 129), 264, 192), ((3, 5), 8, 0)]:
-            a, b, *scales = experts(h, ends[-1], len(ends), n, k or 16, fp8)
+            a, b, *scales = cases.experts(h, ends[-1], len(ends), n, k or 16, fp8)
             inputs = (a[:, :k], b[:, :k], torch.tensor(ends, dtype=torch.int32, device=h.device), *scales)
-            h.check(grouped_matmul, reference, *inputs, what=f"groups to {ends} {n}x{k}", **budget(h, k, fp8))
+            h.check(grouped_matmul, reference, *inputs, what=f"groups to {ends} {n}x{k}", **cases.budget(h, k, fp8))
         # Without TMA descriptor loads become ordinary ones: it compiles for sm_80, and shows what is not there.
-        h.codegen(grouped_matmul, *described(h, fp8), find=find | ({} if fp8 else {80: ("mma.sync",)}))
-        operands = experts(h, T, E, N, K, fp8)
-        tables += [compare(h, operands, how) for how in ways]
-
-    def answer() -> str:
-        over = (f"{t.title} {t.case.split()[0]} {over_library([t]):.2f}x ({t['triton'].tbps:.2f} TB/s)" for t in tables)
-        return f"Over torch's faster call, by routing: {', '.join(over)}."
-
-    h.answer(answer)
+        h.codegen(grouped_matmul, *cases.described(h, fp8), find=find | ({} if fp8 else {80: ("mma.sync",)}))
+        tables += [compare(h, operands, how) for operands in [cases.experts(h, T, E, N, K, fp8)] for how in ways]
+    h.answer(
+        lambda: (
+            "Over torch's faster call, by routing (TB/s): "
+            + ", ".join(
+                f"{t.title} {t.case.split()[0]} {over_library([t]):.2f}x ({t['triton'].tbps:.2f})" for t in tables
+            )
+        )
+    )
 
 
 if __name__ == "__main__":

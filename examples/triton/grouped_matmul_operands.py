@@ -14,7 +14,7 @@ from examples.common.tma import require_tma_layout
 DTYPES = (torch.float16, torch.bfloat16)
 
 
-def check_grouped(
+def check_operands(
     name: str, a: torch.Tensor, b: torch.Tensor, offs: torch.Tensor, scale_a: torch.Tensor | None,
     scale_b: torch.Tensor | None, check_scales: bool,
 ) -> tuple[int, int, int, int]:  # fmt: skip
