@@ -139,14 +139,11 @@ def demo(h: Harness) -> None:
         # Without TMA descriptor loads become ordinary ones: it compiles for sm_80, and shows what is not there.
         h.codegen(grouped_matmul, *cases.described(h, fp8), find=find | ({} if fp8 else {80: ("mma.sync",)}))
         tables += [compare(h, operands, how) for operands in [cases.experts(h, T, E, N, K, fp8)] for how in ways]
-    h.answer(
-        lambda: (
-            "Over torch's faster call, by routing (TB/s): "
-            + ", ".join(
-                f"{t.title} {t.case.split()[0]} {over_library([t]):.2f}x ({t['triton'].tbps:.2f})" for t in tables
-            )
-        )
-    )
+
+    def cell(table) -> str:
+        return f"{table.title} {table.case.split()[0]} {over_library([table]):.2f}x ({table['triton'].tbps:.2f})"
+
+    h.answer(lambda: f"Over torch's faster call, by routing (TB/s): {', '.join(map(cell, tables))}.")
 
 
 if __name__ == "__main__":

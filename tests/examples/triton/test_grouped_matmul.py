@@ -107,6 +107,7 @@ def test_bad_input(h):
     refused(grouped_matmul, ValueError, r"b \[E, K, N\] and offs \[E\]", x, y, offs[:2])
     refused(grouped_matmul, ValueError, r"b.transpose\(1, 2\) has", x, y.contiguous(), offs)
     refused(grouped_matmul, ValueError, "K is 60; TMA needs", x[:, :60], y[:, :60], offs)
+    refused(grouped_matmul, ValueError, "5000 groups; at most", x, y[:1].expand(5000, -1, -1), offs[:1].repeat(5000))
     refused(grouped_matmul, ValueError, "FP8 operands have", a, b, offs)
     refused(grouped_matmul, ValueError, "FP8 operands have", x, y, offs, *scales)
     refused(grouped_matmul, ValueError, "values that are not positive", a, b, offs, scales[0] * 0, scales[1])
@@ -124,11 +125,10 @@ def test_real_sizes_bits_and_more_elements_than_an_int32_counts(h, gpu_gib):
             check(h, operands)
             first = grouped_matmul(*operands)
             assert all(torch.equal(grouped_matmul(*operands), first) for _ in range(5))
-    a, b = h.randn(300, 64, dtype=h.half), h.randn(2**31 // 64 // 1024 + 2, 1024, 64, dtype=h.half).transpose(1, 2)
-    offs = torch.full((len(b),), 300, dtype=torch.int32, device=h.device)
-    offs[:-1] = 100
-    h.check(grouped_matmul, reference, a, b, offs, terms=64)
-    a, b = torch.randn(2**31 // 1024 + 200, 64, dtype=h.half, device=h.device), b[:1]
+    half = {"dtype": h.half, "device": h.device}
+    w = torch.empty(3, 2**24 + 8, 64, **half).normal_()
+    h.check(grouped_matmul, reference, h.randn(8, 64, dtype=h.half), w.transpose(1, 2), offsets(h, 3, 0, 5), terms=64)
+    a, b = torch.empty(2**31 // 1024 + 200, 64, **half).normal_(), w[:1, :1024].transpose(1, 2)
     y = grouped_matmul(a, b, offsets(h, len(a)))
     h.check(lambda *_: y[-300:].contiguous(), reference, a[-300:], b, offsets(h, 300), terms=64)
 
