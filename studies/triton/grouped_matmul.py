@@ -1,11 +1,12 @@
-"""grouped_matmul, measured: how tokens are routed, what a tile of half the rows is worth, and Inductor's own kernel.
+"""grouped_matmul, measured: beside Inductor's own kernel, with fewer bytes in flight, and from few tokens to many.
 
-A tile's MMAs take as long for one row as for all; so what a group's last tile multiplies in vain is time, where the
-weights are not.
+With few tokens reading the weights is all the time, and padding costs nothing; with many the MMAs are, and what a
+group's last tile multiplies in vain counts.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from unittest.mock import patch
 
 from harness import Harness
@@ -23,7 +24,7 @@ def study(h: Harness) -> None:
     T, E, N, K = h.pick(interpreted=(170, 5, 72, 160), quick=(2048, 16, 1024, 2048), full=(8192, 64, 2048, 7168))
     operands = experts(h, T, E, N, K)
     inductor(h, operands)
-    tiles(h, operands)
+    stages(h, operands)
     tokens(h, E, N, K)
 
 
@@ -39,18 +40,17 @@ def inductor(h: Harness, operands: tuple) -> None:
             h.say(f"{how}: {over_library([table]):.2f}x the fastest of torch's calls, max-autotune among them")
 
 
-def tiles(h: Harness, operands: tuple) -> None:
-    """Tiles of other heights, each with one of half its rows for the last of a group."""
-    heights = h.pick(interpreted=(64,), quick=(64,), full=(64,))
-    more = {f"tiles of {rows} rows": with_rows(rows) for rows in heights}
+def stages(h: Harness, operands: tuple) -> None:
+    """Fewer steps along K in shared memory: fewer bytes in flight, while a tile of weights comes from memory."""
+    more = {f"{n} stages": with_stages(n) for n in range(2, lesson.STAGES)}
     for how in h.pick(interpreted=("hot",), quick=("skewed",), full=("even", "skewed", "hot")):
-        if table := compare(h, operands, how, more, title="tiles"):
-            h.say(f"{how}: {table.best.variant} is fastest, {table.over('triton'):.2f}x as fast as what is chosen")
+        if table := compare(h, operands, how, more, title="stages"):
+            h.say(f"{how}: {table.best.variant} is fastest, {table.over('triton'):.2f}x as fast as {lesson.STAGES} stages")
 
 
-def with_rows(rows: int):
+def with_stages(n: int) -> Callable:
     def call(*operands) -> torch.Tensor:
-        with patch.object(lesson, "BLOCK_M", rows):
+        with patch.object(lesson, "STAGES", n):
             return grouped_matmul(*operands)
 
     return call
