@@ -45,7 +45,8 @@ def stages(h: Harness, operands: tuple) -> None:
     more = {f"{n} stages": with_stages(n) for n in range(2, lesson.STAGES)}
     for how in h.pick(interpreted=("hot",), quick=("skewed",), full=("even", "skewed", "hot")):
         if table := compare(h, operands, how, more, title="stages"):
-            h.say(f"{how}: {table.best.variant} is fastest, {table.over('triton'):.2f}x as fast as {lesson.STAGES} stages")
+            ratio = table.over("triton")
+            h.say(f"{how}: {table.best.variant} is fastest, {ratio:.2f}x as fast as {lesson.STAGES} stages")
 
 
 def with_stages(n: int) -> Callable:

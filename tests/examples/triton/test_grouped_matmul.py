@@ -45,7 +45,8 @@ def test_as_many_tiles_as_there_can_be(h):
     rows = lesson.BLOCK_M
     for sizes in ((1,) * 7, (rows + 1, 1, 1), (1, 2 * rows + 1)):
         assert (sum(sizes) + len(sizes) * (rows - 1)) // rows == sum(-(-each // rows) for each in sizes)
-        check(h, inputs(h, sizes, 24, 64))
+        for fp8 in (False, True) if architecture(h.device) >= 89 else (False,):
+            check(h, inputs(h, sizes, 24, 64, fp8))
 
 
 def test_products_of_integers_are_exact(h):
