@@ -152,12 +152,13 @@ def test_generated_code(sm, found, kinds):
 
 
 def test_it_compiles_for_sizes_of_1_and_odd_layouts():
-    """Triton makes a constant of a size or a stride of 1."""
+    """Triton makes a constant of a size or a stride of 1. (Where N is no multiple of 16, Triton 3.6 spills at a tile's
+    end, once, for addresses of single elements.)"""
     offs = meta(1, dtype=torch.int32)
     for a, w in ((meta(1, 8), meta(1, 1, 8)), (meta(300, 64), meta(1, 1, 64)), (meta(1, 64), meta(1, 300, 64))):
         (kernel,) = compile_for(grouped_matmul, (a, w.transpose(1, 2), offs), sms=(90,))
-        assert (kernel.error, kernel.spills) == (None, 0), (a.shape, w.shape)
+        assert (kernel.error, kernel.too_much) == (None, None), (a.shape, w.shape)
     a, w = meta(5, 16, dtype=E4M3), meta(1, 7, 16, dtype=E4M3)
     scales = meta(5, dtype=torch.float32), meta(1, 7, dtype=torch.float32)
     (kernel,) = compile_for(grouped_matmul, (a, w.transpose(1, 2), offs, *scales), sms=(90,))
-    assert (kernel.error, kernel.spills) == (None, 0)
+    assert (kernel.error, kernel.too_much) == (None, None)
