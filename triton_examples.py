@@ -5,7 +5,8 @@ moving fewer bytes (fused_add_relu_mul), the next from keeping a row where it is
 tensor cores: tiles and their order (matmul), what each precision costs (tensor_cores), where shared memory comes
 from (shared_memory), which tile is best (autotune), and the three ways to keep the tensor cores busy: loads ahead
 (pipelined_matmul), tiles that overlap (persistent_matmul), warp specialization (warp_specialized_matmul); and, for the
-few rows of a decoding step, weights read at the speed of memory (skinny_matmul), in 4 or 8 bits (weight_only_matmul).
+few rows of a decoding step, weights read at the speed of memory (skinny_matmul), in 4 or 8 bits (weight_only_matmul);
+for a layer of experts, all of them in one launch (grouped_matmul).
 With these, the kernels of a model: layer_norm, rms_norm (with the residual) and dropout with their backward passes,
 flash_attention, and decode_attention for one token at a time, and the loss of a language model (cross_entropy); how
 torch.compile sees a kernel (custom_op), and how to find out what is wrong with one (debugging).
@@ -30,6 +31,7 @@ TECHNIQUES = [
     "examples/triton/warp_specialized_matmul.py",
     "examples/triton/skinny_matmul.py",
     "examples/triton/weight_only_matmul.py",
+    "examples/triton/grouped_matmul.py",
     "examples/triton/layer_norm.py",
     "examples/triton/rms_norm.py",
     "examples/triton/dropout.py",

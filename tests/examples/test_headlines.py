@@ -19,7 +19,7 @@ DEFAULTS = {
     "triton/decode_attention": "triton", "triton/layer_norm": "triton", "triton/persistent_matmul": "split",
     "triton/softmax": "triton", "triton/warp_specialized_matmul": "persistent, WS", "fp8/quantize": "triton",
     "fp8/fused_gelu_quantize": "triton", "triton/skinny_matmul": "triton", "triton/weight_only_matmul": "triton int4",
-    "triton/cross_entropy": "triton", "triton/rms_norm": "triton",
+    "triton/cross_entropy": "triton", "triton/rms_norm": "triton", "triton/grouped_matmul": "triton",
     "fp8/fused_layer_norm_quantize": "triton", "fp8/fp8_matmul": "triton", "fp8/blockwise_matmul": "triton",
     "fp8/fp8_attention": "triton", "tma/what_is_tma": "descriptor", "tma/tma_copy": "pipelined",
     "tma/tma_matmul": "parts", "tma/tma_persistent_matmul": "triton", "tma/tma_epilogues": "linear",
@@ -90,8 +90,8 @@ def test_readme_shows_the_call_without_options(name):
 
 @pytest.mark.parametrize(
     "name",
-    ["triton/cross_entropy", "triton/decode_attention", "triton/dropout", "triton/layer_norm", "triton/rms_norm",
-     "triton/skinny_matmul", "triton/softmax", "fp8/fp8_attention", "fp8/fused_gelu_quantize",
+    ["triton/cross_entropy", "triton/decode_attention", "triton/dropout", "triton/grouped_matmul", "triton/layer_norm",
+     "triton/rms_norm", "triton/skinny_matmul", "triton/softmax", "fp8/fp8_attention", "fp8/fused_gelu_quantize",
      "fp8/fused_layer_norm_quantize", "fp8/quantize", "tma/tma_epilogues"],
 )  # fmt: skip
 def test_the_ratio_is_over_the_fastest_call_of_a_library(name):

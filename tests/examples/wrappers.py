@@ -47,6 +47,8 @@ from examples.triton.decode_attention_operands import inputs as cache_inputs
 from examples.triton.dropout import dropout
 from examples.triton.flash_attention import flash_attention
 from examples.triton.fused_add_relu_mul import fused_add_relu_mul
+from examples.triton.grouped_matmul import grouped_matmul
+from examples.triton.grouped_matmul_operands import experts
 from examples.triton.layer_norm import layer_norm, layer_norm_backward, layer_norm_forward, layer_norm_rows
 from examples.triton.layer_norm_backward import layer_norm_backward_loop, layer_norm_backward_rows
 from examples.triton.layer_norm_backward_split import layer_norm_backward_split
@@ -145,6 +147,11 @@ def quantized_linear(h: Harness) -> tuple:
     return x, w, h.randn(32, dtype=h.half), "none", ones(h, 1)
 
 
+def grouped(h: Harness, fp8: bool = False) -> tuple:
+    a, b, *scales = experts(h, 150, 5, 24, 64, fp8)
+    return a, b, torch.tensor([0, 3, 132, 132, 150], dtype=torch.int32, device=h.device), *scales
+
+
 def packed(h: Harness, format: str) -> tuple:
     """The same weights in each call: these are no tensor that a caller overwrites."""
     weights = torch.linspace(-1, 1, 72 * 264, device=h.device).sin().view(72, 264)
@@ -166,6 +173,8 @@ WRAPPERS = [
         for f in ("int4", "fp8")
     ),
     Wrapper(skinny_matmul_gemv, "MK NK", randoms((1, 264), (72, 264))),
+    Wrapper(grouped_matmul, "TK EKN E", grouped, takes=("int32",)),  # which offs are
+    Wrapper(grouped_matmul, "TK EKN E T EN", lambda h: grouped(h, fp8=True), takes=(*SCALES, "int32")),
     Wrapper(matmul_fixed, "MK KN", GEMM, says="matmul_config"),
     Wrapper(matmul_tuned, "MK KN", GEMM),
     Wrapper(matmul_config, "MK KN", lambda h: (*GEMM(h), 64, 32, 64, 4, 3)),

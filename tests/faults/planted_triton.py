@@ -249,6 +249,50 @@ x is read by TMA though its rows begin anywhere
   - x = rows_for_tma(x).copy_(x)
   + x = x.contiguous()
 
+# triton/grouped_matmul
+a tile of half the rows is taken for one row more than it has
+  - if end - row > BLOCK_M // 2:
+  + if end - row > BLOCK_M // 2 + 1:
+rows beyond the end of a group are stored
+  - mask=(rows < end)[:, None] & (cols < N)[None, :]
+  + mask=(rows >= row)[:, None] & (cols < N)[None, :]
+columns beyond the last are stored
+  - mask=(rows < end)[:, None] & (cols < N)[None, :]
+  + mask=(rows < end)[:, None] & (cols >= col)[None, :]
+the last tile of a group is computed as the next group's first
+  - before = tl.cumsum(tiles_m) * tiles_n <= tl.program_id(0)
+  + before = tl.cumsum(tiles_m) * tiles_n <= tl.program_id(0) + 1
+a tile's number counts from the first group's start
+  - tile = tl.program_id(0) - tl.sum(tl.where(before, tiles_m, 0)) * tiles_n
+  + tile = tl.program_id(0)
+tiles of a group are counted as if none were partly filled
+  - own_m = tl.cdiv(end - begin, BLOCK_M)
+  + own_m = tl.maximum((end - begin) // BLOCK_M, 1)
+every group has the weights of the first
+  - w = w_desc.load([group, col, k]).reshape(BLOCK_N, BLOCK_K)
+  + w = w_desc.load([0, col, k]).reshape(BLOCK_N, BLOCK_K)
+the scales of weights are those of the first group
+  - scale_b = tl.load(scale_b_ptr + group.to(tl.int64) * N + cols, mask=cols < N, other=0.0)
+  + scale_b = tl.load(scale_b_ptr + cols, mask=cols < N, other=0.0)
+the scales of tokens are read from the group's start
+  - scale_a = tl.load(scale_a_ptr + rows, mask=rows < end, other=0.0)
+  + scale_a = tl.load(scale_a_ptr + rows - row, mask=rows < end, other=0.0)
+the last step along K is dropped
+  - for k in tl.range(0, K, BLOCK_K, num_stages=STAGES):
+  + for k in tl.range(0, K - BLOCK_K, BLOCK_K, num_stages=STAGES):
+programs are too few where every group has a row more than full tiles
+  - programs = (T + E * (BLOCK_M - 1)) // BLOCK_M * triton.cdiv(N, block_n)
+  + programs = (T // BLOCK_M + E - 1) * triton.cdiv(N, block_n)
+offsets beyond the last row are believed
+  - return tl.minimum(tl.maximum(begin, 0), T), tl.minimum(tl.maximum(end, 0), T)
+  + return begin, end
+rows of the result are int32 and wrap beyond 2**31 elements  [gpu]
+  - y_ptrs = y_ptr + rows[:, None].to(tl.int64) * N + cols[None, :]
+  + y_ptrs = y_ptr + rows[:, None] * N + cols[None, :]
+the answer's ratios are over the loop alone  [tests=examples/test_headlines.py]
+  - ratio = over_library([table])
+  + ratio = table.over("torch loop", "triton")
+
 # triton/layer_norm
 eps is as good as ignored  [uncaught]
   - rstd = tl.rsqrt(tl.sum(x * x, axis=1) / n_cols + eps)
