@@ -39,8 +39,8 @@ from examples.triton.decode_attention_merge import LN_2, launch_merge, merges_ea
 from examples.triton.decode_attention_operands import any_order, in_pages, inputs, libraries
 
 DTYPES = (torch.float16, torch.bfloat16)
-# Head dim -> keys of a block, warps, buffers of K and of V. A block of both is 16 KiB, and two or three are in flight.
-TILES = {64: (64, 4, 3), 128: (32, 4, 3)}
+# Head dim -> keys of a block, warps for 16 rows, buffers of K and V. A block is 16 KiB, and two or three are in flight.
+TILES = {64: (64, 2, 3), 128: (32, 2, 3)}
 # Rows of a tile -> shared memory of a program. An SM of sm_90 runs 4, 3 and 2 of them; 40 KiB in flight on it saturate
 # memory. Where there are more rows there are more tiles, which find K and V in L2.
 SHARED_KIB = {16: 56, 32: 60, 64: 82}
@@ -176,7 +176,7 @@ def decode_attention(
             *q.stride()[:3], *k.stride()[:3], *v.stride()[:3], block_table.stride(0) if page else 0,
             GROUP=H // H_kv, S_Q=S_q, D=D, PAGE=page, SPLIT=splits > 1, BLOCK_M=block_m, BLOCK_N=block_n,
             # The page is loaded before K and V are: each takes a stage.
-            STAGES=1 + buffers * (2 if page else 1), EARLY=early, num_warps=num_warps,
+            STAGES=1 + buffers * (2 if page else 1), EARLY=early, num_warps=num_warps * (1 if block_m == 16 else 2),
         )  # fmt: skip
         if splits > 1:
             launch_merge(parts, stats, lengths, o, lse, keys, splits, block_n, early)

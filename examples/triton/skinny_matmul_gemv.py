@@ -1,7 +1,7 @@
 """A linear layer of one row: a matrix-vector product by FMAs, which an SM has enough of for what memory delivers.
 
 A program has a few outputs and all of K. It loads its weights through shared memory, several steps ahead, and keeps a
-sum for each of BLOCK_K places; these are added up once, at the end. An SM runs ten programs, with 120 KiB
+sum for each of BLOCK_K places; these are added up once, at the end. An SM runs five programs, with 80 KiB
 in flight. They are small: where few are left, these could not keep memory busy.
 """
 
@@ -16,7 +16,7 @@ from examples.common.rows import widen
 from examples.common.stream_k import check_linear
 
 DTYPES = (torch.float16, torch.bfloat16)
-OUTPUTS, BLOCK_K, WARPS, STAGES = 4, 512, 4, 4
+OUTPUTS, BLOCK_K, WARPS, STAGES = 2, 2048, 8, 3
 PER_SM = 2  # programs, at least: with fewer outputs, K is better split
 
 
