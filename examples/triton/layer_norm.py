@@ -29,13 +29,16 @@ import triton
 import triton.language as tl
 
 from examples.common.compiled import compiled_modes, over_library
-from examples.common.device import require_triton_device
+from examples.common.device import interpreted, require_triton_device
 from examples.common.rows import check_layer_norm, check_length, row_block, widen
 from examples.common.training import forward_backward, in_float64
 from examples.triton.layer_norm_backward import LayerNorm, layer_norm_backward  # noqa: F401 (for calls without autograd)
+from examples.triton.layer_norm_backward_split import value_bits
+from examples.triton.layer_norm_long import layer_norm_split, split_max_cols
 from examples.triton.layer_norm_resident import layer_norm_resident
 
 ROWS_MAX = 1024  # longer rows are faster from L1 than held in registers
+L1_BEST_KIB = 64  # rows of twice that leave room for one program on an SM, and there programs share a row
 
 
 @triton.jit
@@ -92,7 +95,11 @@ def layer_norm_forward(x, weight, bias, eps: float = 1e-5) -> tuple[torch.Tensor
     float32 x, y is computed from the mean as two float32 numbers; the one that is returned is their sum, rounded once.
     """
     _, n_cols = check_layer_norm("layer_norm_forward", x, weight, bias, eps)
-    return (layer_norm_rows if n_cols <= ROWS_MAX else layer_norm_resident)(x, weight, bias, eps)
+    if n_cols <= ROWS_MAX:
+        return layer_norm_rows(x, weight, bias, eps)
+    fits = n_cols * x.element_size() <= L1_BEST_KIB * 1024
+    resident = fits or interpreted() or n_cols > split_max_cols(x.device, value_bits(x, weight))
+    return (layer_norm_resident if resident else layer_norm_split)(x, weight, bias, eps)
 
 
 def layer_norm(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor, eps: float = 1e-5) -> torch.Tensor:

@@ -16,13 +16,14 @@ import triton
 import triton.language as tl
 
 from examples.common.device import device_limits, interpreted, sms_to_wait_on
-from examples.common.rows import check_layer_norm, check_length, pipeline_stages, widen
+from examples.common.rows import check_layer_norm, check_length, widen
 from examples.triton.layer_norm_backward_split import _mailbox, _pack, _peek, _receive, _send, _unpack, value_bits
 
 # By bits of a value: columns a program owns, 32 or 16 values a thread at WARPS warps.
 SPLIT_BLOCK = {16: 8192, 32: 4096}
 WARPS = 8
 PER_SM = 2  # programs, of 128 registers a thread: one computes while another waits
+STAGES = 4  # Triton loads at the end of an iteration: two rows are in flight while one is in use, then three
 
 
 @triton.jit
@@ -114,20 +115,30 @@ def split_max_cols(device: torch.device, bits: int = 32) -> int:
     return SPLIT_BLOCK[bits] * PER_SM * sms_to_wait_on(device)
 
 
+def shared_between(x: torch.Tensor, block_n: int, per_sm: int, operands: int) -> tuple[int, int, int]:
+    """(parts of a row, groups of as many programs, stages) for per_sm programs an SM, of block_n columns each.
+
+    No more stages than shared memory holds, of so many operands like x.
+    """
+    sms, shared_bytes = device_limits(x.device)
+    parts = triton.cdiv(x.shape[1], block_n)
+    stage = operands * block_n * x.element_size()
+    stages = 1 + (shared_bytes // per_sm - 4096) // stage  # less 4 KiB for sums across warps and what CUDA takes
+    return parts, max(1, min(x.shape[0], per_sm * sms // parts)), max(1, min(STAGES, stages))
+
+
 def launch_split(
     x, residual, weight, bias, y, summed, mean, rstd, eps, block_n=None, num_warps=WARPS, per_sm=PER_SM, stages=None
 ) -> None:  # fmt: skip
     """The rows of x to y, summed, mean and rstd, by as many groups as the SMs hold; the last four are for studies."""
     n_rows, n_cols = x.shape
     block_n = block_n or SPLIT_BLOCK[value_bits(x, weight)]
-    parts = triton.cdiv(n_cols, block_n)
-    groups = max(1, min(n_rows, per_sm * device_limits(x.device).sms // parts))
+    parts, groups, fitting = shared_between(x, block_n, per_sm, operands=1 if residual is None else 2)
     norm_split_kernel[(groups * parts,)](
         x, residual, weight, bias, y, summed, mean, rstd, _mailbox(x, parts),
         x.stride(0), 0 if residual is None else residual.stride(0), y.stride(0), n_rows, n_cols, eps, groups,
         PARTS=parts, PARTS_POW2=triton.next_power_of_2(parts), BLOCK_N=block_n,
-        STAGES=stages or pipeline_stages(x, (1 if residual is None else 2) * block_n, per_sm),
-        num_warps=num_warps, maxnreg=min(255, 2048 // num_warps // per_sm // 8 * 8),
+        STAGES=stages or fitting, num_warps=num_warps, maxnreg=min(255, 2048 // num_warps // per_sm // 8 * 8),
     )  # fmt: skip
 
 

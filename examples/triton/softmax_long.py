@@ -15,16 +15,29 @@ import torch
 import triton
 import triton.language as tl
 
-from examples.common.device import device_limits, interpreted, sms_to_wait_on
+from examples.common.device import interpreted, sms_to_wait_on
 from examples.common.operands import check_rows
-from examples.common.rows import DTYPES, check_length, pipeline_stages, widen
+from examples.common.rows import ASSEMBLY, DTYPES, check_length, widen
 from examples.triton.layer_norm_backward_split import _mailbox, _pack, _peek, _receive, _send, _unpack
+from examples.triton.layer_norm_long import shared_between
 
 SPLIT_BLOCK = 8192  # columns a program owns: 32 values a thread at WARPS warps
 WARPS = 8
 PER_SM = 2  # programs, of 128 registers a thread: one computes while another waits
 KEEP = True  # exponentials until they are written, 32 registers; else x, which takes 16, and a second exponential
 COUNTERS = False  # the kernel whose programs wait at counters, with nothing in flight
+
+
+@triton.jit
+def _exp(x):
+    """e^x for x <= 0, with 0 in place of subnormals: to have these, tl.exp takes three more instructions, and has a
+    predicate wait for each result."""
+    if ASSEMBLY:
+        return tl.inline_asm_elementwise(
+            "ex2.approx.ftz.f32 $0, $1;", "=f,f", [x * 1.4426950408889634], dtype=tl.float32, is_pure=True, pack=1
+        )
+    else:
+        return tl.exp(x)
 
 
 @triton.jit
@@ -44,10 +57,7 @@ def softmax_split_kernel(
     stride_mail = tl.full((), PARTS, tl.int64)
     stride_xm, stride_ym = tl.cast(stride_xm, tl.int64), tl.cast(stride_ym, tl.int64)
     max_due = 0.0
-    if KEEP:
-        kept = tl.zeros((BLOCK_N,), tl.float32)
-    else:
-        kept = _pack(tl.zeros((BLOCK_N,), x_ptr.dtype.element_ty))
+    kept = tl.zeros((BLOCK_N,), tl.float32) if KEEP else _pack(tl.zeros((BLOCK_N,), x_ptr.dtype.element_ty))
     # A row is written one iteration after its words were sent, when those of the others have had time to arrive.
     for row in tl.range(group, n_rows + groups, groups, num_stages=STAGES):
         # `due` is the group's previous row; in the first iteration there is none, and no word is waited for.
@@ -60,7 +70,7 @@ def softmax_split_kernel(
         peeked = _peek(due_mail)
         part_max = tl.max(x, axis=0)
         # A part of -inf alone would compute -inf - -inf = NaN.
-        weights = tl.exp(x - tl.where(part_max == -float("inf"), 0.0, part_max))
+        weights = _exp(x - tl.where(part_max == -float("inf"), 0.0, part_max))
         _send(mail_ptr + row * stride_mail + part, part_max, tl.sum(weights, axis=0), row < n_rows)
 
         maxima, sums = _receive(due_mail, tl.where(row > group, peeked, 0))
@@ -72,7 +82,7 @@ def softmax_split_kernel(
             y = kept * (tl.where(max_due == -float("inf"), 0.0, tl.exp(max_due - row_max)) / row_sum)
             kept = weights
         else:
-            y = tl.exp(_unpack(kept, x_ptr.dtype.element_ty) - row_max) * (1.0 / row_sum)
+            y = _exp(_unpack(kept, x_ptr.dtype.element_ty) - row_max) * (1.0 / row_sum)
             kept = _pack(loaded)
         max_due = part_max
         tl.store(y_ptr + due * stride_ym + cols, y.to(y_ptr.dtype.element_ty), mask=inside & (row > group))
@@ -123,15 +133,15 @@ def split_max_cols(device: torch.device) -> int:
     return SPLIT_BLOCK * PER_SM * sms_to_wait_on(device)
 
 
-def launch_split(x, y, block_n=SPLIT_BLOCK, num_warps=WARPS, per_sm=PER_SM, stages=None, keep=KEEP) -> None:
+def launch_split(x, y, block_n=None, num_warps=WARPS, per_sm=PER_SM, stages=None, keep=None) -> None:
     """The rows of x to y, by as many groups as the SMs hold; all but the first two are for studies."""
     n_rows, n_cols = x.shape
-    parts = triton.cdiv(n_cols, block_n)
-    groups = max(1, min(n_rows, per_sm * device_limits(x.device).sms // parts))
+    block_n = block_n or SPLIT_BLOCK
+    parts, groups, fitting = shared_between(x, block_n, per_sm, operands=1)
     softmax_split_kernel[(groups * parts,)](
         x, y, _mailbox(x, parts), x.stride(0), y.stride(0), n_rows, n_cols, groups,
         PARTS=parts, PARTS_POW2=triton.next_power_of_2(parts), BLOCK_N=block_n,
-        STAGES=stages or pipeline_stages(x, block_n, per_sm), KEEP=keep, FULL=n_cols % block_n == 0,
+        STAGES=stages or fitting, KEEP=KEEP if keep is None else keep, FULL=n_cols % block_n == 0,
         num_warps=num_warps, maxnreg=min(255, 2048 // num_warps // per_sm // 8 * 8),
     )  # fmt: skip
 
