@@ -2,7 +2,8 @@
 
 Forward, a row's mean and variance must be known before any of it is written. The kernel below holds a row in registers,
 or several short ones, so x is read once and y written once: 2 * n_rows * n_cols elements, as a copy of x moves. Longer
-rows stay in the L1 cache of an SM (layer_norm_resident.py).
+rows stay in the L1 cache of an SM (layer_norm_resident.py), and of those that no SM holds beside others each program of
+a group has a part (layer_norm_long.py).
 
 Backward needs two means along each row and two sums along each column: with x_hat = (x - mean) * rstd, g = dy * weight
 
@@ -15,7 +16,7 @@ program is shared by a group of them, which exchange the sums of each row (layer
 Question   How close to a copy is LayerNorm, forward and in training, whose gradients are summed along both axes?
 Needs      triton
 Wins when  x is larger than L2: in training; forward alone at 4096 and 65536 columns, with a tie at 1024 and 16384.
-Variants   layer_norm_resident.py, layer_norm_backward.py, layer_norm_backward_split.py
+Variants   layer_norm_resident.py, layer_norm_long.py, layer_norm_backward.py, layer_norm_backward_split.py
 Study      studies/triton/layer_norm.py
 Source     goes beyond the chapter; backward as derived in Triton tutorial 05 (layer norm), without its locks.
 """
@@ -108,10 +109,11 @@ def layer_norm(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor, eps: f
     x: float32, float16 or bfloat16, last dimension contiguous; y has its dtype. weight and bias: both of x's dtype, or
     both float32. The arithmetic is float32. Raises TypeError for another dtype, a missing weight or bias, or an eps
     that is no number; ValueError for no columns, sizes that do not fit, an inner stride other than 1, or an eps that is
-    negative or not finite; RuntimeError for a device without Triton, or a second derivative. In backward the programs
-    of rows over 8192 columns wait for each other. That ends beside kernels that keep their SMs, as NCCL's do, and on a
-    part of the SMs, as long as an eighth of them is left; with less call layer_norm_backward_loop. Backward knows the
-    mean rounded to float32: there x_hat is off by up to 6e-8 * |mean| / std, 5e-4 at a mean of 10000 and a std of 1.
+    negative or not finite; RuntimeError for a device without Triton, or a second derivative. The programs of rows over
+    L1_BEST_KIB, in backward of those over 8192 columns, wait for each other. That ends beside kernels that keep their
+    SMs, as NCCL's do, and on a part of the SMs, as long as an eighth of them is left; with less call
+    layer_norm_resident and layer_norm_backward_loop. Backward knows the mean rounded to float32: there x_hat is off by
+    up to 6e-8 * |mean| / std, 5e-4 at a mean of 10000 and a std of 1.
     """
     with torch.no_grad():  # this one has a backward
         require_triton_device("layer_norm", x)
