@@ -3,8 +3,8 @@
 A row's scale is known when all of it was read. A program that then reads it again and writes loads nothing new
 meanwhile, and few other programs fit its SM, which could. So one loop does both, block by block: it adds up the squares
 of the program's next row, from memory, and writes the previous one, read again from L2: of 64 KiB a row for each of 132
-programs takes 9 MB there, beside what is written. cross_entropy.py makes its gradient so. Of longer rows that is more; where
-programs may wait for each other they share them, as LayerNorm's do (layer_norm_long.py).
+programs takes 9 MB there, beside what is written. cross_entropy.py makes its gradient so. Of longer rows that is more;
+where programs may wait for each other they share them, as LayerNorm's do (layer_norm_long.py).
 """
 
 from __future__ import annotations

@@ -43,8 +43,8 @@ def study(h: Harness) -> None:
     split, resident = (tables[-1][f"triton {name}"].of_ceiling for name in ("split", "resident"))
     h.say(
         f"at {widths[-1]} columns split reads each element once and reaches {split:.0%} of a copy: its programs stay "
-        "for many rows, send a maximum and a sum ahead, and have the next rows in flight while they wait. Resident reads "
-        f"again what L1 no longer holds and reaches {resident:.0%}"
+        "for many rows, send a maximum and a sum ahead, and have the next rows in flight while they wait. Resident "
+        f"reads again what L1 no longer holds and reaches {resident:.0%}"
     )
     h.say(
         f"max-autotune makes torch.compile {geomean(tables, *MODES):.2f}x as fast over these lengths; "
