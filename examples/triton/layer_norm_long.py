@@ -31,6 +31,7 @@ def norm_split_kernel(
     x_ptr, residual_ptr, weight_ptr, bias_ptr, y_ptr, sum_ptr, mean_ptr, rstd_ptr, mail_ptr,
     stride_xm, stride_rm, stride_ym, n_rows, n_cols, eps, groups,
     PARTS: tl.constexpr, PARTS_POW2: tl.constexpr, BLOCK_N: tl.constexpr, STAGES: tl.constexpr,
+    FULL: tl.constexpr,
 ):  # fmt: skip
     """LayerNorm of x; without bias_ptr RMSNorm of x, or of x + residual, which goes to sum_ptr."""
     # Tickets, mailbox and the order of waits are layer_norm_backward_split_kernel's (docs/memory_ordering.md).
@@ -85,7 +86,8 @@ def norm_split_kernel(
             off = widen(x) - part_mean
             if x_ptr.dtype.element_ty == tl.float32:
                 off = (x - origin) - part_mean
-            off = tl.where(inside, off, 0.0)
+            if not FULL:
+                off = tl.where(inside, off, 0.0)
             _send(mail_ptr + row * stride_mail + part, part_mean, tl.sum(off * off, axis=0), row < n_rows)
             means, squares = _receive(due_mail, tl.where(row > group, peeked, 0))
             mean = tl.sum(tl.where(parts < PARTS, means * counts, 0.0), axis=0) / n_cols
@@ -138,7 +140,8 @@ def launch_split(
         x, residual, weight, bias, y, summed, mean, rstd, _mailbox(x, parts),
         x.stride(0), 0 if residual is None else residual.stride(0), y.stride(0), n_rows, n_cols, eps, groups,
         PARTS=parts, PARTS_POW2=triton.next_power_of_2(parts), BLOCK_N=block_n,
-        STAGES=stages or fitting, num_warps=num_warps, maxnreg=min(255, 2048 // num_warps // per_sm // 8 * 8),
+        STAGES=stages or fitting, FULL=n_cols % block_n == 0,
+        num_warps=num_warps, maxnreg=min(255, 2048 // num_warps // per_sm // 8 * 8),
     )  # fmt: skip
 
 
