@@ -20,10 +20,10 @@ from examples.common.rows import check_layer_norm, check_length, widen
 from examples.triton.layer_norm_backward_split import _mailbox, _pack, _peek, _receive, _send, _unpack, value_bits
 
 # By bits of a value: columns a program owns, 32 or 16 values a thread at WARPS warps.
-SPLIT_BLOCK = {16: 8192, 32: 4096}
+NORM_BLOCK = {16: 8192, 32: 4096}
 WARPS = 8
 PER_SM = 2  # programs, of 128 registers a thread: one computes while another waits
-STAGES = 4  # Triton loads at the end of an iteration: two rows are in flight while one is in use, then three
+SPLIT_STAGES = 4  # Triton loads at the end of an iteration: two rows are in flight while one is in use, then three
 
 
 @triton.jit
@@ -107,14 +107,14 @@ def norm_split_kernel(
         x_due = _pack(x)
 
 
-def split_max_cols(device: torch.device, bits: int = 32) -> int:
+def norm_max_cols(device: torch.device, bits: int = 32) -> int:
     """Longest row that a group may share, of values of so many bits, weight's included.
 
     A group's programs wait for each other and an SM runs PER_SM of them; an eighth of the SMs must run them all. So it
     ends beside kernels that keep the other SMs (NCCL's, or such launches on other streams), and in a context that is
     given an eighth; with less, call layer_norm_resident.
     """
-    return SPLIT_BLOCK[bits] * PER_SM * sms_to_wait_on(device)
+    return NORM_BLOCK[bits] * PER_SM * sms_to_wait_on(device)
 
 
 def shared_between(x: torch.Tensor, block_n: int, per_sm: int, operands: int) -> tuple[int, int, int]:
@@ -126,7 +126,7 @@ def shared_between(x: torch.Tensor, block_n: int, per_sm: int, operands: int) ->
     parts = triton.cdiv(x.shape[1], block_n)
     stage = operands * block_n * x.element_size()
     stages = 1 + (shared_bytes // per_sm - 4096) // stage  # less 4 KiB for sums across warps and what CUDA takes
-    return parts, max(1, min(x.shape[0], per_sm * sms // parts)), max(1, min(STAGES, stages))
+    return parts, max(1, min(x.shape[0], per_sm * sms // parts)), max(1, min(SPLIT_STAGES, stages))
 
 
 def launch_split(
@@ -134,7 +134,7 @@ def launch_split(
 ) -> None:  # fmt: skip
     """The rows of x to y, summed, mean and rstd, by as many groups as the SMs hold; the last four are for studies."""
     n_rows, n_cols = x.shape
-    block_n = block_n or SPLIT_BLOCK[value_bits(x, weight)]
+    block_n = block_n or NORM_BLOCK[value_bits(x, weight)]
     parts, groups, fitting = shared_between(x, block_n, per_sm, operands=1 if residual is None else 2)
     norm_split_kernel[(groups * parts,)](
         x, residual, weight, bias, y, summed, mean, rstd, _mailbox(x, parts),
@@ -146,14 +146,14 @@ def launch_split(
 
 
 def layer_norm_split(x, weight, bias, eps: float = 1e-5) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """(y, mean, rstd) for rows of up to split_max_cols(...) columns, each held by several programs at once.
+    """(y, mean, rstd) for rows of up to norm_max_cols(...) columns, each held by several programs at once.
 
     GPU only: programs wait for each other, and the interpreter runs one after the other (RuntimeError there).
     Otherwise takes and raises what layer_norm_forward does.
     """
     name = "layer_norm_split"
     n_rows, n_cols = check_layer_norm(name, x, weight, bias, eps)
-    check_length(name, n_cols, split_max_cols(x.device, value_bits(x, weight)), "layer_norm_resident")
+    check_length(name, n_cols, norm_max_cols(x.device, value_bits(x, weight)), "layer_norm_resident")
     if interpreted():
         raise RuntimeError(f"{name}: its programs wait for each other; in the interpreter use layer_norm_resident")
     y = torch.empty(x.shape, dtype=x.dtype, device=x.device)

@@ -16,7 +16,7 @@ import triton.language as tl
 from examples.common.device import device_limits, interpreted, require_triton_device
 from examples.common.rows import row_block
 from examples.triton.layer_norm_backward_split import value_bits
-from examples.triton.layer_norm_long import launch_split, split_max_cols
+from examples.triton.layer_norm_long import launch_split, norm_max_cols
 
 BLOCK_BYTES = 16384  # of a row at a step: 2 loads of 128 bits a thread at 16 warps
 STAGES = 4  # three blocks of each operand in flight to shared memory while one is in use
@@ -84,7 +84,7 @@ def launch_long(x, residual, weight, y, summed, rstd, eps: float) -> None:
     """The rows of x to y, summed and rstd, by the kernel that is fastest for the row length."""
     n_cols = x.shape[1]
     long = n_cols * x.element_size() > SPLIT_BYTES and not interpreted()
-    if long and n_cols <= split_max_cols(x.device, value_bits(x, weight)):
+    if long and n_cols <= norm_max_cols(x.device, value_bits(x, weight)):
         launch_split(x, residual, weight, None, y, summed, None, rstd, eps)
     else:
         launch_loop(x, residual, weight, y, summed, rstd, eps)

@@ -166,11 +166,14 @@ def twice_in_turn(monkeypatch, module, block):
     mailbox is full, and a second one computes with it.
     """
     mail = torch.empty(100, dtype=torch.int64)
-    blocks = dict.fromkeys(module.SPLIT_BLOCK, block) if isinstance(module.SPLIT_BLOCK, dict) else block
     stand_ins = {
         "interpreted": lambda: False, "_peek": peek_at_once, "_receive": receive_at_once, "_mailbox": lambda *_: mail,
-        "SPLIT_BLOCK": blocks, "split_max_cols": lambda *_: 1000,  # nothing waits, so any number of parts will do
     }  # fmt: skip
+    # Nothing waits, so any number of parts will do.
+    if module is layer_norm_long:
+        stand_ins |= {"NORM_BLOCK": {16: block, 32: block}, "norm_max_cols": lambda *_: 1000}
+    else:
+        stand_ins |= {"SPLIT_BLOCK": block, "split_max_cols": lambda *_: 1000}
     for name, stand_in in stand_ins.items():
         monkeypatch.setattr(module, name, stand_in)
 
@@ -248,8 +251,8 @@ def test_what_waits_for_each_other_fits_an_eighth_of_the_sms(monkeypatch, sms):
     eighth = max(1, sms // 8)
     for bits, block in split.SPLIT_BLOCK.items():  # one of these programs fills an SM
         assert split.split_max_cols(None, bits) == block * eighth
-    for bits, block in layer_norm_long.SPLIT_BLOCK.items():
-        assert layer_norm_long.split_max_cols(None, bits) == block * layer_norm_long.PER_SM * eighth
+    for bits, block in layer_norm_long.NORM_BLOCK.items():
+        assert layer_norm_long.norm_max_cols(None, bits) == block * layer_norm_long.PER_SM * eighth
     assert softmax_long.split_max_cols(None) == softmax_long.SPLIT_BLOCK * softmax_long.PER_SM * eighth
 
 
@@ -279,7 +282,7 @@ def test_they_end_beside_a_kernel_that_keeps_seven_eighths_of_the_sms(h):
     x, weight, _, dy = inputs(h, 2, split.split_max_cols(h.device))
     rows = h.randn(2, softmax_long.split_max_cols(h.device))
     calls = [partial(SPLIT, dy, x, weight, *statistics(x)), partial(softmax_long.softmax_split, rows)]
-    x, weight, bias, _ = inputs(h, 2, layer_norm_long.split_max_cols(h.device))
+    x, weight, bias, _ = inputs(h, 2, layer_norm_long.norm_max_cols(h.device))
     calls.append(partial(layer_norm_split, x, weight, bias))
     sms, registers = device.device_limits(h.device).sms, torch.zeros(1 << 16, device=h.device)
     for call in calls:
@@ -341,7 +344,7 @@ def test_bad_input(h):
 @pytest.mark.gpu
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_split_forward_finishes_many_times_over_with_the_same_bits(h, dtype):
-    longest = layer_norm_long.split_max_cols(h.device, 8 * dtype.itemsize)
+    longest = layer_norm_long.norm_max_cols(h.device, 8 * dtype.itemsize)
     for rows, cols in ((1, longest), (1000, 40000), (5000, 3 * 8192 + 1), (3, longest), (2, 50)):
         args = inputs(h, rows, cols, dtype=dtype)[:3]
         check_forward(layer_norm_split, *args)

@@ -167,7 +167,7 @@ def test_the_split_forward_interpreted(h, monkeypatch):
     run = twice_in_turn(monkeypatch, layer_norm_long, 64)
     launch = layer_norm_long.launch_split
     for name, stand_in in {
-        "interpreted": lambda: False, "SPLIT_BYTES": 100, "split_max_cols": lambda *_: 1000,
+        "interpreted": lambda: False, "SPLIT_BYTES": 100, "norm_max_cols": lambda *_: 1000,
         "launch_split": lambda *args: run(launch, *args),
     }.items():  # fmt: skip
         monkeypatch.setattr(long, name, stand_in)
