@@ -2,7 +2,8 @@
 
 Forward, a row's mean and variance must be known before any of it is written. The kernel below holds a row in registers,
 or several short ones, so x is read once and y written once: 2 * n_rows * n_cols elements, as a copy of x moves. Longer
-rows stay in the L1 cache of an SM (layer_norm_resident.py).
+rows stay in the L1 cache of an SM (layer_norm_resident.py), and of those that no SM holds beside others each program of
+a group has a part (layer_norm_long.py).
 
 Backward needs two means along each row and two sums along each column: with x_hat = (x - mean) * rstd, g = dy * weight
 
@@ -15,7 +16,7 @@ program is shared by a group of them, which exchange the sums of each row (layer
 Question   How close to a copy is LayerNorm, forward and in training, whose gradients are summed along both axes?
 Needs      triton
 Wins when  x is larger than L2: in training; forward alone at 4096 and 65536 columns, with a tie at 1024 and 16384.
-Variants   layer_norm_resident.py, layer_norm_backward.py, layer_norm_backward_split.py
+Variants   layer_norm_resident.py, layer_norm_long.py, layer_norm_backward.py, layer_norm_backward_split.py
 Study      studies/triton/layer_norm.py
 Source     goes beyond the chapter; backward as derived in Triton tutorial 05 (layer norm), without its locks.
 """
@@ -29,13 +30,16 @@ import triton
 import triton.language as tl
 
 from examples.common.compiled import compiled_modes, over_library
-from examples.common.device import require_triton_device
+from examples.common.device import interpreted, require_triton_device
 from examples.common.rows import check_layer_norm, check_length, row_block, widen
 from examples.common.training import forward_backward, in_float64
 from examples.triton.layer_norm_backward import LayerNorm, layer_norm_backward  # noqa: F401 (for calls without autograd)
+from examples.triton.layer_norm_backward_split import value_bits
+from examples.triton.layer_norm_long import layer_norm_split, norm_max_cols
 from examples.triton.layer_norm_resident import layer_norm_resident
 
 ROWS_MAX = 1024  # longer rows are faster from L1 than held in registers
+L1_BEST_KIB = 64  # rows of twice that leave room for one program on an SM, and there programs share a row
 
 
 @triton.jit
@@ -92,7 +96,11 @@ def layer_norm_forward(x, weight, bias, eps: float = 1e-5) -> tuple[torch.Tensor
     float32 x, y is computed from the mean as two float32 numbers; the one that is returned is their sum, rounded once.
     """
     _, n_cols = check_layer_norm("layer_norm_forward", x, weight, bias, eps)
-    return (layer_norm_rows if n_cols <= ROWS_MAX else layer_norm_resident)(x, weight, bias, eps)
+    if n_cols <= ROWS_MAX:
+        return layer_norm_rows(x, weight, bias, eps)
+    fits = n_cols * x.element_size() <= L1_BEST_KIB * 1024
+    resident = fits or interpreted() or n_cols > norm_max_cols(x.device, value_bits(x, weight))
+    return (layer_norm_resident if resident else layer_norm_split)(x, weight, bias, eps)
 
 
 def layer_norm(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor, eps: float = 1e-5) -> torch.Tensor:
@@ -101,10 +109,11 @@ def layer_norm(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor, eps: f
     x: float32, float16 or bfloat16, last dimension contiguous; y has its dtype. weight and bias: both of x's dtype, or
     both float32. The arithmetic is float32. Raises TypeError for another dtype, a missing weight or bias, or an eps
     that is no number; ValueError for no columns, sizes that do not fit, an inner stride other than 1, or an eps that is
-    negative or not finite; RuntimeError for a device without Triton, or a second derivative. In backward the programs
-    of rows over 8192 columns wait for each other. That ends beside kernels that keep their SMs, as NCCL's do, and on a
-    part of the SMs, as long as an eighth of them is left; with less call layer_norm_backward_loop. Backward knows the
-    mean rounded to float32: there x_hat is off by up to 6e-8 * |mean| / std, 5e-4 at a mean of 10000 and a std of 1.
+    negative or not finite; RuntimeError for a device without Triton, or a second derivative. The programs of rows over
+    L1_BEST_KIB, in backward of those over 8192 columns, wait for each other. That ends beside kernels that keep their
+    SMs, as NCCL's do, and on a part of the SMs, as long as an eighth of them is left; with less call
+    layer_norm_resident and layer_norm_backward_loop. Backward knows the mean rounded to float32: there x_hat is off by
+    up to 6e-8 * |mean| / std, 5e-4 at a mean of 10000 and a std of 1.
     """
     with torch.no_grad():  # this one has a backward
         require_triton_device("layer_norm", x)

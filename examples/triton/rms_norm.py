@@ -3,9 +3,9 @@
 y = x * rstd * weight, rstd = 1 / sqrt(mean(x^2) + eps): in 16 bits 4 bytes an element, as a copy. In a transformer x
 is the sum of two tensors, wanted too: two kernels move 10 bytes an element, one pass 8 (x, residual, their sum, y).
 
-The kernel below holds a row in registers. Of long rows few fit an SM, and while a program waits for the end of one it
-loads nothing: there one loop reads the next row and writes the previous one (rms_norm_long.py). Backward reads x and
-dy, writes dx, and keeps the sums along columns, of which dweight is made, in registers (rms_norm_backward.py).
+The kernel below holds a row in registers. Of long rows few fit an SM, and a program that waits for the end of one loads
+nothing: there one loop reads the next row and writes the previous one (rms_norm_long.py), and programs share the
+longest (layer_norm_long.py). Backward reads x and dy, writes dx, and sums dweight in registers (rms_norm_backward.py).
 
 Question   How close to a copy is RMSNorm, alone, with the residual, and in training, from 4096 to 131072 columns?
 Needs      triton
@@ -87,7 +87,7 @@ def rms_norm(x: torch.Tensor, weight: torch.Tensor, residual: torch.Tensor | Non
 
     Raises TypeError for another dtype, a missing weight or an eps that is no number; ValueError for sizes, strides or
     an eps that do not fit; RuntimeError for a device without Triton and a second derivative. Beyond 8192 columns
-    programs of the backward wait for each other, as layer_norm's do.
+    programs of the backward wait for each other, and of rows over 64 KiB those of the forward, as layer_norm's do.
     """
     with torch.no_grad():  # this one has a backward
         check_input("rms_norm", x, residual)

@@ -1,9 +1,10 @@
 """RMSNorm of rows that no SM holds beside others: one loop reads the next row and writes the previous one.
 
 A row's scale is known when all of it was read. A program that then reads it again and writes loads nothing new
-meanwhile, and at 128 KiB a row few other programs fit its SM, which could. So one loop does both, block by block: it
-adds up the squares of the program's next row, from memory, and writes the previous one, read again from L2: a row for
-each of 132 programs takes 17 MB there. cross_entropy.py makes its gradient so.
+meanwhile, and few other programs fit its SM, which could. So one loop does both, block by block: it adds up the squares
+of the program's next row, from memory, and writes the previous one, read again from L2: of 64 KiB a row for each of 132
+programs takes 9 MB there, beside what is written. cross_entropy.py makes its gradient so. Of longer rows that is more;
+where programs may wait for each other they share them, as LayerNorm's do (layer_norm_long.py).
 """
 
 from __future__ import annotations
@@ -12,11 +13,14 @@ import torch
 import triton
 import triton.language as tl
 
-from examples.common.device import device_limits, require_triton_device
+from examples.common.device import device_limits, interpreted, require_triton_device
 from examples.common.rows import row_block
+from examples.triton.layer_norm_backward_split import value_bits
+from examples.triton.layer_norm_long import launch_split, norm_max_cols
 
 BLOCK_BYTES = 16384  # of a row at a step: 2 loads of 128 bits a thread at 16 warps
 STAGES = 4  # three blocks of each operand in flight to shared memory while one is in use
+SPLIT_BYTES = 65536  # of a row; longer ones are shared by programs, as long as those may wait for each other
 L2_BYTES = 24 << 20  # that rows may take which wait to be written; beyond, an SM has one program and not two
 
 
@@ -77,6 +81,17 @@ def rms_norm_long_kernel(
 
 
 def launch_long(x, residual, weight, y, summed, rstd, eps: float) -> None:
+    """The rows of x to y, summed and rstd, by the kernel that is fastest for the row length."""
+    n_cols = x.shape[1]
+    long = n_cols * x.element_size() > SPLIT_BYTES and not interpreted()
+    if long and n_cols <= norm_max_cols(x.device, value_bits(x, weight)):
+        launch_split(x, residual, weight, None, y, summed, None, rstd, eps)
+    else:
+        launch_loop(x, residual, weight, y, summed, rstd, eps)
+
+
+def launch_loop(x, residual, weight, y, summed, rstd, eps: float) -> None:
+    """The rows of x to y, summed and rstd, by programs that read the next row and write the previous one."""
     n_rows, n_cols = x.shape
     sms, shared = device_limits(x.device)
     per_sm = 2 if 2 * sms * n_cols * x.element_size() < L2_BYTES else 1

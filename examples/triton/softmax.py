@@ -7,8 +7,9 @@ in and out: 2 * n_rows * n_cols elements, as a copy of x does, and that copy's t
 Where a row fits decides the kernel. The one below holds a row in the registers of one program, and several short rows
 at once: a short row alone is too little work to cover memory latency. A longer row stays in the L1 cache of an SM
 (softmax_resident.py). A row too long for that is split over programs that exchange maxima and sums (softmax_long.py):
-each element is still read once, but a program that waits for the others loads nothing. An exchange within a thread
-block cluster, as quack's kernels do it, is not in Triton 3.6. Online softmax is no alternative: it reads x twice.
+each element is still read once, and while a program waits for the others its next rows are in flight. An exchange
+within a thread block cluster, as quack's kernels do it, is not in Triton 3.6. Online softmax is no alternative: it
+reads x twice.
 
 Question   Where should a row stay on the chip, from 256 to 131072 columns, and how close to a copy does that come?
 Needs      triton

@@ -1,10 +1,12 @@
-"""Softmax of a row too long for one SM: held by several programs that exchange two numbers.
+"""Softmax of a row too long for one SM: a group of programs shares it, and exchanges two numbers of each part.
 
-Each program holds one part of the row in registers, publishes the part's maximum and sum, waits until all parts of the
-row have, and writes. Each element is read once. A waiting program loads nothing, though, and the registers that hold
-parts leave room for few other programs on its SM, which could load meanwhile: ncu counts the least bytes, and 36 % of
-an SM's warps. Loading the next row before the wait, as layer_norm_backward_split.py does, or exchanging through a
-cluster's distributed shared memory might help; neither is tried here.
+Where a program waits for the others of its row, the next rows must be in flight. As in layer_norm_backward_split.py
+each program owns a slice of the columns for good and goes from row to row. It sends the maximum and the sum of its
+slice as one 64-bit word, and writes the slice one iteration later, when the words of the others have arrived; the next
+two slices are on their way to shared memory. Exponentials are taken once, against the slice's own maximum, and stay in
+registers until then. docs/memory_ordering.md says why the words are never torn and no wait is for ever.
+
+Source  Milakov and Gimelshein 2018 (merging maxima and sums).
 """
 
 from __future__ import annotations
@@ -15,14 +17,79 @@ import triton.language as tl
 
 from examples.common.device import interpreted, sms_to_wait_on
 from examples.common.operands import check_rows
-from examples.common.rows import DTYPES, check_length
+from examples.common.rows import ASSEMBLY, DTYPES, check_length, widen
+from examples.triton.layer_norm_backward_split import _mailbox, _pack, _peek, _receive, _send, _unpack
+from examples.triton.layer_norm_long import shared_between
 
-SPLIT_BLOCK = 8192  # 4 warps at 64 values per thread, 80 registers: six programs fit an SM, five load while one waits
-PER_SM = 6
+SPLIT_BLOCK = 8192  # columns a program owns: 32 values a thread at WARPS warps
+WARPS = 8
+PER_SM = 2  # programs, of 128 registers a thread: one computes while another waits
+KEEP = True  # exponentials until they are written, 32 registers; else x, which takes 16, and a second exponential
+COUNTERS = False  # the kernel whose programs wait at counters, with nothing in flight
+
+
+@triton.jit
+def _exp(x):
+    """e^x for x <= 0, with 0 in place of subnormals: to have these, tl.exp takes three more instructions, and has a
+    predicate wait for each result."""
+    if ASSEMBLY:
+        return tl.inline_asm_elementwise(
+            "ex2.approx.ftz.f32 $0, $1;", "=f,f", [x * 1.4426950408889634], dtype=tl.float32, is_pure=True, pack=1
+        )
+    else:
+        return tl.exp(x)
 
 
 @triton.jit
 def softmax_split_kernel(
+    x_ptr, y_ptr, mail_ptr, stride_xm, stride_ym, n_rows, n_cols, groups,
+    PARTS: tl.constexpr, PARTS_POW2: tl.constexpr, BLOCK_N: tl.constexpr, STAGES: tl.constexpr, KEEP: tl.constexpr,
+    FULL: tl.constexpr,
+):  # fmt: skip
+    # A ticket, not program_id, decides group and part: so the waits below end (docs/memory_ordering.md, "Tickets").
+    ticket = (tl.atomic_add(mail_ptr, 1, sem="relaxed") + 1).to(tl.int32)
+    group, part = ticket // PARTS, ticket % PARTS
+    mail_ptr += 1
+    cols = part * BLOCK_N + tl.arange(0, BLOCK_N)
+    inside = cols < n_cols
+    parts = tl.arange(0, PARTS_POW2)
+    sender = tl.minimum(parts, PARTS - 1)
+    stride_mail = tl.full((), PARTS, tl.int64)
+    stride_xm, stride_ym = tl.cast(stride_xm, tl.int64), tl.cast(stride_ym, tl.int64)
+    max_due = 0.0
+    kept = tl.zeros((BLOCK_N,), tl.float32) if KEEP else _pack(tl.zeros((BLOCK_N,), x_ptr.dtype.element_ty))
+    # A row is written one iteration after its words were sent, when those of the others have had time to arrive.
+    for row in tl.range(group, n_rows + groups, groups, num_stages=STAGES):
+        # `due` is the group's previous row; in the first iteration there is none, and no word is waited for.
+        due = tl.maximum(row - groups, group)
+        due_mail = mail_ptr + due * stride_mail + sender
+        loaded = tl.load(x_ptr + row * stride_xm + cols, mask=inside & (row < n_rows), other=0.0)
+        x = widen(loaded)
+        if not FULL:  # not by the load, which would carry its mask until the copy has arrived
+            x = tl.where(inside, x, -float("inf"))
+        peeked = _peek(due_mail)
+        part_max = tl.max(x, axis=0)
+        # A part of -inf alone would compute -inf - -inf = NaN.
+        weights = _exp(x - tl.where(part_max == -float("inf"), 0.0, part_max))
+        _send(mail_ptr + row * stride_mail + part, part_max, tl.sum(weights, axis=0), row < n_rows)
+
+        maxima, sums = _receive(due_mail, tl.where(row > group, peeked, 0))
+        row_max = tl.max(maxima, axis=0)
+        # A part of -inf alone has the sum 0, and 0 * exp(-inf - -inf) would be NaN. A NaN in a part stays in its sum.
+        scaled = tl.where((parts < PARTS) & (sums != 0.0), sums * tl.exp(maxima - row_max), 0.0)
+        row_sum = tl.sum(scaled, axis=0)
+        if KEEP:
+            y = kept * (tl.where(max_due == -float("inf"), 0.0, tl.exp(max_due - row_max)) / row_sum)
+            kept = weights
+        else:
+            y = _exp(_unpack(kept, x_ptr.dtype.element_ty) - row_max) * (1.0 / row_sum)
+            kept = _pack(loaded)
+        max_due = part_max
+        tl.store(y_ptr + due * stride_ym + cols, y.to(y_ptr.dtype.element_ty), mask=inside & (row > group))
+
+
+@triton.jit
+def softmax_counters_kernel(
     x_ptr, y_ptr, tickets_ptr, arrived_ptr, stats_ptr, stride_xm, stride_ym, n_cols,
     PARTS: tl.constexpr, PARTS_POW2: tl.constexpr, BLOCK_N: tl.constexpr,
 ):  # fmt: skip
@@ -66,6 +133,30 @@ def split_max_cols(device: torch.device) -> int:
     return SPLIT_BLOCK * PER_SM * sms_to_wait_on(device)
 
 
+def launch_split(x, y, block_n=None, num_warps=WARPS, per_sm=PER_SM, stages=None, keep=None) -> None:
+    """The rows of x to y, by as many groups as the SMs hold; all but the first two are for studies."""
+    n_rows, n_cols = x.shape
+    block_n = block_n or SPLIT_BLOCK
+    parts, groups, fitting = shared_between(x, block_n, per_sm, operands=1)
+    softmax_split_kernel[(groups * parts,)](
+        x, y, _mailbox(x, parts), x.stride(0), y.stride(0), n_rows, n_cols, groups,
+        PARTS=parts, PARTS_POW2=triton.next_power_of_2(parts), BLOCK_N=block_n,
+        STAGES=stages or fitting, KEEP=KEEP if keep is None else keep, FULL=n_cols % block_n == 0,
+        num_warps=num_warps, maxnreg=min(255, 2048 // num_warps // per_sm // 8 * 8),
+    )  # fmt: skip
+
+
+def launch_counters(x, y) -> None:
+    n_rows, n_cols = x.shape
+    parts = triton.cdiv(n_cols, 8192)
+    counters = torch.zeros(n_rows + 1, dtype=torch.int32, device=x.device)
+    stats = torch.empty(n_rows * 2 * parts, dtype=torch.float32, device=x.device)
+    softmax_counters_kernel[(n_rows * parts,)](
+        x, y, counters, counters[1:], stats, x.stride(0), y.stride(0), n_cols,
+        PARTS=parts, PARTS_POW2=triton.next_power_of_2(parts), BLOCK_N=8192, num_warps=4, maxnreg=80,
+    )  # fmt: skip
+
+
 def softmax_split(x: torch.Tensor) -> torch.Tensor:
     """Softmax over rows of up to split_max_cols(x.device) columns, each held by several programs at once.
 
@@ -78,12 +169,5 @@ def softmax_split(x: torch.Tensor) -> torch.Tensor:
         raise RuntimeError("softmax_split: its programs wait for each other; in the interpreter use softmax_resident")
     y = torch.empty(x.shape, dtype=x.dtype, device=x.device)
     if n_rows:
-        parts = triton.cdiv(n_cols, SPLIT_BLOCK)
-        counters = torch.zeros(n_rows + 1, dtype=torch.int32, device=x.device)
-        stats = torch.empty(n_rows * 2 * parts, dtype=torch.float32, device=x.device)
-        softmax_split_kernel[(n_rows * parts,)](
-            x, y, counters, counters[1:], stats, x.stride(0), y.stride(0), n_cols,
-            PARTS=parts, PARTS_POW2=triton.next_power_of_2(parts), BLOCK_N=SPLIT_BLOCK,
-            num_warps=4, maxnreg=80,
-        )  # fmt: skip
+        (launch_counters if COUNTERS else launch_split)(x, y)
     return y

@@ -21,6 +21,7 @@ from examples.triton.layer_norm_backward import (
     reference_backward,
 )
 from examples.triton.layer_norm_backward_split import layer_norm_backward_split
+from examples.triton.layer_norm_long import layer_norm_split
 from examples.triton.layer_norm_resident import layer_norm_resident
 
 WIDTHS = (1024, 4096, 16384, 65536)
@@ -44,6 +45,7 @@ def short_of_rows(dy, x, weight, mean, rstd) -> tuple[torch.Tensor, ...]:
 def code(h: Harness) -> None:
     x, weight = h.meta(4096, 16384), h.meta(16384)
     h.codegen(layer_norm_resident, x, weight, weight, find=dict.fromkeys((90, 100), ("ld.global.v4", "st.global.v4")))
+    h.codegen(layer_norm_split, h.meta(4096, 65536), *[h.meta(65536)] * 2, find={90: ("cp.async", "atom")})
     for backward, cols, sms, find in (
         (layer_norm_backward_rows, 4096, (90,), ("cp.async",)),
         (layer_norm_backward_split, 65536, (90, 100), ("cp.async", "atom")),
@@ -58,7 +60,9 @@ def sweep(h: Harness, rows: int, cols: int) -> Table:
     case = f"{rows}x{cols}"
     forward = {"torch": torch_layer_norm} | compiled_modes(h, torch_layer_norm)
     # Without mean and rstd, which the table cannot hold to the dtype of y.
-    forward["triton rows" if cols <= ROWS_MAX else "triton resident"] = lambda *args: layer_norm_forward(*args)[0]
+    forward["triton"] = lambda *args: layer_norm_forward(*args)[0]
+    if cols > ROWS_MAX:
+        forward["triton resident"] = lambda *args: layer_norm_resident(*args)[0]
     h.compare(
         forward, reference, x, weight, bias, title="forward", case=case, baseline="torch",
         work=Work(bytes=2 * x.nbytes), terms=cols,

@@ -31,7 +31,7 @@ SMS = (80, 90, 100, 120)
 
 def study(h: Harness) -> None:
     h.codegen(softmax_resident, h.meta(4096, 16384), find=dict.fromkeys(SMS, ("ld.global.v4", "st.global.v4")))
-    h.codegen(softmax_split, h.meta(4096, 131072), find=dict.fromkeys(SMS, ("ld.global.v4", "atom")))
+    h.codegen(softmax_split, h.meta(4096, 131072), find=dict.fromkeys(SMS, ("cp.async", "atom")))
 
     elements = h.fit(h.pick(interpreted=1 << 16, quick=1 << 26, full=1 << 28), bytes_each=40)
     widths = h.pick(interpreted=(256, 4096, 40000), quick=(256, 4096, 32768, 131072), full=WIDTHS)
@@ -42,10 +42,9 @@ def study(h: Harness) -> None:
     h.say(f"softmax() takes at most {lost:.0%} longer than the fastest kernel of its row length")
     split, resident = (tables[-1][f"triton {name}"].of_ceiling for name in ("split", "resident"))
     h.say(
-        f"at {widths[-1]} columns split reads each element once and reaches {split:.0%} of a copy: the registers that "
-        "hold parts leave 6 programs of 4 warps to an SM, 24 of the 64 warps it has room for, and those that wait load "
-        "nothing. Better would be loads of the next row before the wait, or a cluster's exchange through shared "
-        f"memory. Resident reads again what L1 no longer holds and reaches {resident:.0%}"
+        f"at {widths[-1]} columns split reads each element once and reaches {split:.0%} of a copy: its programs stay "
+        "for many rows, send a maximum and a sum ahead, and have the next rows in flight while they wait. Resident "
+        f"reads again what L1 no longer holds and reaches {resident:.0%}"
     )
     h.say(
         f"max-autotune makes torch.compile {geomean(tables, *MODES):.2f}x as fast over these lengths; "

@@ -52,6 +52,7 @@ from examples.triton.grouped_matmul_operands import experts
 from examples.triton.layer_norm import layer_norm, layer_norm_backward, layer_norm_forward, layer_norm_rows
 from examples.triton.layer_norm_backward import layer_norm_backward_loop, layer_norm_backward_rows
 from examples.triton.layer_norm_backward_split import layer_norm_backward_split
+from examples.triton.layer_norm_long import layer_norm_split
 from examples.triton.layer_norm_resident import layer_norm_resident
 from examples.triton.matmul import matmul
 from examples.triton.persistent_matmul import matmul_persistent
@@ -182,7 +183,10 @@ WRAPPERS = [
     Wrapper(shared_memory.matmul_tile, "MK KN", lambda h: (*GEMM(h), 32, 32, 2)),
     Wrapper(matmul_strip, "MK KN", randoms((3, 8), (8, 16))),
     *(Wrapper(fn, "MN", ROWS) for fn in (column_sum, row_sum)),
-    *(Wrapper(fn, "MC C C", norm()) for fn in (layer_norm_rows, layer_norm_resident, layer_norm_forward)),
+    *(
+        Wrapper(fn, "MC C C", norm())
+        for fn in (layer_norm_rows, layer_norm_resident, layer_norm_split, layer_norm_forward)
+    ),
     Wrapper(layer_norm, "MC C C", norm(), takes=("grad", "rank")),
     *(
         Wrapper(fn, "MC MC C M M", norm("backward"))
@@ -244,5 +248,6 @@ OTHERS = [
     Wrapper(blackwell_matmul, "MK NK", randoms((48, 64), (32, 64))),
     Wrapper(blackwell_mx_matmul, "MK mkxy NK nkxy", microscaled),
     Wrapper(descriptors.copy, "MN", lambda h: ("device", *ROWS(h))),
-    Wrapper(softmax_split, "MN", randoms((3, 20000))),
+    Wrapper(softmax_split, "MN", lambda h: randoms((3, 48 if h.interpreted else 20000))(h)),
+    Wrapper(layer_norm_split, "MC C C", lambda h: norm(cols=48 if h.interpreted else 20000)(h)),
 ]

@@ -55,6 +55,21 @@ the backward walk begins a block too far where the length divides  [within=softm
 the answer's ratio is over the slowest call of a library  [tests=examples/test_headlines.py]
   - min(table.over(row.variant, variant) for row in table.rows if not row.ours) for table in tables
   + max(table.over(row.variant, variant) for row in table.rows if not row.ours) for table in tables
+a slice takes its own sum for the row's
+  - scaled = tl.where((parts < PARTS) & (sums != 0.0), sums * tl.exp(maxima - row_max), 0.0)
+  + scaled = tl.where((parts == part) & (sums != 0.0), sums * tl.exp(maxima - row_max), 0.0)
+sums of slices are added as if of one maximum
+  - scaled = tl.where((parts < PARTS) & (sums != 0.0), sums * tl.exp(maxima - row_max), 0.0)
+  + scaled = tl.where(parts < PARTS, sums, 0.0)
+a slice that is not full counts zeros  [within=softmax_split_kernel]
+  - x = tl.where(inside, x, -float("inf"))
+  + x = tl.where(inside, x, 0.0)
+a slice is written with the maximum of the next row's  [within=softmax_split_kernel]
+  - y = kept * (tl.where(max_due == -float("inf"), 0.0, tl.exp(max_due - row_max)) / row_sum)
+  + y = kept * (tl.where(part_max == -float("inf"), 0.0, tl.exp(part_max - row_max)) / row_sum)
+a group's last row is not written  [within=softmax_split_kernel]
+  - for row in tl.range(group, n_rows + groups, groups, num_stages=STAGES):
+  + for row in tl.range(group, n_rows, groups, num_stages=STAGES):
 a part does not wait for the last one of its row  [gpu]
   - while arrived < PARTS:
   + while arrived < PARTS - 1:
@@ -339,6 +354,21 @@ the dispatch hands longer rows to a kernel that does not take them
 the mean of a row in L1 is rounded before it is subtracted  [within=layer_norm_resident_kernel]
   - y = (x - mean) * rstd * weight + bias
   + y = (x + origin - (mean + origin)) * rstd * weight + bias
+slices are merged as if their means were equal
+  - squares = tl.where(parts < PARTS, squares + between * between * counts, 0.0)
+  + squares = tl.where(parts < PARTS, squares, 0.0)
+a slice that is not full counts as a full one
+  - counts = tl.where(parts < PARTS, tl.minimum(n_cols - parts * BLOCK_N, BLOCK_N), 0).to(tl.float32)
+  + counts = tl.where(parts < PARTS, BLOCK_N, 0).to(tl.float32)
+the columns beyond a slice are off by the mean
+  - off = tl.where(inside, off, 0.0)
+  + off += 0.0
+a row that is shared is measured from the next one's first element
+  - off -= origin_due
+  + off -= origin
+a group's last row is not written  [within=norm_split_kernel]
+  - for row in tl.range(group, n_rows + groups, groups, num_stages=STAGES):
+  + for row in tl.range(group, n_rows, groups, num_stages=STAGES):
 what waits for each other may take every SM  [tests=examples/triton/test_layer_norm.py]
   - return SPLIT_BLOCK[bits] * sms_to_wait_on(device)
   + return SPLIT_BLOCK[bits] * device_limits(device).sms
@@ -423,6 +453,14 @@ the gradient of the sum is dropped
   - x, weight, rstd = ctx.saved_tensors
   + x, weight, rstd = ctx.saved_tensors
   + dsum = None if dsum is None else dsum * 0
+a slice of a long row is written with the scale of the next row's
+  - rstd = tl.rsqrt(tl.sum(tl.where(parts < PARTS, squares, 0.0), axis=0) / n_cols + eps)
+  + rstd = tl.rsqrt(tl.sum(wide * wide, axis=0) * PARTS / n_cols + eps)
+the residual of a long row is left out of its norm  [within=norm_split_kernel]
+  - x = (widen(x) + widen(residual)).to(x_ptr.dtype.element_ty)
+  - tl.store(sum_ptr + row * stride_ym + cols, x, mask=inside & (row < n_rows))
+  + summed = (widen(x) + widen(residual)).to(x_ptr.dtype.element_ty)
+  + tl.store(sum_ptr + row * stride_ym + cols, summed, mask=inside & (row < n_rows))
 a part takes the sums of its own slice for the row's
   - slope = tl.sum(tl.where(parts < PARTS, products, 0.0), axis=0) / n_cols * rstd_due * rstd_due
   + slope = product / n_cols * rstd_due * rstd_due

@@ -19,16 +19,17 @@ from examples.common.training import forward_backward
 from examples.triton import layer_norm as lesson
 from examples.triton import layer_norm_backward as backwards
 from examples.triton import layer_norm_backward_split as split
-from examples.triton import softmax_long
+from examples.triton import layer_norm_long, softmax_long
 from examples.triton.layer_norm import ROWS_MAX, layer_norm, layer_norm_rows, reference, reference_step
 from examples.triton.layer_norm_backward import BACKWARD_ROWS_MAX, reference_backward
+from examples.triton.layer_norm_long import layer_norm_split
 from examples.triton.layer_norm_resident import layer_norm_resident
 from tests.examples.triton.helpers import INF, NAN, code, meta, refused
 
 FORWARDS = [layer_norm_rows, layer_norm_resident]
 BACKWARDS = [backwards.layer_norm_backward_rows, backwards.layer_norm_backward_loop]
 SPLIT = split.layer_norm_backward_split
-by_forward = pytest.mark.parametrize("forward", FORWARDS)
+by_forward = pytest.mark.parametrize("forward", [*FORWARDS, pytest.param(layer_norm_split, marks=pytest.mark.gpu)])
 by_backward = pytest.mark.parametrize("backward", [*BACKWARDS, pytest.param(SPLIT, marks=pytest.mark.gpu)])
 # One element, a prime, around one tile of several kernels, more rows than a program or a group takes, no rows.
 SHAPES = [(1, 1), (3, 781), (5, 256), (9, 257), (6, 4097), (40, 33), (0, 300)]
@@ -108,7 +109,11 @@ def test_where_one_kernel_ends_and_the_next_begins(h, cols):
 
 @by_forward
 def test_extreme_rows(h, forward):
-    x, weight, bias, _ = inputs(h, 6, width(forward, 3000))
+    extreme_rows(h, forward, width(forward, 3000))
+
+
+def extreme_rows(h, forward, cols, short=300):
+    x, weight, bias, _ = inputs(h, 6, cols)
     # A variance made as E[x^2] - E[x]^2 would be noise: at a mean of 3000, float32 keeps 1 of the 9000001 apart. And y
     # made with the mean that is returned, rounded to float32, would be off by half a unit in the last place of 10000.
     for offset in (300.0, -3000.0, 1e4):
@@ -116,11 +121,13 @@ def test_extreme_rows(h, forward):
     for factor, eps in ((1e15, 1e-5), (1e-15, 1e-30), (1, 0.0), (1e-3, 10.0)):
         check_forward(forward, x[:2] * factor, weight, bias, eps=eps)
     # Of a power of two, 300 columns leave some empty, which lie at 0: here 1e20 from the row, with an infinite square.
-    check_forward(forward, (1 + 1e-3 * x[:2, :300]) * 1e20, weight[:300], bias[:300], operand_eps=1e3 * EPS)
+    few = x[:2, :short]
+    check_forward(forward, (1 + 1e-3 * few) * 1e20, weight[:short], bias[:short], operand_eps=1e3 * EPS)
     x[0, 0], x[1, 7], x[2, -1], x[3, 11], x[4, -1], x[5] = INF, INF, -INF, NAN, NAN, INF
     h.check(lambda *args: forward(*args)[0], reference, x, weight, bias, terms=x.shape[1], what="rows with inf and NaN")
-    x = torch.tensor([0.0, 1.0, -0.1, 1000.1], device=h.device)[:, None].expand(4, 781).contiguous()
-    check_forward(forward, x, weight[:781], bias[:781], constant_ok=True)  # without variance a row is the bias
+    some = min(781, cols)
+    x = torch.tensor([0.0, 1.0, -0.1, 1000.1], device=h.device)[:, None].expand(4, some).contiguous()
+    check_forward(forward, x, weight[:some], bias[:some], constant_ok=True)  # without variance a row is the bias
 
 
 def test_autograd(h):
@@ -150,6 +157,51 @@ def receive_at_once(ptr, word):
     """What was in the mailbox, in place of _receive, which waits."""
     first = (word & 0xFFFFFFFF).to(tl.uint32).to(tl.float32, bitcast=True)
     return first, (word >> 32).to(tl.int32).to(tl.float32, bitcast=True)
+
+
+def twice_in_turn(monkeypatch, module, block):
+    """A call for kernels of `module` whose programs own `block` columns: run(fn, *args) is what fn(*args) returns.
+
+    Programs run one after the other. What they send does not depend on what they receive, so after a first run the
+    mailbox is full, and a second one computes with it.
+    """
+    mail = torch.empty(100, dtype=torch.int64)
+    stand_ins = {
+        "interpreted": lambda: False, "_peek": peek_at_once, "_receive": receive_at_once, "_mailbox": lambda *_: mail,
+    }  # fmt: skip
+    # Nothing waits, so any number of parts will do.
+    if module is layer_norm_long:
+        stand_ins |= {"NORM_BLOCK": {16: block, 32: block}, "norm_max_cols": lambda *_: 1000}
+    else:
+        stand_ins |= {"SPLIT_BLOCK": block, "split_max_cols": lambda *_: 1000}
+    for name, stand_in in stand_ins.items():
+        monkeypatch.setattr(module, name, stand_in)
+
+    def run(fn, *args):
+        mail.fill_(-1)
+        fn(*args)
+        mail[0] = -1  # the tickets start again
+        return fn(*args)
+
+    return run
+
+
+@pytest.mark.filterwarnings("ignore:All-NaN slice")  # what the first of two runs finds in empty mailboxes
+@pytest.mark.skipif(not interpreted(), reason="compiled kernels cannot be given another way to receive")
+def test_the_split_forward_interpreted(h, monkeypatch):
+    """Slices that are full and that are not, more rows than groups, rows apart, and rows hard to be exact for."""
+    run = twice_in_turn(monkeypatch, layer_norm_long, 64)
+
+    def in_turn(*args):
+        return run(layer_norm_split, *args)
+
+    in_turn.__name__ = "layer_norm_split"
+    for i, shape in enumerate([(2, 64), (5, 320), (7, 100), (9, 65), (1, 300)]):
+        check_forward(in_turn, *inputs(h, *shape, dtype=(torch.float32, torch.float16)[i % 2])[:3])
+    x, weight, bias, _ = inputs(h, 5, 300, dtype=torch.float16, wide=torch.float32)
+    check_forward(in_turn, x[:, 100:250], weight[:150], bias[:150])
+    check_forward(in_turn, x + 300, weight, bias)
+    extreme_rows(h, in_turn, 300, short=100)
 
 
 @pytest.mark.filterwarnings("ignore:All-NaN slice")  # what the first of two runs finds in empty mailboxes
@@ -199,6 +251,8 @@ def test_what_waits_for_each_other_fits_an_eighth_of_the_sms(monkeypatch, sms):
     eighth = max(1, sms // 8)
     for bits, block in split.SPLIT_BLOCK.items():  # one of these programs fills an SM
         assert split.split_max_cols(None, bits) == block * eighth
+    for bits, block in layer_norm_long.NORM_BLOCK.items():
+        assert layer_norm_long.norm_max_cols(None, bits) == block * layer_norm_long.PER_SM * eighth
     assert softmax_long.split_max_cols(None) == softmax_long.SPLIT_BLOCK * softmax_long.PER_SM * eighth
 
 
@@ -228,6 +282,8 @@ def test_they_end_beside_a_kernel_that_keeps_seven_eighths_of_the_sms(h):
     x, weight, _, dy = inputs(h, 2, split.split_max_cols(h.device))
     rows = h.randn(2, softmax_long.split_max_cols(h.device))
     calls = [partial(SPLIT, dy, x, weight, *statistics(x)), partial(softmax_long.softmax_split, rows)]
+    x, weight, bias, _ = inputs(h, 2, layer_norm_long.norm_max_cols(h.device))
+    calls.append(partial(layer_norm_split, x, weight, bias))
     sms, registers = device.device_limits(h.device).sms, torch.zeros(1 << 16, device=h.device)
     for call in calls:
         call()
@@ -283,6 +339,29 @@ def test_bad_input(h):
     for call, limit in ((BACKWARDS[0], BACKWARD_ROWS_MAX), (SPLIT, longest)):
         too_long = f"a row may have {limit} here; call layer_norm_backward"
         refused(call, ValueError, too_long, dy, x, weight, *statistics(x))
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_split_forward_finishes_many_times_over_with_the_same_bits(h, dtype):
+    longest = layer_norm_long.norm_max_cols(h.device, 8 * dtype.itemsize)
+    for rows, cols in ((1, longest), (1000, 40000), (5000, 3 * 8192 + 1), (3, longest), (2, 50)):
+        args = inputs(h, rows, cols, dtype=dtype)[:3]
+        check_forward(layer_norm_split, *args)
+        got = [layer_norm_split(*args) for _ in range(10)]
+        assert all(torch.equal(a, b) for each in got for a, b in zip(each, got[0], strict=True))
+    check_forward(lesson.layer_norm_forward, *inputs(h, 1, longest + 1, dtype=dtype)[:3])  # goes on with L1
+
+
+def test_generated_code_of_the_split_forward():
+    """Two programs fit an SM; float32 weights, or all of it in float32, too."""
+    for dtype, wide in ((torch.bfloat16,) * 2, DTYPES[::-2], (torch.float32,) * 2):
+        x, weight = meta(1024, 65536, dtype=dtype), meta(65536, dtype=wide)
+        for kernel in compile_for(layer_norm_split, (x, weight, weight), sms=(90, 100)):
+            assert (kernel.error, kernel.kernel, kernel.spills) == (None, "norm_split_kernel", 0)
+            assert (kernel.shared + 1024) * layer_norm_long.PER_SM <= kernel.shared_limit + 1024
+            assert kernel.registers * kernel.warps * 32 * layer_norm_long.PER_SM <= 65536
+            assert all(kernel.found.get(name) for name in ("cp.async", "atom", "st.global.v4")), kernel.found
 
 
 def test_generated_code_of_the_split_kernel():

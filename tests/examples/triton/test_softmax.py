@@ -1,9 +1,15 @@
 """softmax: four kernels against one reference, at every row length where one of them ends and another begins."""
 
+from functools import partial
+
+from harness.codegen import compile_for
+from harness.hardware import interpreted
+
 import pytest
 import torch
 
 from examples.common.rows import DTYPES
+from examples.triton import softmax_long
 from examples.triton.softmax import (
     BUDGET,
     L1_BEST_KIB,
@@ -16,6 +22,7 @@ from examples.triton.softmax import (
 from examples.triton.softmax_long import SPLIT_BLOCK, softmax_split, split_max_cols
 from examples.triton.softmax_resident import softmax_resident
 from tests.examples.triton.helpers import INF, NAN, code, meta, refused
+from tests.examples.triton.test_layer_norm import twice_in_turn
 
 EVERYWHERE = [softmax_rows, softmax_resident, softmax]
 by_kernel = pytest.mark.parametrize("kernel", [*EVERYWHERE, pytest.param(softmax_split, marks=pytest.mark.gpu)])
@@ -51,6 +58,24 @@ def test_extreme_rows(h, kernel):
     x[6, 3] = -1000.0  # one finite value far below zero
     x[7, 5] = NAN  # in a part that is otherwise nothing
     h.check(kernel, reference, x, **BUDGET)
+
+
+@pytest.mark.filterwarnings("ignore:All-NaN slice")  # what the first of two runs finds in empty mailboxes
+@pytest.mark.skipif(not interpreted(), reason="compiled kernels cannot be given another way to receive")
+def test_the_split_kernel_interpreted(h, monkeypatch):
+    """Slices and rows that are not full, rows of nothing and slices of nothing, with what is kept of either kind."""
+    run = twice_in_turn(monkeypatch, softmax_long, 64)
+    for keep in (True, False):
+        monkeypatch.setattr(softmax_long, "KEEP", keep)
+        for i, shape in enumerate([(2, 64), (5, 320), (7, 100), (1, 65)]):
+            x = h.randn(*shape, dtype=(torch.float32, torch.float16)[i % 2], scale=2.0)
+            h.check(partial(run, softmax_split), reference, x, what=f"{shape} {keep}", **BUDGET)
+        x = h.randn(8, 100, scale=2.0)
+        x[0] = x[6] = -INF
+        x[1, :64] = x[7, :64] = x[2, 64:] = -INF
+        x[3, 7], x[4, 11], x[5, -1] = INF, NAN, NAN
+        x[6, 3], x[7, 5] = -1000.0, NAN
+        h.check(partial(run, softmax_split), reference, x, what=f"extreme rows {keep}", **BUDGET)
 
 
 @pytest.mark.gpu
@@ -89,3 +114,13 @@ def test_bad_input(h):
 
 def test_generated_code():
     code(80, "ld.global.v4", softmax_resident, meta(1024, 65536), spills=16)
+
+
+def test_generated_code_of_the_split_kernel():
+    """Two programs fit an SM, with three rows on their way to each: nothing spills."""
+    for dtype in (torch.bfloat16, torch.float32):
+        for kernel in compile_for(softmax_split, (meta(1024, 131072, dtype=dtype),), sms=(90, 100)):
+            assert (kernel.error, kernel.kernel, kernel.spills) == (None, "softmax_split_kernel", 0)
+            assert (kernel.shared + 1024) * softmax_long.PER_SM <= kernel.shared_limit + 1024
+            assert kernel.registers * kernel.warps * 32 * softmax_long.PER_SM <= 65536
+            assert all(kernel.found.get(name) for name in ("cp.async", "atom", "st.global.v4")), kernel.found
