@@ -116,10 +116,10 @@ def cross_entropy_kernel(
         grad_row = grad_ptr + row * stride_gm
         g_vectors = tl.multiple_of(grad_row + head, 16) if WIDTH > 1 else grad_row
         tl.debug_barrier()  # in place: all threads have the target's logit
-        grad = softmax_of(rest.to(tl.float32), row_max, weight, factor, smoothing, N_COLS, SMOOTH)
-        tl.store(g_vectors + WHOLE + lane, grad.to(grad_ptr.dtype.element_ty), mask=in_rest)
-        grad = softmax_of(edge, row_max, weight, factor, smoothing, N_COLS, SMOOTH)
-        tl.store(grad_row + cols, grad.to(grad_ptr.dtype.element_ty), mask=in_edge)
+        rest_grad = softmax_of(rest.to(tl.float32), row_max, weight, factor, smoothing, N_COLS, SMOOTH)
+        tl.store(g_vectors + WHOLE + lane, rest_grad.to(grad_ptr.dtype.element_ty), mask=in_rest)
+        edge_grad = softmax_of(edge, row_max, weight, factor, smoothing, N_COLS, SMOOTH)
+        tl.store(grad_row + cols, edge_grad.to(grad_ptr.dtype.element_ty), mask=in_edge)
         # Backwards: what was read last is the most likely to be still cached.
         for done in tl.range(BLOCK_N, WHOLE + BLOCK_N, BLOCK_N, loop_unroll_factor=UNROLL):
             x = tl.load(x_vectors + WHOLE - done + lane, eviction_policy="evict_first").to(tl.float32)
@@ -127,8 +127,9 @@ def cross_entropy_kernel(
             tl.store(g_vectors + WHOLE - done + lane, grad.to(grad_ptr.dtype.element_ty))
         # The target's column again: a comparison for every logit would cost more than this barrier.
         tl.debug_barrier()
-        grad = softmax_of(x_target, row_max, weight, factor, smoothing, N_COLS, SMOOTH) - factor * (1.0 - smoothing)
-        tl.store(grad_row + target, grad.to(grad_ptr.dtype.element_ty), mask=known)
+        target_grad = softmax_of(x_target, row_max, weight, factor, smoothing, N_COLS, SMOOTH)
+        target_grad -= factor * (1.0 - smoothing)
+        tl.store(grad_row + target, target_grad.to(grad_ptr.dtype.element_ty), mask=known)
 
 
 def launch(logits, target, loss, stats, grad, reduction: str, ignore_index: int, smoothing: float) -> None:

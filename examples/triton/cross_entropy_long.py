@@ -15,13 +15,21 @@ import triton
 import triton.language as tl
 
 from examples.common.device import device_limits, interpreted, sms_to_wait_on
-from examples.common.rows import pipeline_stages, widen
+from examples.common.rows import ASSEMBLY, pipeline_stages, widen
 from examples.triton.cross_entropy_backward import LN_2, LOWEST, edges_of, exp_of, prepare, softmax_of, vectors_of
 from examples.triton.layer_norm_backward_split import _pack, _peek, _receive, _send, _unpack
 
 SLICE_BYTES = 32768  # of a row in a program, so that each of its 256 threads has 32 registers of it
 WARPS = 8
 PER_SM = 2  # programs
+
+
+@triton.jit
+def _after_barrier(x):
+    """The float32 x once all threads of the program are here: Triton pipelines no loop with a tl.debug_barrier."""
+    if ASSEMBLY:
+        x = tl.inline_asm_elementwise("bar.sync 0; mov.f32 $0, $1;", "=f,f", [x], dtype=tl.float32, is_pure=False, pack=1)
+    return x
 
 
 @triton.jit
@@ -112,12 +120,12 @@ def cross_entropy_split_kernel(
         grad_slice = tl.multiple_of(grad_row + head_due, 16) + part * part_vectors * WIDTH
         tl.store(grad_slice + lane, grad.to(grad_ptr.dtype.element_ty), mask=lane < own * WIDTH)
         cols, in_edge = edges_of(head_due, vectors_due, n_cols, WIDTH)
-        grad = softmax_of(edge_due.to(tl.float32), row_max, weight, factor, smoothing, n_cols, SMOOTH)
-        tl.store(grad_row + cols, grad.to(grad_ptr.dtype.element_ty), mask=in_edge & is_last & is_due)
+        edge_grad = softmax_of(edge_due.to(tl.float32), row_max, weight, factor, smoothing, n_cols, SMOOTH)
+        tl.store(grad_row + cols, edge_grad.to(grad_ptr.dtype.element_ty), mask=in_edge & is_last & is_due)
         # The target's column again, after the barrier: a comparison for every logit would cost more.
-        tl.debug_barrier()
-        grad = softmax_of(x_target, row_max, weight, factor, smoothing, n_cols, SMOOTH) - factor * (1.0 - smoothing)
-        tl.store(grad_row + target_due, grad.to(grad_ptr.dtype.element_ty), mask=known & owner & is_due)
+        target_grad = softmax_of(_after_barrier(x_target), row_max, weight, factor, smoothing, n_cols, SMOOTH)
+        target_grad -= factor * (1.0 - smoothing)
+        tl.store(grad_row + target_due, target_grad.to(grad_ptr.dtype.element_ty), mask=known & owner & is_due)
 
         log_sum = tl.log2(row_sum) * LN_2
         loss = log_sum + (row_max - x_target)
@@ -129,8 +137,9 @@ def cross_entropy_split_kernel(
         tl.store(stats_ptr + due, row_max, mask=owner & is_due)
         tl.store(stats_ptr + stats_step + due, weight, mask=owner & is_due)
         tl.store(stats_ptr + 2 * stats_step + due, factor, mask=owner & is_due)
-        x_due, edge_due, edge = _pack(x), edge, edge_next
-        target_due, target = target, target_next
+        # By an operation each: Triton pipelines no loop that hands a value on to the iteration after the next.
+        target_due, edge_due = tl.where(is_row, target, ignore_index), tl.where(is_row, edge, 0.0)
+        x_due, edge, target = _pack(x), edge_next, target_next
 
 
 def split_max_cols(device: torch.device, size: int) -> int:
