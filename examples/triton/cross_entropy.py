@@ -14,7 +14,8 @@ Question   How close to a copy of the logits do a loss and its gradient come, at
 Needs      triton
 Wins when  by bytes, not recorded yet: there are thousands of classes, and backward starts from this loss. For a factor
            other than 1 (a scaled loss) the gradient is made again, 8 bytes a logit; gradient="backward" takes 6.
-Variants   cross_entropy_long.py (a row split over programs), cross_entropy_backward.py (the gradient, and autograd)
+Variants   cross_entropy_long.py (a row split over programs), cross_entropy_backward.py (the gradient, and autograd),
+           cross_entropy_operands.py
 Study      studies/triton/cross_entropy.py
 Source     goes beyond the chapter; online softmax (Milakov, Gimelshein 2018); gradient in the forward: Liger Kernel.
 """
@@ -33,18 +34,9 @@ import triton.language as tl
 from examples.common.classes import check_classes, gradient_of
 from examples.common.compiled import compiled_modes, over_library
 from examples.common.operands import check_choice
-from examples.triton.cross_entropy_backward import (
-    LN_2,
-    LOWEST,
-    CrossEntropy,
-    apply_in_place,
-    edges_of,
-    exp_of,
-    prepare,
-    softmax_of,
-    vectors_of,
-)
-from examples.triton.cross_entropy_long import begin_alike, can_split, launch_split
+from examples.triton.cross_entropy_backward import LN_2, LOWEST, CrossEntropy, apply_in_place, exp_of, softmax_of
+from examples.triton.cross_entropy_long import can_split, launch_split
+from examples.triton.cross_entropy_operands import edges_of, prepare, row_layout, vectors_of
 
 WHEN = ("forward", "backward", "in place")  # the gradient is made, and where
 L1_BEST_KIB = 64  # of a row: two programs fit an SM then
@@ -65,7 +57,7 @@ def _fold(x, reference, total, WIDTH: tl.constexpr):
 def cross_entropy_kernel(
     logits_ptr, target_ptr, scale_ptr, loss_ptr, stats_ptr, grad_ptr, stride_xm, stride_target, stride_gm, n_rows,
     ignore_index, smoothing, SMOOTH: tl.constexpr, N_COLS: tl.constexpr, BLOCK_N: tl.constexpr, WIDTH: tl.constexpr,
-    UNROLL: tl.constexpr, STAGES: tl.constexpr,
+    EDGES: tl.constexpr, UNROLL: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
     row = tl.program_id(0).to(tl.int64)  # row * stride passes 2**31 elements on tensors that still fit in memory
     smoothing = tl.cast(smoothing, tl.float32)  # torch.compile passes a float in 64 bits
@@ -73,28 +65,27 @@ def cross_entropy_kernel(
     target = tl.load(target_ptr + row * stride_target)
     counts = target != ignore_index
     known = counts & (target >= 0) & (target < N_COLS)
-    # Blocks of whole vectors, the last of which is masked, and the few columns beside the vectors.
-    head, vectors = vectors_of(x_row, N_COLS, WIDTH)
+    # Whole vectors in blocks, and the few columns beside them.
+    head, vectors = vectors_of(x_row, N_COLS, WIDTH, EDGES)
     x_vectors = tl.multiple_of(x_row + head, 16) if WIDTH > 1 else x_row
-    WHOLE: tl.constexpr = (N_COLS - WIDTH + 1) // WIDTH * WIDTH // BLOCK_N * BLOCK_N if N_COLS >= WIDTH else 0
-    in_rest = WHOLE + lane < vectors
-    rest = tl.load(x_vectors + WHOLE + lane, mask=in_rest, other=-float("inf"))
-    cols, in_edge = edges_of(head, vectors, N_COLS, WIDTH)
-    edge = tl.load(x_row + cols, mask=in_edge, other=-float("inf")).to(tl.float32)
+    if EDGES:
+        cols, in_edge = edges_of(head, vectors, N_COLS, WIDTH)
+        edge = tl.load(x_row + cols, mask=in_edge, other=-float("inf")).to(tl.float32)
     reference = tl.full((BLOCK_N // WIDTH,), LOWEST, tl.float32)
     total, plain = tl.zeros((BLOCK_N // WIDTH,), tl.float32), tl.zeros((BLOCK_N,), tl.float32)
-    for start in tl.range(0, WHOLE, BLOCK_N, loop_unroll_factor=UNROLL, num_stages=STAGES):
-        x = tl.load(x_vectors + start + lane, eviction_policy="evict_last")
+    for start in tl.range(0, N_COLS, BLOCK_N, loop_unroll_factor=UNROLL, num_stages=STAGES):
+        inside = start + lane < vectors
+        x = tl.load(x_vectors + start + lane, mask=inside, other=-float("inf"), eviction_policy="evict_last")
         reference, total = _fold(x, reference, total, WIDTH)
         if SMOOTH:
-            plain += x.to(tl.float32)
-    reference, total = _fold(rest, reference, total, WIDTH)
-    row_max = tl.maximum(tl.max(reference, axis=0), tl.max(edge, axis=0))
-    row_sum = tl.sum(total * exp_of(reference - row_max), axis=0) + tl.sum(exp_of(edge - row_max), axis=0)
-
-    scale = 1.0
-    if scale_ptr is not None:
-        scale = tl.load(scale_ptr)
+            plain += tl.where(inside, x.to(tl.float32), 0.0)
+    row_max = tl.max(reference, axis=0)
+    if EDGES:
+        row_max = tl.maximum(row_max, tl.max(edge, axis=0))
+    row_sum = tl.sum(total * exp_of(reference - row_max), axis=0)
+    if EDGES:
+        row_sum += tl.sum(exp_of(edge - row_max), axis=0)
+    scale = 1.0 if scale_ptr is None else tl.load(scale_ptr)
     # An ignored row has a gradient of 0 times its softmax; one whose target is no class, of NaN.
     factor = tl.where(known, scale, tl.where(counts, float("nan"), 0.0))
     weight = factor / row_sum
@@ -103,28 +94,29 @@ def cross_entropy_kernel(
     log_sum = tl.log2(row_sum) * LN_2
     loss = log_sum + (row_max - x_target)
     if SMOOTH:  # the mean over all classes
-        plain += tl.where(in_rest, rest.to(tl.float32), 0.0)
-        mean = (tl.sum(plain, axis=0) + tl.sum(tl.where(in_edge, edge, 0.0), axis=0)) / N_COLS
+        mean = tl.sum(plain, axis=0) / N_COLS
+        if EDGES:
+            mean += tl.sum(tl.where(in_edge, edge, 0.0), axis=0) / N_COLS
         loss = (1.0 - smoothing) * loss + smoothing * (log_sum + (row_max - mean))
     tl.store(loss_ptr + row, tl.where(counts, loss, 0.0) * scale)
     if stats_ptr is not None:
         tl.store(stats_ptr + row, row_max)
         tl.store(stats_ptr + n_rows + row, weight)
         tl.store(stats_ptr + 2 * tl.cast(n_rows, tl.int64) + row, factor)
-
     if grad_ptr is not None:
         grad_row = grad_ptr + row * stride_gm
         g_vectors = tl.multiple_of(grad_row + head, 16) if WIDTH > 1 else grad_row
         tl.debug_barrier()  # in place: all threads have the target's logit
-        rest_grad = softmax_of(rest.to(tl.float32), row_max, weight, factor, smoothing, N_COLS, SMOOTH)
-        tl.store(g_vectors + WHOLE + lane, rest_grad.to(grad_ptr.dtype.element_ty), mask=in_rest)
-        edge_grad = softmax_of(edge, row_max, weight, factor, smoothing, N_COLS, SMOOTH)
-        tl.store(grad_row + cols, edge_grad.to(grad_ptr.dtype.element_ty), mask=in_edge)
+        if EDGES:
+            edge_grad = softmax_of(edge, row_max, weight, factor, smoothing, N_COLS, SMOOTH)
+            tl.store(grad_row + cols, edge_grad.to(grad_ptr.dtype.element_ty), mask=in_edge)
         # Backwards: what was read last is the most likely to be still cached.
-        for done in tl.range(BLOCK_N, WHOLE + BLOCK_N, BLOCK_N, loop_unroll_factor=UNROLL):
-            x = tl.load(x_vectors + WHOLE - done + lane, eviction_policy="evict_first").to(tl.float32)
+        LAST: tl.constexpr = (N_COLS - 1) // BLOCK_N * BLOCK_N
+        for done in tl.range(0, N_COLS, BLOCK_N, loop_unroll_factor=UNROLL):
+            at = LAST - done + lane
+            x = tl.load(x_vectors + at, mask=at < vectors, other=0.0, eviction_policy="evict_first").to(tl.float32)
             grad = softmax_of(x, row_max, weight, factor, smoothing, N_COLS, SMOOTH)
-            tl.store(g_vectors + WHOLE - done + lane, grad.to(grad_ptr.dtype.element_ty))
+            tl.store(g_vectors + at, grad.to(grad_ptr.dtype.element_ty), mask=at < vectors)
         # The target's column again: a comparison for every logit would cost more than this barrier.
         tl.debug_barrier()
         target_grad = softmax_of(x_target, row_max, weight, factor, smoothing, N_COLS, SMOOTH)
@@ -137,11 +129,11 @@ def launch(logits, target, loss, stats, grad, reduction: str, ignore_index: int,
     (n_rows, n_cols), size = logits.shape, logits.element_size()
     step, num_warps, unroll, stages = STREAMED if grad is None else RESIDENT
     block_n = min(step // size, max(16, triton.next_power_of_2(n_cols)))
-    same = grad is None or begin_alike(logits, grad)
+    width, edges = row_layout(logits, grad)
     cross_entropy_kernel[(n_rows,)](
         logits, target, prepare(target, ignore_index) if reduction == "mean" else None, loss, stats, grad,
         logits.stride(0), target.stride(0), 0 if grad is None else grad.stride(0), n_rows, ignore_index, smoothing,
-        SMOOTH=smoothing > 0, N_COLS=n_cols, BLOCK_N=block_n, WIDTH=16 // size if same else 1, UNROLL=unroll,
+        SMOOTH=smoothing > 0, N_COLS=n_cols, BLOCK_N=block_n, WIDTH=width, EDGES=edges, UNROLL=unroll,
         STAGES=stages, num_warps=max(1, num_warps * block_n * size // step),
     )  # fmt: skip
 

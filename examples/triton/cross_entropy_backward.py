@@ -24,7 +24,6 @@ from examples.common.untraced import untraced
 LOG2_E, LN_2 = tl.constexpr(math.log2(math.e)), tl.constexpr(math.log(2))
 LOWEST = tl.constexpr(torch.finfo(torch.float32).min)  # and not -inf, as -inf - -inf is NaN
 BLOCK_BYTES = 16384  # of a row at a step: 2 loads of 128 bits a thread at 16 warps
-PREPARE_BLOCK = 8192  # targets, or words of a mailbox: 16 a thread
 BACKWARD_PER_SM = 2  # programs; each goes through rows of its own
 
 
@@ -45,42 +44,6 @@ def softmax_of(x, reference, weight, factor, smoothing, n_cols, SMOOTH: tl.const
     if SMOOTH:
         grad -= factor * smoothing / n_cols
     return grad
-
-
-@triton.jit
-def vectors_of(row_ptr, n_cols, WIDTH: tl.constexpr):
-    """The columns of a row before its first address that is a multiple of 16 bytes, and those in vectors of 16 from
-    there. A row of 50257 classes begins anywhere, and its loads would otherwise be of one logit each."""
-    if WIDTH == 1:  # a gradient whose rows begin elsewhere than those of the logits
-        return row_ptr.to(tl.int64) * 0, n_cols + row_ptr.to(tl.int64) * 0
-    else:
-        head = tl.minimum((-row_ptr.to(tl.int64) & 15) * WIDTH // 16, n_cols)
-        return head, (n_cols - head) // WIDTH * WIDTH
-
-
-@triton.jit
-def edges_of(head, vectors, n_cols, WIDTH: tl.constexpr):
-    """The columns of a row in no whole vector, WIDTH - 1 at most at each end, and which of the lanes have one."""
-    lane = tl.arange(0, 2 * WIDTH)
-    cols = tl.where(lane < WIDTH, lane, head + vectors + lane - WIDTH)
-    return cols, (cols < n_cols) & ((lane >= WIDTH) | (lane < head))
-
-
-@triton.jit
-def cross_entropy_prepare_kernel(
-    target_ptr, scale_ptr, mail_ptr, stride_target, n_rows, n_words, ignore_index, BLOCK: tl.constexpr
-):
-    """1 / rows that count, of all rows once, by the first program; the others empty the mailbox, if there is one."""
-    lane = tl.arange(0, BLOCK)
-    if tl.program_id(0) == 0:
-        counted = tl.zeros((BLOCK,), tl.int32)
-        for first in range(0, n_rows, BLOCK):
-            at = target_ptr + (first + lane) * tl.cast(stride_target, tl.int64)
-            counted += (tl.load(at, mask=first + lane < n_rows, other=ignore_index) != ignore_index).to(tl.int32)
-        tl.store(scale_ptr, 1.0 / tl.sum(counted, axis=0).to(tl.float32))
-    elif mail_ptr is not None:
-        at = (tl.program_id(0).to(tl.int64) - 1) * BLOCK + lane
-        tl.store(mail_ptr + at, tl.full((BLOCK,), -1, tl.int64), mask=at < n_words)
 
 
 @triton.jit
@@ -113,17 +76,6 @@ def block_of(x: torch.Tensor, share: int = 1) -> tuple[int, int]:
     """Columns of a step, and warps, for rows like those of x, where `share` programs have what one may have alone."""
     block_n = max(16, min(BLOCK_BYTES // share // x.element_size(), triton.next_power_of_2(x.shape[1])))
     return block_n, max(1, block_n * x.element_size() // 1024)
-
-
-def prepare(target: torch.Tensor, ignore_index: int, mail: torch.Tensor | None = None) -> torch.Tensor:
-    """The factor of a mean over the rows that count, on the device; and an empty mailbox, in the same launch."""
-    scale = torch.empty((), dtype=torch.float32, device=target.device)
-    n_words = 0 if mail is None else mail.numel()
-    cross_entropy_prepare_kernel[(1 + triton.cdiv(n_words, PREPARE_BLOCK),)](
-        target, scale, mail, target.stride(0), target.shape[0], n_words, ignore_index,
-        BLOCK=PREPARE_BLOCK, num_warps=16,
-    )  # fmt: skip
-    return scale
 
 
 def launch_backward(dy, logits, target, stats, ready, smoothing: float, in_place: bool) -> torch.Tensor:

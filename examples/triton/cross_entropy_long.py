@@ -16,7 +16,8 @@ import triton.language as tl
 
 from examples.common.device import device_limits, interpreted, sms_to_wait_on
 from examples.common.rows import ASSEMBLY, pipeline_stages, widen
-from examples.triton.cross_entropy_backward import LN_2, LOWEST, edges_of, exp_of, prepare, softmax_of, vectors_of
+from examples.triton.cross_entropy_backward import LN_2, LOG2_E, LOWEST, exp_of, softmax_of
+from examples.triton.cross_entropy_operands import edges_of, prepare, row_layout, vectors_of
 from examples.triton.layer_norm_backward_split import _pack, _peek, _receive, _send, _unpack
 
 SLICE_BYTES = 32768  # of a row in a program, so that each of its 256 threads has 32 registers of it
@@ -28,7 +29,9 @@ PER_SM = 2  # programs
 def _after_barrier(x):
     """The float32 x once all threads of the program are here: Triton pipelines no loop with a tl.debug_barrier."""
     if ASSEMBLY:
-        x = tl.inline_asm_elementwise("bar.sync 0; mov.f32 $0, $1;", "=f,f", [x], dtype=tl.float32, is_pure=False, pack=1)
+        x = tl.inline_asm_elementwise(
+            "bar.sync 0; mov.f32 $0, $1;", "=f,f", [x], dtype=tl.float32, is_pure=False, pack=1
+        )
     return x
 
 
@@ -37,7 +40,7 @@ def cross_entropy_split_kernel(
     logits_ptr, target_ptr, scale_ptr, loss_ptr, stats_ptr, grad_ptr, mail_ptr, stride_xm, stride_target, stride_gm,
     n_rows, n_cols, part_vectors, groups, ignore_index, smoothing, SMOOTH: tl.constexpr,
     PARTS: tl.constexpr, PARTS_POW2: tl.constexpr, BLOCK_N: tl.constexpr, WIDTH: tl.constexpr, THREADS: tl.constexpr,
-    STAGES: tl.constexpr,
+    EDGES: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
     # A ticket, not program_id, decides group and part: so the waits below end (docs/memory_ordering.md, "Tickets").
     ticket = (tl.atomic_add(mail_ptr, 1, sem="relaxed") + 1).to(tl.int32)
@@ -55,13 +58,15 @@ def cross_entropy_split_kernel(
     vector = tl.arange(0, STEPS)[:, None] * THREADS + tl.arange(0, THREADS)[None, :]
     parts = tl.arange(0, PARTS_POW2)
     sender = tl.minimum(parts, PARTS - 1)
+    first = part * part_vectors * WIDTH
     is_last = part == PARTS - 1  # it has the columns beside the vectors too
     # Edges and targets are loaded an iteration ahead, into registers.
-    x_row = logits_ptr + group * stride_xm
-    head, vectors = vectors_of(x_row, n_cols, WIDTH)
-    cols, in_edge = edges_of(head, vectors, n_cols, WIDTH)
-    edge = tl.load(x_row + cols, mask=in_edge & is_last, other=-float("inf"))
-    edge_due = edge
+    if EDGES:
+        x_row = logits_ptr + group * stride_xm
+        head, vectors = vectors_of(x_row, n_cols, WIDTH, EDGES)
+        cols, in_edge = edges_of(head, vectors, n_cols, WIDTH)
+        edge = tl.load(x_row + cols, mask=in_edge & is_last, other=-float("inf"))
+        edge_due = edge
     target = tl.load(target_ptr + group * stride_target)
     target_due = target
     x_due = _pack(tl.zeros((BLOCK_N,), logits_ptr.dtype.element_ty))
@@ -72,40 +77,47 @@ def cross_entropy_split_kernel(
         due_mail = mail_ptr + due * stride_mail + sender
         peeked = _peek(due_mail)
         due_row, grad_row = logits_ptr + due * stride_xm, grad_ptr + due * stride_gm
-        head_due, vectors_due = vectors_of(due_row, n_cols, WIDTH)
+        head_due, vectors_due = vectors_of(due_row, n_cols, WIDTH, EDGES)
         counts = target_due != ignore_index
         known = counts & (target_due >= 0) & (target_due < n_cols)
         # Whose column the target is has its logit, and writes what there is one of in a row.
         at = target_due - head_due
         in_vectors = known & (at >= 0) & (at < vectors_due)
-        owner = tl.where(in_vectors, at // WIDTH // part_vectors, PARTS - 1) == part
+        in_slice = (at >= first) & (at < first + part_vectors * WIDTH)
+        owner = (in_vectors & in_slice) | (is_last & (in_vectors == 0))
         x_target = tl.load(due_row + target_due, mask=known & owner, other=float("nan")).to(tl.float32)
 
         next_row = row + groups
         is_next = next_row < n_rows
-        x_next = logits_ptr + next_row * stride_xm
-        head, vectors = vectors_of(x_next, n_cols, WIDTH)
-        cols, in_edge = edges_of(head, vectors, n_cols, WIDTH)
-        edge_next = tl.load(x_next + cols, mask=in_edge & is_last & is_next, other=-float("inf"))
+        if EDGES:
+            x_next = logits_ptr + next_row * stride_xm
+            head, vectors = vectors_of(x_next, n_cols, WIDTH, EDGES)
+            cols, in_edge = edges_of(head, vectors, n_cols, WIDTH)
+            edge_next = tl.load(x_next + cols, mask=in_edge & is_last & is_next, other=-float("inf"))
         target_next = tl.load(target_ptr + next_row * stride_target, mask=is_next, other=ignore_index)
 
         x_row = logits_ptr + row * stride_xm
-        head, vectors = vectors_of(x_row, n_cols, WIDTH)
-        own = tl.where(is_row, tl.minimum(part_vectors, (vectors // WIDTH).to(tl.int32) - part * part_vectors), 0)
-        x_slice = tl.multiple_of(x_row + head, 16) + part * part_vectors * WIDTH
+        head, vectors = vectors_of(x_row, n_cols, WIDTH, EDGES)
+        own = tl.where(is_row, tl.minimum(part_vectors, vectors // WIDTH - part * part_vectors), 0)
+        x_slice = tl.multiple_of(x_row + head, 16) + first
         x = tl.load(x_slice + lane, mask=lane < own * WIDTH, other=0.0)
         # One maximum and one sum for each thread, of its own vectors: no thread waits for another.
         largest = tl.max(tl.reshape(widen(x), (STEPS, THREADS, WIDTH)), axis=2)
         reference = tl.max(tl.where(vector < own, largest, LOWEST), axis=0)
         shifted = tl.reshape(widen(x), (STEPS, THREADS, WIDTH)) - reference[None, :, None]
         total = tl.sum(tl.where(vector < own, tl.sum(exp_of(shifted), axis=2), 0.0), axis=0)
-        part_max = tl.maximum(tl.max(reference, axis=0), tl.max(edge.to(tl.float32), axis=0))
+        part_max = tl.max(reference, axis=0)
+        if EDGES:
+            part_max = tl.maximum(part_max, tl.max(edge.to(tl.float32), axis=0))
         total = tl.sum(total * exp_of(reference - part_max), axis=0)
-        total += tl.sum(exp_of(edge.to(tl.float32) - part_max), axis=0)
+        if EDGES:
+            total += tl.sum(exp_of(edge.to(tl.float32) - part_max), axis=0)
         _send(mail_ptr + row * stride_mail + part, part_max, total, is_row)
         if SMOOTH:
-            cols, in_edge = edges_of(head, vectors, n_cols, WIDTH)
-            plain = tl.sum(tl.where(in_edge & is_last, edge.to(tl.float32), 0.0), axis=0) + tl.sum(widen(x), axis=0)
+            plain = tl.sum(widen(x), axis=0)
+            if EDGES:
+                cols, in_edge = edges_of(head, vectors, n_cols, WIDTH)
+                plain += tl.sum(tl.where(in_edge & is_last, edge.to(tl.float32), 0.0), axis=0)
             _send(mail_ptr + plain_step + row * stride_mail + part, plain, part_max, is_row)
 
         maxima, sums = _receive(due_mail, peeked)
@@ -113,15 +125,18 @@ def cross_entropy_split_kernel(
         row_sum = tl.sum(tl.where(parts < PARTS, sums * exp_of(maxima - row_max), 0.0), axis=0)
         factor = tl.where(known, scale, tl.where(counts, float("nan"), 0.0))
         weight = factor / row_sum
-        own = tl.where(is_due, tl.minimum(part_vectors, (vectors_due // WIDTH).to(tl.int32) - part * part_vectors), 0)
-        grad = softmax_of(
-            _unpack(x_due, logits_ptr.dtype.element_ty), row_max, weight, factor, smoothing, n_cols, SMOOTH
-        )
-        grad_slice = tl.multiple_of(grad_row + head_due, 16) + part * part_vectors * WIDTH
+        own = tl.where(is_due, tl.minimum(part_vectors, vectors_due // WIDTH - part * part_vectors), 0)
+        # The weight within the exponent: an FMA for two multiplications.
+        shifted_due = _unpack(x_due, logits_ptr.dtype.element_ty) - row_max
+        grad = tl.exp2(shifted_due * LOG2_E + tl.log2(weight))
+        if SMOOTH:
+            grad -= factor * smoothing / n_cols
+        grad_slice = tl.multiple_of(grad_row + head_due, 16) + first
         tl.store(grad_slice + lane, grad.to(grad_ptr.dtype.element_ty), mask=lane < own * WIDTH)
-        cols, in_edge = edges_of(head_due, vectors_due, n_cols, WIDTH)
-        edge_grad = softmax_of(edge_due.to(tl.float32), row_max, weight, factor, smoothing, n_cols, SMOOTH)
-        tl.store(grad_row + cols, edge_grad.to(grad_ptr.dtype.element_ty), mask=in_edge & is_last & is_due)
+        if EDGES:
+            cols, in_edge = edges_of(head_due, vectors_due, n_cols, WIDTH)
+            edge_grad = softmax_of(edge_due.to(tl.float32), row_max, weight, factor, smoothing, n_cols, SMOOTH)
+            tl.store(grad_row + cols, edge_grad.to(grad_ptr.dtype.element_ty), mask=in_edge & is_last & is_due)
         # The target's column again, after the barrier: a comparison for every logit would cost more.
         target_grad = softmax_of(_after_barrier(x_target), row_max, weight, factor, smoothing, n_cols, SMOOTH)
         target_grad -= factor * (1.0 - smoothing)
@@ -138,8 +153,11 @@ def cross_entropy_split_kernel(
         tl.store(stats_ptr + stats_step + due, weight, mask=owner & is_due)
         tl.store(stats_ptr + 2 * stats_step + due, factor, mask=owner & is_due)
         # By an operation each: Triton pipelines no loop that hands a value on to the iteration after the next.
-        target_due, edge_due = tl.where(is_row, target, ignore_index), tl.where(is_row, edge, 0.0)
-        x_due, edge, target = _pack(x), edge_next, target_next
+        target_due = tl.where(is_row, target, ignore_index)
+        x_due, target = _pack(x), target_next
+        if EDGES:
+            edge_due = tl.where(is_row, edge, 0.0)
+            edge = edge_next
 
 
 def split_max_cols(device: torch.device, size: int) -> int:
@@ -150,32 +168,31 @@ def split_max_cols(device: torch.device, size: int) -> int:
     return SLICE_BYTES // size * PER_SM * sms_to_wait_on(device)
 
 
-def begin_alike(logits: torch.Tensor, grad: torch.Tensor) -> bool:
-    """Whether a row of the gradient begins where that of the logits does, modulo 16 bytes."""
-    rows_apart = (logits.stride(0) - grad.stride(0)) * logits.element_size()
-    return (logits.data_ptr() - grad.data_ptr()) % 16 == 0 and rows_apart % 16 == 0
-
-
 def can_split(logits: torch.Tensor, grad: torch.Tensor) -> bool:
     """Whether a group of programs can wait for each other here, and share rows of these."""
     short_enough = logits.shape[1] <= split_max_cols(logits.device, logits.element_size())
-    return not interpreted() and short_enough and begin_alike(logits, grad)
+    return not interpreted() and short_enough and row_layout(logits, grad)[0] > 1
+
+
+def _mailbox(logits: torch.Tensor, words: int) -> torch.Tensor:
+    """So many words for each row, after one from which tickets are drawn; `prepare` empties it."""
+    return torch.empty(1 + logits.shape[0] * words, dtype=torch.int64, device=logits.device)
 
 
 def launch_split(logits, target, loss, stats, grad, reduction: str, ignore_index: int, smoothing: float) -> None:
     """Losses, three numbers of each row and its gradient, as the lesson's launch."""
     n_rows, n_cols = logits.shape
     size = logits.element_size()
-    block_n, width = SLICE_BYTES // size, 16 // size
+    block_n, (width, edges) = SLICE_BYTES // size, row_layout(logits, grad)
     parts = triton.cdiv(n_cols, block_n)
     groups = max(1, min(n_rows, PER_SM * device_limits(logits.device).sms // parts))
-    # A word per row and part, two with smoothing, after one from which tickets are drawn.
-    mail = torch.empty(1 + n_rows * parts * (2 if smoothing else 1), dtype=torch.int64, device=logits.device)
+    mail = _mailbox(logits, parts * (2 if smoothing else 1))
     scale = prepare(target, ignore_index, mail)
     cross_entropy_split_kernel[(groups * parts,)](
         logits, target, scale if reduction == "mean" else None, loss, stats, grad, mail,
         logits.stride(0), target.stride(0), grad.stride(0), n_rows, n_cols,
         triton.cdiv(triton.cdiv(n_cols, width), parts), groups, ignore_index, smoothing, SMOOTH=smoothing > 0,
         PARTS=parts, PARTS_POW2=triton.next_power_of_2(parts), BLOCK_N=block_n, WIDTH=width, THREADS=32 * WARPS,
-        STAGES=pipeline_stages(logits, block_n, PER_SM), num_warps=WARPS, maxnreg=65536 // (32 * WARPS * PER_SM),
+        EDGES=edges, STAGES=pipeline_stages(logits, block_n, PER_SM),
+        num_warps=WARPS, maxnreg=65536 // (32 * WARPS * PER_SM),
     )  # fmt: skip
