@@ -326,9 +326,9 @@ ignored rows count in the mean
 the last block of a row has no gradient
   - tl.store(g_vectors + at, grad.to(grad_ptr.dtype.element_ty), mask=at < vectors)
   + tl.store(g_vectors + at, grad.to(grad_ptr.dtype.element_ty), mask=(at < vectors) & (at < LAST))
-a row's vectors begin one column late
-  - head = tl.minimum((-row_ptr.to(tl.int64) & 15) * WIDTH // 16, n_cols).to(tl.int32)
-  + head = tl.minimum((-row_ptr.to(tl.int64) & 15) * WIDTH // 16 + 1, n_cols).to(tl.int32)
+the columns before a row's vectors are left out
+  - return cols, (cols < n_cols) & ((lane >= WIDTH) | (lane < head))
+  + return cols, (cols < n_cols) & (lane >= WIDTH)
 the target is not subtracted where its class is beside the vectors
   - tl.store(grad_row + target, target_grad.to(grad_ptr.dtype.element_ty), mask=known)
   + tl.store(grad_row + target, target_grad.to(grad_ptr.dtype.element_ty), mask=known & (target < vectors))
