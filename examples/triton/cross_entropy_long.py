@@ -4,8 +4,8 @@ Each program owns a slice of the classes for good, and the group takes row after
 through memory as one 64-bit word, its own signal, and the exchange is hidden: the gradient of a row is written one
 iteration after its words were sent, from the slice's logits, which wait in registers, two to a register, while the next
 rows are in flight to shared memory. So each logit is read once: 4 bytes each with the gradient's. It is computed twice,
-though: two exponentials take the special function units 58 % of the time that a copy takes, on an H200; so two or more
-programs on an SM, of groups of their own, and one computes while the other waits.
+though, and two exponentials keep the special function units busy for much of that time: so there are two programs to an
+SM, of groups of their own, and one computes while the other waits.
 """
 
 from __future__ import annotations
