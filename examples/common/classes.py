@@ -38,6 +38,7 @@ def gradient_of(fn: Callable) -> Callable:
     def gradient(logits: torch.Tensor, target: torch.Tensor, **options) -> torch.Tensor:
         with torch.enable_grad():
             leaf = logits.detach().requires_grad_()
-            return torch.autograd.grad(fn(leaf, target, **options).sum(), leaf)[0]
+            loss = fn(leaf, target, **options)
+            return torch.autograd.grad(loss.sum() if loss.ndim else loss, leaf)[0]  # a sum of one number is a launch
 
     return gradient

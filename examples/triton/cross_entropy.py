@@ -4,16 +4,18 @@ The logits of a language model are its largest tensor: 8192 tokens by 128256 cla
 loss needs two numbers of it, the maximum and the sum of exp(x - maximum); the gradient of the mean loss is
 (exp(x - maximum) / sum - [class is target]) / n_rows. In two passes, two reads and a write, that is 6 bytes a logit.
 
-In training the gradient is wanted anyway, so the forward makes it: 4 bytes a logit, what a copy moves. A row of 250 KiB
-fits no SM, but it stays in L2 while a program works on it. One loop reads the program's next row from memory, and reads
-its previous row again, from L2, to write the gradient: so neither memory nor arithmetic waits for the end of a row. The
-gradient may also be written over the logits, and then the loss needs no memory beside them.
+In training the gradient is wanted anyway, so the forward makes it: 4 bytes a logit, what a copy moves. The kernel below
+reads a row, which then is in the L1 cache of its SM, and reads it from there to write the gradient. A row too long for
+that is shared by a group of programs, which keep it in registers (cross_entropy_long.py): from L2 it would come back at
+6 bytes a logit, as 132 rows of 250 KiB, with what else passes through, do not stay there. The gradient may also be
+written over the logits, and then the loss needs no memory beside them.
 
 Question   How close to a copy of the logits do a loss and its gradient come, at 32000 and 128256 classes?
 Needs      triton
 Wins when  by bytes, not recorded yet: there are thousands of classes, and backward starts from this loss. For a factor
            other than 1 (a scaled loss) the gradient is made again, 8 bytes a logit; gradient="backward" takes 6.
-Variants   cross_entropy_backward.py (the gradient by itself, and autograd)
+Variants   cross_entropy_long.py (a row split over programs), cross_entropy_backward.py (the gradient, and autograd),
+           cross_entropy_operands.py
 Study      studies/triton/cross_entropy.py
 Source     goes beyond the chapter; online softmax (Milakov, Gimelshein 2018); gradient in the forward: Liger Kernel.
 """
@@ -21,7 +23,6 @@ Source     goes beyond the chapter; online softmax (Milakov, Gimelshein 2018); g
 from __future__ import annotations
 
 import functools
-import math
 
 from harness import Harness, Table, Work, run
 
@@ -32,103 +33,109 @@ import triton.language as tl
 
 from examples.common.classes import check_classes, gradient_of
 from examples.common.compiled import compiled_modes, over_library
-from examples.common.device import device_limits
 from examples.common.operands import check_choice
-from examples.triton.cross_entropy_backward import CrossEntropy, apply_in_place, block_of, exp_of, softmax_of
+from examples.triton.cross_entropy_backward import LN_2, LOWEST, CrossEntropy, apply_in_place, exp_of, softmax_of
+from examples.triton.cross_entropy_long import can_split, launch_split
+from examples.triton.cross_entropy_operands import edges_of, prepare, row_layout, vectors_of
 
 WHEN = ("forward", "backward", "in place")  # the gradient is made, and where
-LN_2 = tl.constexpr(math.log(2))
-LOWEST = tl.constexpr(torch.finfo(torch.float32).min)
-STAGES = 4  # three blocks of each row in flight to shared memory while one is in use
-L2_BYTES = 24 << 20  # that rows may take which wait for their gradient; beyond, an SM has one program and not two
+L1_BEST_KIB = 64  # of a row: two programs fit an SM then
+# Bytes of a row at a step, warps, steps unrolled, stages of the pipeline: with the gradient, and the loss alone, which
+# wants no row in L1 and has its blocks in flight to shared memory.
+RESIDENT, STREAMED = (16384, 32, 2, 1), (8192, 8, 1, 4)
 
 
 @triton.jit
 def _fold(x, reference, total, WIDTH: tl.constexpr):
     """Fold x into a maximum and a sum for WIDTH neighbours each, so that no threads wait for others."""
-    x = tl.reshape(x, (x.shape[0] // WIDTH, WIDTH))  # of one load, so in one thread
+    x = tl.reshape(x.to(tl.float32), (x.shape[0] // WIDTH, WIDTH))  # of one load, so in one thread
     larger = tl.maximum(reference, tl.max(x, axis=1))
     return larger, total * exp_of(reference - larger) + tl.sum(exp_of(x - larger[:, None]), axis=1)
 
 
 @triton.jit
 def cross_entropy_kernel(
-    logits_ptr, target_ptr, loss_ptr, stats_ptr, grad_ptr, stride_xm, stride_target, stride_gm, n_rows, n_cols,
-    ignore_index, smoothing, MEAN: tl.constexpr, SMOOTH: tl.constexpr, GRAD: tl.constexpr, BLOCK_N: tl.constexpr,
-    WIDTH: tl.constexpr, STAGES: tl.constexpr,
+    logits_ptr, target_ptr, scale_ptr, loss_ptr, stats_ptr, grad_ptr, stride_xm, stride_target, stride_gm, n_rows,
+    ignore_index, smoothing, SMOOTH: tl.constexpr, N_COLS: tl.constexpr, BLOCK_N: tl.constexpr, WIDTH: tl.constexpr,
+    EDGES: tl.constexpr, UNROLL: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
-    # int64 because row * stride passes 2**31 elements on tensors that still fit in memory.
-    stride_xm, stride_gm = tl.cast(stride_xm, tl.int64), tl.cast(stride_gm, tl.int64)
-    stride_target, stats_step = tl.cast(stride_target, tl.int64), tl.cast(n_rows, tl.int64)
+    row = tl.program_id(0).to(tl.int64)  # row * stride passes 2**31 elements on tensors that still fit in memory
     smoothing = tl.cast(smoothing, tl.float32)  # torch.compile passes a float in 64 bits
-    lane = tl.arange(0, BLOCK_N)
-    scale = 1.0
-    if MEAN:  # every program counts for itself: no launch before this one, and the host need not know
-        counted = tl.zeros((BLOCK_N,), tl.int32)
-        for first in range(0, n_rows, BLOCK_N):
-            at = target_ptr + (first + lane) * stride_target
-            counted += (tl.load(at, mask=first + lane < n_rows, other=ignore_index) != ignore_index).to(tl.int32)
-        scale = 1.0 / tl.sum(counted, axis=0).to(tl.float32)
-    whole = n_cols // BLOCK_N * BLOCK_N  # columns of whole blocks: a mask would cost several instructions a logit
-    # `due` is the program's previous row, whose gradient is written while `row` is read; the first has none before it.
-    reference_due, weight_due, factor_due, x_due, target_due = 0.0, 0.0, 0.0, 0.0, tl.full((), -1, tl.int64)
-    for row in range(tl.program_id(0), n_rows + (tl.num_programs(0) if GRAD else 0), tl.num_programs(0)):
-        due = row - tl.num_programs(0)
-        is_row, is_due = row < n_rows, due >= 0
-        x_row, due_row, grad_row = logits_ptr + row * stride_xm, logits_ptr + due * stride_xm, grad_ptr
-        target = tl.load(target_ptr + row * stride_target, mask=is_row, other=ignore_index)
-        counts = target != ignore_index
-        known = counts & (target >= 0) & (target < n_cols)
-        # Here, before the barriers of the reductions below: in place, the next iteration overwrites it.
-        x_target = tl.load(x_row + target, mask=known, other=float("nan")).to(tl.float32)
-        # The last block, loaded now and used after the loop, so that nothing waits for it.
-        cols = whole + lane
-        in_row = cols < n_cols
-        rest = tl.load(x_row + cols, mask=in_row & is_row, other=-float("inf")).to(tl.float32)
-        if GRAD:
-            grad_row += due * stride_gm
-            rest_due = tl.load(due_row + cols, mask=in_row & is_due, other=0.0).to(tl.float32)
-        # The lowest float32 and not -inf, as -inf - -inf is NaN.
-        reference = tl.full((BLOCK_N // WIDTH,), LOWEST, tl.float32)
-        total = tl.zeros((BLOCK_N // WIDTH,), tl.float32)
-        plain = tl.zeros((BLOCK_N,), tl.float32)
-        for start in tl.range(0, whole, BLOCK_N, num_stages=STAGES):
-            x = tl.load(x_row + start + lane, mask=is_row, other=0.0, eviction_policy="evict_last").to(tl.float32)
-            reference, total = _fold(x, reference, total, WIDTH)
-            if SMOOTH:
-                plain += x
-            if GRAD:
-                x = tl.load(due_row + start + lane, mask=is_due, other=0.0, eviction_policy="evict_first")
-                grad = softmax_of(x.to(tl.float32), reference_due, weight_due, factor_due, smoothing, n_cols, SMOOTH)
-                grad = grad.to(grad_ptr.dtype.element_ty)
-                tl.store(grad_row + start + lane, grad, mask=is_due, eviction_policy="evict_first")
-        reference, total = _fold(rest, reference, total, WIDTH)
-        if GRAD:
-            grad = softmax_of(rest_due, reference_due, weight_due, factor_due, smoothing, n_cols, SMOOTH)
-            tl.store(grad_row + cols, grad.to(grad_ptr.dtype.element_ty), mask=in_row & is_due)
-            # The target's column again: a comparison for every logit would cost more than this barrier.
-            tl.debug_barrier()
-            grad = softmax_of(x_due, reference_due, weight_due, factor_due, smoothing, n_cols, SMOOTH)
-            grad -= factor_due * (1.0 - smoothing)
-            tl.store(grad_row + target_due, grad.to(grad_ptr.dtype.element_ty), mask=is_due & (target_due >= 0))
+    x_row, lane = logits_ptr + row * stride_xm, tl.arange(0, BLOCK_N)
+    target = tl.load(target_ptr + row * stride_target)
+    counts = target != ignore_index
+    known = counts & (target >= 0) & (target < N_COLS)
+    # Whole vectors in blocks, and the few columns beside them.
+    head, vectors = vectors_of(x_row, N_COLS, WIDTH, EDGES)
+    x_vectors = tl.multiple_of(x_row + head, 16) if WIDTH > 1 else x_row
+    if EDGES:
+        cols, in_edge = edges_of(head, vectors, N_COLS, WIDTH)
+        edge = tl.load(x_row + cols, mask=in_edge, other=-float("inf")).to(tl.float32)
+    reference = tl.full((BLOCK_N // WIDTH,), LOWEST, tl.float32)
+    total, plain = tl.zeros((BLOCK_N // WIDTH,), tl.float32), tl.zeros((BLOCK_N,), tl.float32)
+    for start in tl.range(0, N_COLS, BLOCK_N, loop_unroll_factor=UNROLL, num_stages=STAGES):
+        inside = start + lane < vectors
+        x = tl.load(x_vectors + start + lane, mask=inside, other=-float("inf"), eviction_policy="evict_last")
+        reference, total = _fold(x, reference, total, WIDTH)
+        if SMOOTH:
+            plain += tl.where(inside, x.to(tl.float32), 0.0)
+    row_max = tl.max(reference, axis=0)
+    if EDGES:
+        row_max = tl.maximum(row_max, tl.max(edge, axis=0))
+    row_sum = tl.sum(total * exp_of(reference - row_max), axis=0)
+    if EDGES:
+        row_sum += tl.sum(exp_of(edge - row_max), axis=0)
+    scale = 1.0 if scale_ptr is None else tl.load(scale_ptr)
+    # An ignored row has a gradient of 0 times its softmax; one whose target is no class, of NaN.
+    factor = tl.where(known, scale, tl.where(counts, float("nan"), 0.0))
+    weight = factor / row_sum
+    x_target = tl.load(x_row + target, mask=known, other=float("nan")).to(tl.float32)
+    # Not the logarithm of the whole sum: of a maximum of 10000, float32 would keep three digits less.
+    log_sum = tl.log2(row_sum) * LN_2
+    loss = log_sum + (row_max - x_target)
+    if SMOOTH:  # the mean over all classes
+        mean = tl.sum(plain, axis=0) / N_COLS
+        if EDGES:
+            mean += tl.sum(tl.where(in_edge, edge, 0.0), axis=0) / N_COLS
+        loss = (1.0 - smoothing) * loss + smoothing * (log_sum + (row_max - mean))
+    tl.store(loss_ptr + row, tl.where(counts, loss, 0.0) * scale)
+    if stats_ptr is not None:
+        tl.store(stats_ptr + row, row_max)
+        tl.store(stats_ptr + n_rows + row, weight)
+        tl.store(stats_ptr + 2 * tl.cast(n_rows, tl.int64) + row, factor)
+    if grad_ptr is not None:
+        grad_row = grad_ptr + row * stride_gm
+        g_vectors = tl.multiple_of(grad_row + head, 16) if WIDTH > 1 else grad_row
+        tl.debug_barrier()  # in place: all threads have the target's logit
+        if EDGES:
+            edge_grad = softmax_of(edge, row_max, weight, factor, smoothing, N_COLS, SMOOTH)
+            tl.store(grad_row + cols, edge_grad.to(grad_ptr.dtype.element_ty), mask=in_edge)
+        # Backwards: what was read last is the most likely to be still cached.
+        LAST: tl.constexpr = (N_COLS - 1) // BLOCK_N * BLOCK_N
+        for done in tl.range(0, N_COLS, BLOCK_N, loop_unroll_factor=UNROLL):
+            at = LAST - done + lane
+            x = tl.load(x_vectors + at, mask=at < vectors, other=0.0, eviction_policy="evict_first").to(tl.float32)
+            grad = softmax_of(x, row_max, weight, factor, smoothing, N_COLS, SMOOTH)
+            tl.store(g_vectors + at, grad.to(grad_ptr.dtype.element_ty), mask=at < vectors)
+        # The target's column again: a comparison for every logit would cost more than this barrier.
+        tl.debug_barrier()
+        target_grad = softmax_of(x_target, row_max, weight, factor, smoothing, N_COLS, SMOOTH)
+        target_grad -= factor * (1.0 - smoothing)
+        tl.store(grad_row + target, target_grad.to(grad_ptr.dtype.element_ty), mask=known)
 
-        reference_due = tl.max(reference, axis=0)
-        row_sum = tl.sum(total * exp_of(reference - reference_due), axis=0)
-        # Not the logarithm of the whole sum: of a maximum of 10000, float32 would keep three digits less.
-        log_sum = tl.log2(row_sum) * LN_2
-        loss = log_sum + (reference_due - x_target)
-        if SMOOTH:  # the mean over all classes
-            mean = (tl.sum(plain, axis=0) + tl.sum(tl.where(in_row, rest, 0.0), axis=0)) / n_cols
-            loss = (1.0 - smoothing) * loss + smoothing * (log_sum + (reference_due - mean))
-        tl.store(loss_ptr + row, tl.where(counts, loss, 0.0) * scale, mask=is_row)
-        # An ignored row has a gradient of 0 times its softmax; one whose target is no class, of NaN.
-        factor_due = tl.where(known, scale, tl.where(counts, float("nan"), 0.0))
-        weight_due = factor_due / row_sum
-        x_due, target_due = x_target, tl.where(known, target, -1)
-        if stats_ptr is not None:
-            tl.store(stats_ptr + row, reference_due, mask=is_row)
-            tl.store(stats_ptr + stats_step + row, weight_due, mask=is_row)
-            tl.store(stats_ptr + 2 * stats_step + row, factor_due, mask=is_row)
+
+def launch(logits, target, loss, stats, grad, reduction: str, ignore_index: int, smoothing: float) -> None:
+    """Each row's loss, its three numbers and its gradient, where there are tensors for them."""
+    (n_rows, n_cols), size = logits.shape, logits.element_size()
+    step, num_warps, unroll, stages = STREAMED if grad is None else RESIDENT
+    block_n = min(step // size, max(16, triton.next_power_of_2(n_cols)))
+    width, edges = row_layout(logits, grad)
+    cross_entropy_kernel[(n_rows,)](
+        logits, target, prepare(target, ignore_index) if reduction == "mean" else None, loss, stats, grad,
+        logits.stride(0), target.stride(0), 0 if grad is None else grad.stride(0), n_rows, ignore_index, smoothing,
+        SMOOTH=smoothing > 0, N_COLS=n_cols, BLOCK_N=block_n, WIDTH=width, EDGES=edges, UNROLL=unroll,
+        STAGES=stages, num_warps=max(1, num_warps * block_n * size // step),
+    )  # fmt: skip
 
 
 def _forward(logits, target, when: str | None, reduction: str, ignore_index: int, smoothing: float):
@@ -138,16 +145,9 @@ def _forward(logits, target, when: str | None, reduction: str, ignore_index: int
     stats = torch.empty(3, n_rows, dtype=torch.float32, device=logits.device) if when else None
     grad = logits.detach() if when == "in place" else torch.empty_like(logits) if when == "forward" else None
     if n_rows:  # a grid of zero programs is a launch error
-        sms, stride_gm = device_limits(logits.device).sms, 0 if grad is None else grad.stride(0)
-        waiting = 2 * sms * n_cols * logits.element_size()  # bytes of rows with two programs to an SM
-        per_sm = 4 if grad is None else 2 if waiting < L2_BYTES else 1
-        block_n, num_warps = block_of(logits, min(per_sm, 2))
-        cross_entropy_kernel[(min(n_rows, per_sm * sms),)](
-            logits, target, loss, stats, grad, logits.stride(0), target.stride(0), stride_gm,
-            n_rows, n_cols, ignore_index, smoothing, MEAN=reduction == "mean", SMOOTH=smoothing > 0,
-            GRAD=grad is not None, BLOCK_N=block_n, WIDTH=16 // logits.element_size(), STAGES=STAGES,
-            num_warps=num_warps,
-        )  # fmt: skip
+        short = n_cols * logits.element_size() <= 1024 * L1_BEST_KIB
+        split = grad is not None and not short and can_split(logits, grad)
+        (launch_split if split else launch)(logits, target, loss, stats, grad, reduction, ignore_index, smoothing)
     elif reduction == "mean":
         loss = loss.new_full((1,), float("nan"))  # as in torch
     return loss if reduction == "none" else loss.sum(), stats, grad
@@ -221,7 +221,7 @@ def compare_both(h: Harness, rows: int, classes: int) -> tuple[Table, Table]:
 
 
 def demo(h: Harness) -> None:
-    # One logit, a prime, one block and one column more, an ignored row; fewer and more rows than programs.
+    # One logit, a prime, one block and one column more, an ignored row.
     for rows, classes in [(1, 1), (7, 781), (9, 8193)]:
         logits, target = h.randn(rows, classes, dtype=h.half, scale=2.0), h.randint(classes, rows)
         target[5:6] = -100

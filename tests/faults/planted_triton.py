@@ -391,30 +391,39 @@ both halves of a random number decide alike
   + lower = in_order(a, b, c, d)
 
 # triton/cross_entropy
-the rest of a row, beyond its whole blocks, is left out of the sum
-  - reference, total = _fold(rest, reference, total, WIDTH)
-  + reference, total = _fold(tl.where(in_row, -float("inf"), rest), reference, total, WIDTH)
+the columns beside a row's vectors are left out of the sum
+  - row_sum += tl.sum(exp_of(edge - row_max), axis=0)
+  + row_sum += 0.0 * tl.sum(exp_of(edge - row_max), axis=0)
 the sum is not scaled where a larger maximum comes
   - return larger, total * exp_of(reference - larger) + tl.sum
   + return larger, total + tl.sum
 ignored rows count in the mean
   - mask=first + lane < n_rows, other=ignore_index) != ignore_index).to(tl.int32)
   + mask=first + lane < n_rows, other=ignore_index) != ignore_index - 1).to(tl.int32)
-the gradient is written with the next row's numbers
-  - weight_due = factor_due / row_sum
-  + weight_due = factor_due / row_sum * tl.where(row + tl.num_programs(0) < n_rows, 1.0, 1.01)
-the last row's gradient is not written
-  - n_rows + (tl.num_programs(0) if GRAD else 0), tl.num_programs(0)
-  + n_rows + (tl.num_programs(0) - 1 if GRAD else 0), tl.num_programs(0)
-the target is not subtracted where its class is in the rest of the row
-  - mask=is_due & (target_due >= 0))
-  + mask=is_due & (target_due >= 0) & ((target_due < whole) | (whole == 0)))
+the last block of a row has no gradient
+  - tl.store(g_vectors + at, grad.to(grad_ptr.dtype.element_ty), mask=at < vectors)
+  + tl.store(g_vectors + at, grad.to(grad_ptr.dtype.element_ty), mask=(at < vectors) & (at < LAST))
+the columns before a row's vectors are left out
+  - return cols, (cols < n_cols) & ((lane >= WIDTH) | (lane < head))
+  + return cols, (cols < n_cols) & (lane >= WIDTH)
+the target is not subtracted where its class is beside the vectors
+  - tl.store(grad_row + target, target_grad.to(grad_ptr.dtype.element_ty), mask=known)
+  + tl.store(grad_row + target, target_grad.to(grad_ptr.dtype.element_ty), mask=known & (target < vectors))
 an ignored row has a gradient
-  - factor_due = tl.where(known, scale, tl.where(counts, float("nan"), 0.0))
-  + factor_due = tl.where(known | (target == ignore_index), scale, float("nan"))
-smoothing takes the mean of the whole blocks alone
-  - (tl.sum(plain, axis=0) + tl.sum(tl.where(in_row, rest, 0.0), axis=0)) / n_cols
-  + tl.sum(plain, axis=0) / n_cols
+  - factor = tl.where(known, scale, tl.where(counts, float("nan"), 0.0))
+  + factor = tl.where(known | (target == ignore_index), scale, float("nan"))
+smoothing takes the mean of the vectors alone
+  - mean += tl.sum(tl.where(in_edge, edge, 0.0), axis=0) / N_COLS
+  + mean += 0.0
+a part of a shared row is summed from another maximum than it sends
+  - total = tl.sum(total * exp_of(reference - part_max), axis=0)
+  + total = tl.sum(total, axis=0)
+the gradient of a shared row is that of the one before
+  - tl.store(grad_slice + lane, grad.to(grad_ptr.dtype.element_ty), mask=lane < own * WIDTH)
+  + tl.store(grad_slice + groups * stride_gm + lane, grad.to(grad_ptr.dtype.element_ty), mask=lane < own * WIDTH)
+two parts of a shared row write the target's column
+  - in_slice = (at >= first) & (at < first + part_vectors * WIDTH)
+  + in_slice = at >= first
 a scaled loss gets the gradient of a plain one
   - if not READY or dy != 1.0:
   + if not READY:

@@ -4,16 +4,25 @@ import gc
 from functools import partial
 from unittest.mock import patch
 
+from harness.codegen import compile_for
+
 import pytest
 import torch
 import torch.nn.functional as F
+import triton
+import triton.language as tl
 from hypothesis import given
 from hypothesis import strategies as st
 
+from examples.common import device
+from examples.common.device import interpreted
 from examples.common.rows import DTYPES
+from examples.triton import cross_entropy as lesson
 from examples.triton import cross_entropy_backward as backwards
+from examples.triton import cross_entropy_long as long
 from examples.triton.cross_entropy import BUDGET, WHEN, cross_entropy, loss_and_gradient, reference, reference_gradient
-from tests.examples.triton.helpers import INF, NAN, code, harness, meta, refused
+from examples.triton.cross_entropy_operands import row_layout
+from tests.examples.triton.helpers import INF, NAN, harness, meta, refused
 
 by_when = pytest.mark.parametrize("when", WHEN)
 OPTIONS = {"reduction": ("mean", "sum", "none"), "label_smoothing": (0.0, 0.1), "ignore_index": (-100, 2)}
@@ -181,10 +190,92 @@ def test_in_place(h):
     options=st.fixed_dictionaries({name: st.sampled_from(values) for name, values in OPTIONS.items()}),
 )  # fmt: skip
 def test_any_shape(rows, classes, when, dtype, factor, options):
-    """In steps of 32 or 64 columns: none, one or several whole blocks, and a rest or none; a program has some rows."""
-    h = harness()
-    with patch.object(backwards, "BLOCK_BYTES", 128):
+    """In steps of 32 or 64 columns: one or several, the last whole or not, and rows that begin anywhere."""
+    h, few = harness(), (128, 1, 2, 1)
+    with patch.multiple(lesson, RESIDENT=few, STREAMED=few), patch.object(backwards, "BLOCK_BYTES", 128):
         check(h, *operands(h, rows, classes, dtype), when, factor if when != "in place" else 1.0, **options)
+
+
+def test_where_the_vectors_of_rows_are(h):
+    """Rows that begin and end anywhere, and gradients whose rows begin elsewhere than those of the logits."""
+    x = h.randn(8, 1000, dtype=torch.float16)
+    assert row_layout(x) == row_layout(x, x.clone()) == (8, False)
+    for rows in (x[:, :781], x[:, 1:769], x.view(-1)[: 8 * 781].view(8, 781)):
+        assert row_layout(rows)[1]
+        assert row_layout(rows, torch.empty_like(rows))[0] == (8 if rows.is_contiguous() else 1)
+        check(h, rows, h.randint(700, 8))
+    assert row_layout(x[:1, 1:769], x[:1, 9:777]) == (8, True)
+
+
+@triton.jit
+def peek_at_once(ptr):
+    return tl.load(ptr)
+
+
+@triton.jit
+def receive_at_once(ptr, word):
+    """What was in the mailbox, in place of _receive, which waits."""
+    first = (word & 0xFFFFFFFF).to(tl.uint32).to(tl.float32, bitcast=True)
+    return first, (word >> 32).to(tl.int32).to(tl.float32, bitcast=True)
+
+
+@pytest.mark.filterwarnings("ignore:All-NaN slice")  # what the first of two runs finds in empty mailboxes
+@pytest.mark.skipif(not interpreted(), reason="compiled kernels cannot be given another way to receive")
+def test_the_split_kernel_interpreted(h, monkeypatch):
+    """Programs run one after the other. What they send does not depend on what they receive, so after a first run the
+    mailbox is full, and a second one computes with it."""
+    mail, prepare = torch.empty(1000, dtype=torch.int64), long.prepare
+
+    def start_again(target, ignore_index, _):
+        mail[0] = -1  # the tickets
+        return prepare(target, ignore_index)
+
+    stand_ins = {
+        "interpreted": lambda: False, "_peek": peek_at_once, "_receive": receive_at_once, "_mailbox": lambda *_: mail,
+        "prepare": start_again, "SLICE_BYTES": 1024, "WARPS": 1,
+        "split_max_cols": lambda *_: 10000,  # nothing waits, so any number of parts will do
+    }  # fmt: skip
+    for name, stand_in in stand_ins.items():
+        monkeypatch.setattr(long, name, stand_in)
+    monkeypatch.setattr(lesson, "L1_BEST_KIB", 0)
+    launch = lesson.launch_split
+
+    def twice(logits, target, loss, stats, grad, *options):
+        if mail[1] == -1:
+            launch(logits, target, loss, stats, torch.empty_like(grad), *options)
+            assert (mail[1 : 1 + len(logits)] != -1).all()
+        launch(logits, target, loss, stats, grad, *options)
+
+    monkeypatch.setattr(lesson, "launch_split", twice)
+    for i, (rows, classes) in enumerate([(2, 256), (7, 781), (9, 1000), (1, 5), (20, 300), (3, 2051)]):
+        logits, target = operands(h, rows, classes, DTYPES[i % 2])
+        target[1:2], target[4:5] = -100, classes - 1
+        for when in WHEN[::2]:
+            for smoothing in OPTIONS["label_smoothing"]:
+                leaf = logits.clone().requires_grad_()
+                options = {"label_smoothing": smoothing, "reduction": ("mean", "sum")[i % 2]}
+                mail.fill_(-1)
+                loss = cross_entropy(leaf * 1, target, gradient=when, **options)
+                got = torch.autograd.grad(loss, leaf)[0]
+                assert mail[0] != -1  # tickets were drawn
+                budget = BUDGET | {"constant_ok": True}
+                h.check(lambda *_, loss=loss: loss.detach(), partial(reference, **options), logits, target,
+                        dtype=torch.float32, **budget | {"terms": 1})  # fmt: skip
+                h.check(lambda *_, got=got: got, partial(reference_gradient, **options), logits, target,
+                        **budget | {"terms": int(smoothing > 0 or classes < 32)})  # fmt: skip
+    target[0], target[1], target[2] = 5000, 256, 2050
+    logits[1, 1000] = INF
+    mail.fill_(-1)
+    leaf = logits.requires_grad_()
+    got = torch.autograd.grad(cross_entropy(leaf, target, "sum", gradient="forward"), leaf)[0]
+    assert got.isnan().any(1).tolist() == [True, True, False]
+
+
+@pytest.mark.parametrize("sms", [1, 15, 16, 132, 148])
+def test_what_waits_for_each_other_fits_an_eighth_of_the_sms(monkeypatch, sms):
+    monkeypatch.setattr(device, "device_limits", lambda _: device.Limits(sms, 0))
+    for size in (2, 4):
+        assert long.split_max_cols(None, size) == long.SLICE_BYTES // size * long.PER_SM * max(1, sms // 8)
 
 
 def test_bad_input(h):
@@ -204,16 +295,25 @@ def test_bad_input(h):
 
 @pytest.mark.parametrize("sm", [90, 100])
 def test_generated_code(sm):
-    """Both rows' blocks go to shared memory ahead of their use, and nothing spills; two programs fit where two run."""
+    """Wide loads and stores, of rows that begin anywhere too, and as many programs fit an SM as should run there. The
+    loss alone, and slices of long rows, are on their way to shared memory ahead of their use."""
     half, single = torch.bfloat16, torch.float32
-    for classes, programs, dtype in ((128256, 1, half), (32000, 2, half), (32000, 1, single)):
+    for classes, programs, dtype in ((128256, 2, half), (50257, 2, half), (32000, 2, half), (16000, 2, single)):
         args = meta(4096, classes, dtype=dtype), meta(4096, dtype=torch.int64)
-        (forward, backward) = harness().codegen(loss_and_gradient, *args, find={sm: ("cp.async", "st.global.v4")})
-        assert forward.kernel == "cross_entropy_kernel"
-        assert (forward.spills, backward.spills, forward.too_much, forward.error) == (0, 0, None, None)
+        kernels = {kernel.kernel: kernel for kernel in compile_for(loss_and_gradient, args, {}, sms=(sm,))}
+        assert all((kernel.too_much, kernel.error) == (None, None) for kernel in kernels.values())
+        split = classes > 32768
+        forward = kernels.pop("cross_entropy_split_kernel" if split else "cross_entropy_kernel")
+        assert set(kernels) == {"cross_entropy_prepare_kernel", "cross_entropy_backward_kernel"}
+        assert forward.spills <= (256 if split else 0)
+        assert not any(kernel.spills for kernel in kernels.values())
+        assert forward.found.get("st.global.v4")
+        assert forward.found.get("cp.async" if split else "ld.global.v4")
         assert forward.registers * forward.warps * 32 * programs <= 65536
         assert forward.shared * programs <= 227 * 1024
-        code(sm, "cp.async", cross_entropy, *args)
+        (loss, _) = sorted(compile_for(cross_entropy, args, {}, sms=(sm,)), key=lambda kernel: kernel.kernel)
+        assert (loss.kernel, loss.spills, loss.error) == ("cross_entropy_kernel", 0, None)
+        assert loss.found.get("cp.async")
 
 
 @pytest.mark.gpu
@@ -251,3 +351,23 @@ def test_in_place_needs_no_memory_beside_the_logits(h):
         grad = torch.autograd.grad(cross_entropy(logits, target, gradient=when), logits)
         assert times * x.nbytes <= torch.cuda.max_memory_allocated() - before < times * x.nbytes + (2 << 20)
         del logits, grad
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_split_rows_finish_many_times_over_with_the_same_bits(h, dtype):
+    """Programs of a group wait for each other: few and many rows, odd numbers of parts, two streams at once."""
+    longest = long.split_max_cols(h.device, dtype.itemsize)
+    streams = [torch.cuda.Stream() for _ in range(2)]
+    for rows, classes in ((1, longest), (1000, 50257), (4096, 5 * 16384 + 1), (2, longest - 3)):
+        logits, target = operands(h, rows, classes, dtype)
+        for options in ({}, {"label_smoothing": 0.1}):
+            check(h, logits, target, **options)
+            got = []
+            torch.cuda.synchronize()
+            for stream in streams * 5:
+                with torch.cuda.stream(stream):
+                    got.append(loss_and_gradient(logits, target, **options))
+            torch.cuda.synchronize()
+            assert all(torch.equal(each, got[0]) for each in got)
+    check(h, *operands(h, 2, longest + 1, dtype))  # read from L2 or memory again

@@ -1,0 +1,198 @@
+"""Cross-entropy of rows too long for the L1 cache: a group of programs shares a row, and exchanges maximum and sum.
+
+Each program owns a slice of the classes for good, and the group takes row after row. A slice's maximum and sum travel
+through memory as one 64-bit word, its own signal, and the exchange is hidden: the gradient of a row is written one
+iteration after its words were sent, from the slice's logits, which wait in registers, two to a register, while the next
+rows are in flight to shared memory. So each logit is read once: 4 bytes each with the gradient's. It is computed twice,
+though, and two exponentials keep the special function units busy for much of that time: so there are two programs to an
+SM, of groups of their own, and one computes while the other waits.
+"""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+
+from examples.common.device import device_limits, interpreted, sms_to_wait_on
+from examples.common.rows import ASSEMBLY, pipeline_stages, widen
+from examples.triton.cross_entropy_backward import LN_2, LOG2_E, LOWEST, exp_of, softmax_of
+from examples.triton.cross_entropy_operands import edges_of, prepare, row_layout, vectors_of
+from examples.triton.layer_norm_backward_split import _pack, _peek, _receive, _send, _unpack
+
+SLICE_BYTES = 32768  # of a row in a program, so that each of its 256 threads has 32 registers of it
+WARPS = 8
+PER_SM = 2  # programs
+
+
+@triton.jit
+def _after_barrier(x):
+    """The float32 x once all threads of the program are here: Triton pipelines no loop with a tl.debug_barrier."""
+    if ASSEMBLY:
+        x = tl.inline_asm_elementwise(
+            "bar.sync 0; mov.f32 $0, $1;", "=f,f", [x], dtype=tl.float32, is_pure=False, pack=1
+        )
+    return x
+
+
+@triton.jit
+def cross_entropy_split_kernel(
+    logits_ptr, target_ptr, scale_ptr, loss_ptr, stats_ptr, grad_ptr, mail_ptr, stride_xm, stride_target, stride_gm,
+    n_rows, n_cols, part_vectors, groups, ignore_index, smoothing, SMOOTH: tl.constexpr,
+    PARTS: tl.constexpr, PARTS_POW2: tl.constexpr, BLOCK_N: tl.constexpr, WIDTH: tl.constexpr, THREADS: tl.constexpr,
+    EDGES: tl.constexpr, STAGES: tl.constexpr,
+):  # fmt: skip
+    # A ticket, not program_id, decides group and part: so the waits below end (docs/memory_ordering.md, "Tickets").
+    ticket = (tl.atomic_add(mail_ptr, 1, sem="relaxed") + 1).to(tl.int32)
+    group, part = ticket // PARTS, ticket % PARTS
+    mail_ptr += 1
+    stride_xm, stride_gm = tl.cast(stride_xm, tl.int64), tl.cast(stride_gm, tl.int64)
+    stride_target, stats_step = tl.cast(stride_target, tl.int64), tl.cast(n_rows, tl.int64)
+    stride_mail, plain_step = tl.full((), PARTS, tl.int64), stats_step * PARTS
+    smoothing = tl.cast(smoothing, tl.float32)
+    scale = 1.0
+    if scale_ptr is not None:
+        scale = tl.load(scale_ptr)
+    lane = tl.arange(0, BLOCK_N)
+    STEPS: tl.constexpr = BLOCK_N // WIDTH // THREADS
+    vector = tl.arange(0, STEPS)[:, None] * THREADS + tl.arange(0, THREADS)[None, :]
+    parts = tl.arange(0, PARTS_POW2)
+    sender = tl.minimum(parts, PARTS - 1)
+    first = part * part_vectors * WIDTH
+    is_last = part == PARTS - 1  # it has the columns beside the vectors too
+    # Edges and targets are loaded an iteration ahead, into registers.
+    if EDGES:
+        x_row = logits_ptr + group * stride_xm
+        head, vectors = vectors_of(x_row, n_cols, WIDTH, EDGES)
+        cols, in_edge = edges_of(head, vectors, n_cols, WIDTH)
+        edge = tl.load(x_row + cols, mask=in_edge & is_last, other=-float("inf"))
+        edge_due = edge
+    target = tl.load(target_ptr + group * stride_target)
+    target_due = target
+    x_due = _pack(tl.zeros((BLOCK_N,), logits_ptr.dtype.element_ty))
+    for row in tl.range(group, n_rows + groups, groups, num_stages=STAGES):
+        # `due` is the group's previous row, whose words arrive now; in the first iteration there is none.
+        due = tl.maximum(row - groups, group)
+        is_row, is_due = row < n_rows, row > group
+        due_mail = mail_ptr + due * stride_mail + sender
+        peeked = _peek(due_mail)
+        due_row, grad_row = logits_ptr + due * stride_xm, grad_ptr + due * stride_gm
+        head_due, vectors_due = vectors_of(due_row, n_cols, WIDTH, EDGES)
+        counts = target_due != ignore_index
+        known = counts & (target_due >= 0) & (target_due < n_cols)
+        # Whose column the target is has its logit, and writes what there is one of in a row.
+        at = target_due - head_due
+        in_vectors = known & (at >= 0) & (at < vectors_due)
+        in_slice = (at >= first) & (at < first + part_vectors * WIDTH)
+        owner = (in_vectors & in_slice) | (is_last & (in_vectors == 0))
+        x_target = tl.load(due_row + target_due, mask=known & owner, other=float("nan")).to(tl.float32)
+
+        next_row = row + groups
+        is_next = next_row < n_rows
+        if EDGES:
+            x_next = logits_ptr + next_row * stride_xm
+            head, vectors = vectors_of(x_next, n_cols, WIDTH, EDGES)
+            cols, in_edge = edges_of(head, vectors, n_cols, WIDTH)
+            edge_next = tl.load(x_next + cols, mask=in_edge & is_last & is_next, other=-float("inf"))
+        target_next = tl.load(target_ptr + next_row * stride_target, mask=is_next, other=ignore_index)
+
+        x_row = logits_ptr + row * stride_xm
+        head, vectors = vectors_of(x_row, n_cols, WIDTH, EDGES)
+        own = tl.where(is_row, tl.minimum(part_vectors, vectors // WIDTH - part * part_vectors), 0)
+        x_slice = tl.multiple_of(x_row + head, 16) + first
+        x = tl.load(x_slice + lane, mask=lane < own * WIDTH, other=0.0)
+        # One maximum and one sum for each thread, of its own vectors: no thread waits for another.
+        largest = tl.max(tl.reshape(widen(x), (STEPS, THREADS, WIDTH)), axis=2)
+        reference = tl.max(tl.where(vector < own, largest, LOWEST), axis=0)
+        shifted = tl.reshape(widen(x), (STEPS, THREADS, WIDTH)) - reference[None, :, None]
+        total = tl.sum(tl.where(vector < own, tl.sum(exp_of(shifted), axis=2), 0.0), axis=0)
+        part_max = tl.max(reference, axis=0)
+        if EDGES:
+            part_max = tl.maximum(part_max, tl.max(edge.to(tl.float32), axis=0))
+        total = tl.sum(total * exp_of(reference - part_max), axis=0)
+        if EDGES:
+            total += tl.sum(exp_of(edge.to(tl.float32) - part_max), axis=0)
+        _send(mail_ptr + row * stride_mail + part, part_max, total, is_row)
+        if SMOOTH:
+            plain = tl.sum(widen(x), axis=0)
+            if EDGES:
+                cols, in_edge = edges_of(head, vectors, n_cols, WIDTH)
+                plain += tl.sum(tl.where(in_edge & is_last, edge.to(tl.float32), 0.0), axis=0)
+            _send(mail_ptr + plain_step + row * stride_mail + part, plain, part_max, is_row)
+
+        maxima, sums = _receive(due_mail, peeked)
+        row_max = tl.max(maxima, axis=0)
+        row_sum = tl.sum(tl.where(parts < PARTS, sums * exp_of(maxima - row_max), 0.0), axis=0)
+        factor = tl.where(known, scale, tl.where(counts, float("nan"), 0.0))
+        weight = factor / row_sum
+        own = tl.where(is_due, tl.minimum(part_vectors, vectors_due // WIDTH - part * part_vectors), 0)
+        # The weight within the exponent: an FMA for two multiplications.
+        shifted_due = _unpack(x_due, logits_ptr.dtype.element_ty) - row_max
+        grad = tl.exp2(shifted_due * LOG2_E + tl.log2(weight))
+        if SMOOTH:
+            grad -= factor * smoothing / n_cols
+        grad_slice = tl.multiple_of(grad_row + head_due, 16) + first
+        tl.store(grad_slice + lane, grad.to(grad_ptr.dtype.element_ty), mask=lane < own * WIDTH)
+        if EDGES:
+            cols, in_edge = edges_of(head_due, vectors_due, n_cols, WIDTH)
+            edge_grad = softmax_of(edge_due.to(tl.float32), row_max, weight, factor, smoothing, n_cols, SMOOTH)
+            tl.store(grad_row + cols, edge_grad.to(grad_ptr.dtype.element_ty), mask=in_edge & is_last & is_due)
+        # The target's column again, after the barrier: a comparison for every logit would cost more.
+        target_grad = softmax_of(_after_barrier(x_target), row_max, weight, factor, smoothing, n_cols, SMOOTH)
+        target_grad -= factor * (1.0 - smoothing)
+        tl.store(grad_row + target_due, target_grad.to(grad_ptr.dtype.element_ty), mask=known & owner & is_due)
+
+        log_sum = tl.log2(row_sum) * LN_2
+        loss = log_sum + (row_max - x_target)
+        if SMOOTH:
+            plains, _ = _receive(due_mail + plain_step, _peek(due_mail + plain_step))
+            mean = tl.sum(tl.where(parts < PARTS, plains, 0.0), axis=0) / n_cols
+            loss = (1.0 - smoothing) * loss + smoothing * (log_sum + (row_max - mean))
+        tl.store(loss_ptr + due, tl.where(counts, loss, 0.0) * scale, mask=owner & is_due)
+        tl.store(stats_ptr + due, row_max, mask=owner & is_due)
+        tl.store(stats_ptr + stats_step + due, weight, mask=owner & is_due)
+        tl.store(stats_ptr + 2 * stats_step + due, factor, mask=owner & is_due)
+        # By an operation each: Triton pipelines no loop that hands a value on to the iteration after the next.
+        target_due = tl.where(is_row, target, ignore_index)
+        x_due, target = _pack(x), target_next
+        if EDGES:
+            edge_due = tl.where(is_row, edge, 0.0)
+            edge = edge_next
+
+
+def split_max_cols(device: torch.device, size: int) -> int:
+    """Longest row of values of `size` bytes whose programs, which wait for each other, an eighth of the SMs can run.
+
+    So it ends beside kernels that keep the other SMs (NCCL's, or such launches on other streams).
+    """
+    return SLICE_BYTES // size * PER_SM * sms_to_wait_on(device)
+
+
+def can_split(logits: torch.Tensor, grad: torch.Tensor) -> bool:
+    """Whether a group of programs can wait for each other here, and share rows of these."""
+    short_enough = logits.shape[1] <= split_max_cols(logits.device, logits.element_size())
+    return not interpreted() and short_enough and row_layout(logits, grad)[0] > 1
+
+
+def _mailbox(logits: torch.Tensor, words: int) -> torch.Tensor:
+    """So many words for each row, after one from which tickets are drawn; `prepare` empties it."""
+    return torch.empty(1 + logits.shape[0] * words, dtype=torch.int64, device=logits.device)
+
+
+def launch_split(logits, target, loss, stats, grad, reduction: str, ignore_index: int, smoothing: float) -> None:
+    """Losses, three numbers of each row and its gradient, as the lesson's launch."""
+    n_rows, n_cols = logits.shape
+    size = logits.element_size()
+    block_n, (width, edges) = SLICE_BYTES // size, row_layout(logits, grad)
+    parts = triton.cdiv(n_cols, block_n)
+    groups = max(1, min(n_rows, PER_SM * device_limits(logits.device).sms // parts))
+    mail = _mailbox(logits, parts * (2 if smoothing else 1))
+    scale = prepare(target, ignore_index, mail)
+    cross_entropy_split_kernel[(groups * parts,)](
+        logits, target, scale if reduction == "mean" else None, loss, stats, grad, mail,
+        logits.stride(0), target.stride(0), grad.stride(0), n_rows, n_cols,
+        triton.cdiv(triton.cdiv(n_cols, width), parts), groups, ignore_index, smoothing, SMOOTH=smoothing > 0,
+        PARTS=parts, PARTS_POW2=triton.next_power_of_2(parts), BLOCK_N=block_n, WIDTH=width, THREADS=32 * WARPS,
+        EDGES=edges, STAGES=pipeline_stages(logits, block_n, PER_SM),
+        num_warps=WARPS, maxnreg=65536 // (32 * WARPS * PER_SM),
+    )  # fmt: skip
