@@ -162,10 +162,10 @@ def test_what_hopper_is_given():
     """No weight moves between threads, no wgmma waits for another, and a product runs beside the next weights."""
     q, scale = meta(4, 32, 4096, 128), meta(4, 32, dtype=torch.float32)
     args = (q, q, q.transpose(2, 3).contiguous(), scale, scale, scale, True)
-    kernel = code(90, (), fp8_attention, *args, variant="tiles")
+    kernel = code(90, (), fp8_attention, *args)
     assert kernel.warps == TILES[128][2]
     assert kernel.found["mma f8"] == kernel.found["wgmma"], "both products in FP8"
-    texts = dump(fp8_attention, args, {"variant": "tiles"}, sm=90)
+    texts = dump(fp8_attention, args, sm=90)
     ptx = texts["ptx"]
     assert "erializ" not in texts["log"], "ptxas would wait for every wgmma by itself"
     # Maximum and sum of two rows a thread over the four threads that share them, in the opening and in the loop.

@@ -20,13 +20,11 @@ import pytest
 import torch
 import triton
 from hypothesis import Phase, settings
-from triton.runtime.interpreter import InterpretedFunction
 from triton.runtime.jit import JITFunction
 
 from examples.common.device import SHARED_LIMIT, Limits
 from examples.common.fp8 import E4M3
 from examples.common.microscaling import FORMATS, dequantize
-from examples.fp8.fp8_attention_operands import pack_values
 from tests.examples.tma.helpers import Launcher
 
 no_shrinking = settings(phases=[Phase.generate])  # it takes minutes, and what is drawn from a seed has nothing smaller
@@ -43,8 +41,8 @@ class Value:
     def __init__(self, sm, get, shape, memory=None):
         self.sm, self.get, self.shape, self.memory = sm, get, shape, memory
 
-    def to(self, dtype, bitcast=False):
-        return Value(self.sm, lambda: getattr(self.get(), "view" if bitcast else "to")(dtype.torch), self.shape)
+    def to(self, dtype):
+        return Value(self.sm, lambda: self.get().to(dtype.torch), self.shape)
 
     def then(self, fn, *others):
         """fn of this and other values, computed where the partition is now."""
@@ -62,7 +60,6 @@ class Value:
     __add__ = functools.partialmethod(then, operator.add)
     __sub__ = functools.partialmethod(then, operator.sub)
     __mul__ = functools.partialmethod(then, operator.mul)
-    __lshift__ = functools.partialmethod(then, lambda x, bits: x * 2**bits)
     __truediv__ = functools.partialmethod(then, operator.truediv)
     __rtruediv__ = functools.partialmethod(then, lambda x, y: y / x)
 
@@ -72,16 +69,13 @@ class Value:
 
 
 class Pointer(NamedTuple):
-    """Memory from a tensor's first element on."""
+    """A tensor's elements, from its first on."""
 
     tensor: torch.Tensor
     at: object = 0
 
     def __add__(self, offset):
         return Pointer(self.tensor, self.at + offset)
-
-    def load(self):
-        return self.tensor.as_strided((self.at + 1,), (1,))[self.at].item()
 
 
 class Memory:
@@ -176,11 +170,6 @@ def part_of(desc, at, box):
 
 def at_least(a, b):
     return torch.maximum(a, torch.as_tensor(b, dtype=a.dtype))
-
-
-def in_order_of_values(weights):
-    """In e4m3, each 16 keys in the order of pack_values(): by its own code, of a matrix whose rows are keys."""
-    return pack_values(weights.to(E4M3).T[None, None])[0, 0]
 
 
 def all_landed(flights):
@@ -395,11 +384,10 @@ class SM:
             arange=lambda start, end, layout: torch.arange(start, end), convert_layout=lambda x, layout: x,
             max=lambda x, axis: x.then(lambda x: x.amax(axis)), sum=lambda x, axis: x.then(lambda x: x.sum(axis)),
             exp2=lambda x: x.then(torch.exp2), log2=lambda x: x.then(torch.log2), SliceLayout=nothing,
-            maximum=lambda a, b, propagate_nan=None: a.then(at_least, b), DotOperandLayout=nothing,
+            maximum=lambda a, b: a.then(at_least, b), DotOperandLayout=nothing,
             program_id=lambda axis: program, num_programs=lambda axis: programs, num_warps=lambda: kwargs["num_warps"],
-            allocate_shared_memory=self.allocate, zeros=self.zeros, load=Pointer.load, int64=None,
-            float32=Dtype(torch.float32), int32=Dtype(torch.int32), NVMMADistributedLayout=nothing,
-            PropagateNan=SimpleNamespace(ALL=True),
+            allocate_shared_memory=self.allocate, zeros=self.zeros, load=lambda x: x.tensor.item(), int64=None,
+            float32=Dtype(torch.float32), NVMMADistributedLayout=nothing,
             warp_specialize=lambda partitions, warps, registers: self.partitions.extend(partitions),
         )  # fmt: skip
         barrier = SimpleNamespace(
@@ -413,8 +401,6 @@ class SM:
             "allocate_tensor_memory": self.allocate_columns, "tcgen05_mma": self.mma, "tcgen05_copy": self.copy,
             "tcgen05_mma_scaled": self.mma_scaled, "tcgen05_commit": self.commit, "TensorMemoryLayout": nothing,
             "TensorMemoryScalesLayout": nothing, "split_columns": Value.halves,
-            "join_columns": lambda left, right, like: left.then(lambda *parts: torch.cat(parts, 1), right),
-            "pack_weights": lambda p: p.then(in_order_of_values), "unpack_weights": lambda packed, layout: packed,
             "load_columns": lambda acc, start, width: acc.slice(start, width).load(None),
         }  # fmt: skip
         scopes = {}
@@ -427,7 +413,7 @@ class SM:
                 for name, value in names.items():
                     if isinstance(value, triton.language.constexpr):
                         scope[name] = value.value
-                    if isinstance(value, (JITFunction, InterpretedFunction)) and name not in language:
+                    if isinstance(value, JITFunction) and name not in language:
                         scope[name] = as_python(value)
             return FunctionType(fn.fn.__code__, scopes[id(names)], fn.fn.__name__, fn.fn.__defaults__)
 
