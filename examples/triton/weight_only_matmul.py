@@ -183,9 +183,9 @@ def compare(h: Harness, M: int, N: int, K: int, title: str | None = None):
 
 
 def demo(h: Harness) -> None:
-    # One of each; a tail in each dimension and rows TMA cannot load; shared tiles; nothing to sum.
+    # One of each; one row, unsplit; a tail in each dimension and rows TMA cannot load; shared tiles; nothing to sum.
     for format in FORMATS:
-        for M, N, K in [(1, 1, 1), (5, 131, 517), (33, 72, 1700), (3, 7, 0)]:
+        for M, N, K in [(1, 1, 1), (1, 131, 517), (5, 131, 517), (33, 72, 1700), (3, 7, 0)]:
             packed = quantize_weight(h.randn(N, K, dtype=h.half), format)
             x, fn = h.randn(M, K, dtype=h.half), partial(weight_only_matmul, packed=packed)
             h.check(fn, partial(reference, packed=packed), x, terms=K, what=f"{format} {M}x{N}x{K}")
@@ -193,7 +193,9 @@ def demo(h: Harness) -> None:
     tma, N = ("cp.async.bulk.tensor", "mbarrier"), 8192
     find = {90: (*tma, "wgmma"), 100: (*tma, "tcgen05.mma"), 120: (*tma, "mma.sync")}
     words, scales = h.meta(N, N // 4, dtype=torch.int16), h.meta(N // (2 * GROUP), N, 2)
-    h.codegen(weight_only_matmul, h.meta(16, N), PackedWeight(words, scales, N, "int4"), find=find)
+    packed = PackedWeight(words, scales, N, "int4")
+    h.codegen(weight_only_matmul, h.meta(16, N), packed, find=find)
+    h.codegen(weight_only_matmul, h.meta(1, N), packed, find=dict.fromkeys(find, ("cp.async",)))
 
     rows = h.pick(interpreted=(1,), quick=(1, 16), full=(1, 16, 64))
     size = h.pick(interpreted=(72, 264), quick=(4096, 4096), full=(8192, 8192))

@@ -1,9 +1,10 @@
 """weight_only_matmul for one row: the eight columns of an MMA are eight slices of K.
 
-FMAs are too slow for int4: or, subtract, multiply are three instructions for a weight, 36 weights come in a cycle, and
-an SM issues 128. An MMA takes the multiplying away, but wants eight columns of x. Here these are eight successive steps
-of K, and its rows are each output once for each of them: of all products the ones on the diagonal count. So a program
-has all of K for a few outputs, as in skinny_matmul_gemv, and there is nothing to merge.
+FMAs are too slow for 4-bit weights. An SM issues 128 operations a cycle while 35 weights arrive, and or, subtract and
+multiply are three for each before anything is loaded; an MMA multiplies 256 weights at a time, but with eight columns
+of x. Here the columns are eight successive steps of one row's K, and each output has a row of the MMA for each of them.
+Of all products only those count in which weights meet the x of their own step: the diagonal, taken once, at the end.
+So a program has all of K for its outputs, as in skinny_matmul_gemv: nothing is split, and nothing is merged.
 """
 
 from __future__ import annotations
