@@ -16,7 +16,7 @@ Question   How much faster than a bf16 GEMM are 4-bit and FP8 weights, with 1 to
 Needs      triton, sm_90
 Wins when  by bytes, not recorded yet: M is at most 64; more rows would make more of dequantizing once for many, and
            then of FP8 activations.
-Variants   weight_only_matmul_packing.py (quantize_weight, and the instructions that undo it)
+Variants   weight_only_matmul_gemv.py (one row, unsplit), weight_only_matmul_packing.py (quantizing and its inverse)
 Study      studies/triton/weight_only_matmul.py
 Source     goes beyond the chapter; bits into a mantissa as in FasterTransformer's and Marlin's kernels
 """
@@ -32,16 +32,16 @@ import triton
 import triton.language as tl
 
 from examples.common.compiled import SEARCH
-from examples.common.device import architecture, require_triton_device
 from examples.common.stream_k import first_unit, launch_stream_k, stages_that_fit, start_dependents, store_share
 from examples.common.tma import rows_for_tma, tma_descriptor, tma_takes
 from examples.common.untraced import untraced
+from examples.triton.weight_only_matmul_gemv import fills_gpu, weight_only_matmul_gemv
 from examples.triton.weight_only_matmul_packing import (
-    DTYPES,
     FORMATS,
     GROUP,
     WORDS,
     PackedWeight,
+    check_packed,
     dequantized,
     quantize_weight,
     torch_int4pack,
@@ -108,27 +108,9 @@ def choose_tile(M: int, format: str, device: torch.device) -> tuple[int, ...]:
 
 
 @untraced
-def weight_only_matmul(x: torch.Tensor, packed: PackedWeight) -> torch.Tensor:
-    """x [M, K] times the weights [N, K] of quantize_weight, transposed: y [M, N], contiguous, in the dtype of x.
-
-    float16 or bfloat16, whichever the weights were; any sizes (0 too) and strides of x, which is copied where
-    TMA cannot load it. The accumulator is float32.
-
-    Raises TypeError for another dtype, or weights that are not packed; ValueError for rank, inner sizes or a device;
-    RuntimeError for a device without Triton or before sm_90, or an input that requires grad.
-    """
-    name = "weight_only_matmul"
-    if not isinstance(packed, PackedWeight):
-        raise TypeError(f"{name}: weights are {type(packed).__name__}; pass what quantize_weight returns")
-    require_triton_device(name, x)
-    require_triton_device(name, x, packed.words, packed.scales)
-    if x.dtype not in DTYPES:
-        raise TypeError(f"{name}: dtype {x.dtype} is not one of {DTYPES}")
-    if x.ndim != 2 or x.shape[1] != packed.K:
-        raise ValueError(f"{name}: x has shape {tuple(x.shape)}; need [M, {packed.K}]")
-    if (sm := architecture(x.device)) < 90:
-        raise RuntimeError(f"{name}: TMA comes with sm_90 (this is sm_{sm}): dequantize the weights")
-    (M, K), N = x.shape, packed.words.shape[0]
+def weight_only_matmul_stream_k(x: torch.Tensor, packed: PackedWeight) -> torch.Tensor:
+    """weight_only_matmul by stream-K, for any number of rows."""
+    M, N, K = check_packed("weight_only_matmul_stream_k", x, packed)
     if not (M and N and K):
         return torch.zeros((M, N), dtype=x.dtype, device=x.device)
     y = torch.empty((M, N), dtype=x.dtype, device=x.device)
@@ -147,6 +129,22 @@ def weight_only_matmul(x: torch.Tensor, packed: PackedWeight) -> torch.Tensor:
 
     launch_stream_k(launch, y, packed.words.shape[1], (m, n, words), per_sm=per_sm)
     return y
+
+
+@untraced
+def weight_only_matmul(x: torch.Tensor, packed: PackedWeight) -> torch.Tensor:
+    """x [M, K] times the weights [N, K] of quantize_weight, transposed: y [M, N], contiguous, in the dtype of x.
+
+    float16 or bfloat16, whichever the weights were; any sizes (0 too) and strides of x, which is copied where
+    it cannot be loaded. The accumulator is float32. One row takes weight_only_matmul_gemv where N has work for all SMs,
+    all else weight_only_matmul_stream_k.
+
+    Raises TypeError for another dtype, or weights that are not packed; ValueError for rank, inner sizes or a device;
+    RuntimeError for a device without Triton or before sm_90, or an input that requires grad.
+    """
+    M, N, _ = check_packed("weight_only_matmul", x, packed)
+    one = M == 1 and fills_gpu(N, x.device)
+    return (weight_only_matmul_gemv if one else weight_only_matmul_stream_k)(x, packed)
 
 
 def in_float64(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
@@ -185,9 +183,9 @@ def compare(h: Harness, M: int, N: int, K: int, title: str | None = None):
 
 
 def demo(h: Harness) -> None:
-    # One of each; a tail in each dimension and rows TMA cannot load; shared tiles; nothing to sum.
+    # One of each; one row, unsplit; a tail in each dimension and rows TMA cannot load; shared tiles; nothing to sum.
     for format in FORMATS:
-        for M, N, K in [(1, 1, 1), (5, 131, 517), (33, 72, 1700), (3, 7, 0)]:
+        for M, N, K in [(1, 1, 1), (1, 131, 517), (5, 131, 517), (33, 72, 1700), (3, 7, 0)]:
             packed = quantize_weight(h.randn(N, K, dtype=h.half), format)
             x, fn = h.randn(M, K, dtype=h.half), partial(weight_only_matmul, packed=packed)
             h.check(fn, partial(reference, packed=packed), x, terms=K, what=f"{format} {M}x{N}x{K}")
@@ -195,7 +193,9 @@ def demo(h: Harness) -> None:
     tma, N = ("cp.async.bulk.tensor", "mbarrier"), 8192
     find = {90: (*tma, "wgmma"), 100: (*tma, "tcgen05.mma"), 120: (*tma, "mma.sync")}
     words, scales = h.meta(N, N // 4, dtype=torch.int16), h.meta(N // (2 * GROUP), N, 2)
-    h.codegen(weight_only_matmul, h.meta(16, N), PackedWeight(words, scales, N, "int4"), find=find)
+    packed = PackedWeight(words, scales, N, "int4")
+    h.codegen(weight_only_matmul, h.meta(16, N), packed, find=find)
+    h.codegen(weight_only_matmul, h.meta(1, N), packed, find=dict.fromkeys(find, ("cp.async",)))
 
     rows = h.pick(interpreted=(1,), quick=(1, 16), full=(1, 16, 64))
     size = h.pick(interpreted=(72, 264), quick=(4096, 4096), full=(8192, 8192))

@@ -15,7 +15,7 @@ import torch
 import triton
 import triton.language as tl
 
-from examples.common.device import interpreted, require_triton_device
+from examples.common.device import architecture, interpreted, require_triton_device
 from examples.common.operands import check_choice
 
 WORDS = tl.constexpr(64)  # of a row in a step: 128 bytes, the widest swizzle of shared memory
@@ -102,6 +102,21 @@ def quantize_weight(w: torch.Tensor, format: str) -> PackedWeight:
     words = sum(codes[:, :, i] << (16 // parts * i) for i in range(parts)).flatten(1)
     scales = scales.unflatten(1, (-1, 2)).transpose(0, 1) if format == "int4" else scales[:, 0]
     return PackedWeight(words.to(torch.int16).contiguous(), scales.contiguous(), K, format)
+
+
+def check_packed(name: str, x: torch.Tensor, packed: PackedWeight) -> tuple[int, int, int]:
+    """M, N, K of wrapper `name`, which takes x [M, K] and packed weights [N, K], or what weight_only_matmul raises."""
+    if not isinstance(packed, PackedWeight):
+        raise TypeError(f"{name}: weights are {type(packed).__name__}; pass what quantize_weight returns")
+    require_triton_device(name, x)
+    require_triton_device(name, x, packed.words, packed.scales)
+    if x.dtype not in DTYPES:
+        raise TypeError(f"{name}: dtype {x.dtype} is not one of {DTYPES}")
+    if x.ndim != 2 or x.shape[1] != packed.K:
+        raise ValueError(f"{name}: x has shape {tuple(x.shape)}; need [M, {packed.K}]")
+    if (sm := architecture(x.device)) < 90:
+        raise RuntimeError(f"{name}: TMA and arithmetic of bfloat16 come with sm_90 (this is sm_{sm}): dequantize")
+    return x.shape[0], packed.words.shape[0], packed.K
 
 
 def dequantized(packed: PackedWeight, dtype: torch.dtype = torch.float64) -> torch.Tensor:

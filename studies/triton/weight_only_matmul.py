@@ -16,7 +16,7 @@ from harness import Harness, Work
 import torch
 
 from examples.triton import weight_only_matmul as lesson
-from examples.triton.weight_only_matmul import compare, reference, weight_only_matmul
+from examples.triton.weight_only_matmul import compare, reference, weight_only_matmul_stream_k
 from examples.triton.weight_only_matmul_packing import FORMATS, dequantized, quantize_weight
 
 
@@ -65,4 +65,4 @@ def programs(h: Harness) -> None:
 
 def at_most(per_sm: int, x: torch.Tensor, packed) -> torch.Tensor:
     with patch.object(lesson, "PER_SM", per_sm):
-        return weight_only_matmul(x, packed)
+        return weight_only_matmul_stream_k(x, packed)

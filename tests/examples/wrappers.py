@@ -73,7 +73,8 @@ from examples.triton.softmax_resident import softmax_resident
 from examples.triton.tensor_cores import dot
 from examples.triton.vector_add import vector_add
 from examples.triton.warp_specialized_matmul import matmul_specialized
-from examples.triton.weight_only_matmul import weight_only_matmul
+from examples.triton.weight_only_matmul import weight_only_matmul, weight_only_matmul_stream_k
+from examples.triton.weight_only_matmul_gemv import weight_only_matmul_gemv
 from examples.triton.weight_only_matmul_packing import quantize_weight
 
 
@@ -170,7 +171,8 @@ WRAPPERS = [
     *(Wrapper(fn, "MK KN", GEMM) for fn in (matmul, matmul_persistent, matmul_pipelined, dot)),
     *(Wrapper(fn, "MK NK", randoms((5, 264), (72, 264))) for fn in (skinny_matmul, skinny_matmul_stream_k)),
     *(
-        Wrapper(weight_only_matmul, "MK", lambda h, f=f: (h.randn(5, 264, dtype=h.half), packed(h, f)))
+        Wrapper(fn, "MK", lambda h, rows=rows, f=f: (h.randn(rows, 264, dtype=h.half), packed(h, f)))
+        for fn, rows in ((weight_only_matmul, 5), (weight_only_matmul_stream_k, 5), (weight_only_matmul_gemv, 1))
         for f in ("int4", "fp8")
     ),
     Wrapper(skinny_matmul_gemv, "MK NK", randoms((1, 264), (72, 264))),

@@ -263,6 +263,18 @@ NaN in a group becomes a weight of 0, with a scale of 1
 x is read by TMA though its rows begin anywhere
   - x = rows_for_tma(x).copy_(x)
   + x = x.contiguous()
+the eight slices of K are all multiplied with the first one's x  [within=weight_only_matmul_gemv_kernel]
+  - k = (first + column)[:, None] * (PARTS * WORDS) + inner[None, :]
+  + k = (first + 0 * column)[:, None] * (PARTS * WORDS) + inner[None, :]
+of one row the products off the diagonal are added, too  [within=weight_only_matmul_gemv_kernel]
+  - acc = tl.where(slice[:, None] == column[None, :], acc, 0.0)
+  + acc = acc
+of one row the steps after the last whole kilobyte are dropped  [within=weight_only_matmul_gemv_kernel]
+  - for first in tl.range(0, steps, SLICES, num_stages=STAGES):
+  + for first in tl.range(0, steps // SLICES * SLICES, SLICES, num_stages=STAGES):
+of one row both groups of a step are scaled by the second one's  [within=weight_only_matmul_gemv_kernel]
+  - left = scales.to(tl.int16).to(dtype, bitcast=True)
+  + left = (scales >> 16).to(tl.int16).to(dtype, bitcast=True)
 
 # triton/grouped_matmul
 a tile of half the rows is taken for one row more than it has

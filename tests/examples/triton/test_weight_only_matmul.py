@@ -14,7 +14,9 @@ from hypothesis import strategies as st
 from examples.common import stream_k
 from examples.common.device import SHARED_LIMIT, Limits
 from examples.triton import weight_only_matmul as lesson
-from examples.triton.weight_only_matmul import reference, weight_only_matmul
+from examples.triton import weight_only_matmul_gemv as gemv
+from examples.triton.weight_only_matmul import reference, weight_only_matmul, weight_only_matmul_stream_k
+from examples.triton.weight_only_matmul_gemv import weight_only_matmul_gemv
 from examples.triton.weight_only_matmul_packing import (
     FORMATS,
     GROUP,
@@ -30,15 +32,17 @@ by_format = pytest.mark.parametrize("format", FORMATS)
 
 
 def check(h, x, packed, **budget) -> None:
+    """weight_only_matmul, and of one row both kernels."""
     what = f"{packed.format} {tuple(x.shape)} {x.stride()} {packed.words.shape[0]}"
-    h.check(
-        partial(weight_only_matmul, packed=packed),
-        partial(reference, packed=packed),
-        x,
-        terms=packed.K,
-        what=what,
-        **budget,
-    )
+    for fn in (weight_only_matmul_gemv, weight_only_matmul_stream_k) if x.shape[0] == 1 else (weight_only_matmul,):
+        h.check(
+            partial(fn, packed=packed),
+            partial(reference, packed=packed),
+            x,
+            terms=packed.K,
+            what=f"{fn.__name__} {what}",
+            **budget,
+        )
 
 
 @by_format
@@ -52,6 +56,9 @@ def test_edges_layouts_and_extremes(h, format):
         check(h, x, packed)
     for x in (wide[:, :264] * 1000, wide[:, :264] * 2.0**-10):
         check(h, x, packed)
+        check(h, x[:1], packed)
+    for x in (wide[3:4, :264], wide[:1, 1:265], wide[:1, ::2][:, :264], wide[:1, :1].expand(1, 264)):
+        check(h, x, packed)
 
 
 @by_format
@@ -62,6 +69,8 @@ def test_nan_and_infinity_go_where_the_weights_put_them(h, format):
     packed = quantize_weight(w, format)
     assert dequantized(packed)[[3, 66, 7], [5, 599, 300]].isnan().all()
     check(h, x, packed)
+    for row in range(3):
+        check(h, x[row : row + 1], packed)
 
 
 @by_format
@@ -72,6 +81,43 @@ def test_any_size(format):
         check(h, h.randn(M, K, dtype=h.half), quantize_weight(h.randn(N, K, dtype=h.half), format))
 
     test()
+
+
+@by_format
+def test_one_row_of_any_size(format):
+    """Steps that are no multiple of what the kernel takes at a time, and programs that end past the last output."""
+
+    @given(N=st.integers(0, 70), K=st.integers(0, 5000))
+    def test(N, K):
+        h = harness()
+        check(h, h.randn(1, K, dtype=h.half), quantize_weight(h.randn(N, K, dtype=h.half), format))
+
+    test()
+
+
+@by_format
+def test_one_row_takes_the_kernel_without_a_merge_where_it_fills_the_gpu(h, monkeypatch, format):
+    called = []
+    for name in ("weight_only_matmul_gemv", "weight_only_matmul_stream_k"):
+        monkeypatch.setattr(lesson, name, lambda *_, name=name: called.append(name.removeprefix("weight_only_matmul_")))
+    busy = gemv.OUTPUTS * gemv.PER_SM * gemv.device_limits(h.device).sms
+    for M, N in ((1, busy), (1, busy - 1), (2, busy)):
+        packed = quantize_weight(h.randn(N, 8, dtype=h.half), format)
+        weight_only_matmul(h.randn(M, 8, dtype=h.half), packed)
+    assert called == ["gemv", "stream_k", "stream_k"]
+
+
+@by_format
+def test_one_row_of_integers_is_exact(h, format):
+    """Nothing rounds, so a slice that is left out, or that meets another one's x, shows as itself."""
+    w = torch.randint(-4, 5, (40, 4352), device=h.device).to(h.half)
+    w[:, ::GROUP] = 7 if format == "int4" else 448  # the largest of each group, so that each scale is 1
+    x = (torch.randint(0, 40, (1, 4352), device=h.device) == 0).to(h.half)
+    packed = quantize_weight(w, format)
+    assert torch.equal(dequantized(packed), w.double())
+    want = (x.double() @ w.double().t()).to(h.half)
+    for fn in (weight_only_matmul_gemv, weight_only_matmul_stream_k, weight_only_matmul):
+        assert torch.equal(fn(x, packed), want), fn
 
 
 @by_format
@@ -152,8 +198,9 @@ def test_real_sizes_dtypes_and_bits(h, format):
         packed = quantize_weight(h.randn(N, K, dtype=dtype), format)
         x = h.randn(M, K, dtype=dtype)
         check(h, x, packed)
-        first = weight_only_matmul(x, packed)
-        assert all(torch.equal(weight_only_matmul(x, packed), first) for _ in range(5))
+        for fn in (weight_only_matmul, weight_only_matmul_stream_k):
+            first = fn(x, packed)
+            assert all(torch.equal(fn(x, packed), first) for _ in range(5))
 
 
 def test_bad_input(h):
@@ -164,6 +211,7 @@ def test_bad_input(h):
     refused(quantize_weight, ValueError, r"need \[N, K\]", w[0], "fp8")
     refused(weight_only_matmul, TypeError, "pass what quantize_weight returns", x, w)
     refused(weight_only_matmul, ValueError, r"need \[M, 16\]", x[:, :8], packed)
+    refused(weight_only_matmul_gemv, ValueError, "x has 4 rows; it takes one", x, packed)
 
 
 def packed_meta(N: int, K: int, format: str) -> PackedWeight:
@@ -178,8 +226,15 @@ def packed_meta(N: int, K: int, format: str) -> PackedWeight:
 @by_format
 def test_it_compiles_for_sizes_of_1(format):
     """Triton makes a constant of each; where it can tell that no tile is shared, as K is one step, 3.6 crashes."""
-    for M, N, K in [(1, 1, 1), (5, 9000, 100), (1, 1, 1700)]:
-        kernels = compile_for(weight_only_matmul, (meta(M, K), packed_meta(N, K, format)), sms=(90,))
+    for fn, M, N, K in [
+        (weight_only_matmul, 1, 1, 1),
+        (weight_only_matmul, 5, 9000, 100),
+        (weight_only_matmul, 1, 1, 1700),
+        (weight_only_matmul_gemv, 1, 1, 1),
+        (weight_only_matmul_gemv, 1, 1, 1700),
+        (weight_only_matmul_gemv, 1, 9000, 100),
+    ]:
+        kernels = compile_for(fn, (meta(M, K), packed_meta(N, K, format)), sms=(90,))
         assert all((each.error, each.spills) == (None, 0) for each in kernels), (M, N, K, kernels)
 
 
@@ -192,9 +247,21 @@ def test_generated_code(format, sm, mma):
     """
     N = 8192
     for M in (1, 16, 64) if sm == 90 else (1, 16):
-        kernels = compile_for(weight_only_matmul, (meta(M, N), packed_meta(N, N, format)), sms=(sm,))
+        kernels = compile_for(weight_only_matmul_stream_k, (meta(M, N), packed_meta(N, N, format)), sms=(sm,))
         kernel = next(k for k in kernels if "merge" not in k.kernel)
         assert (kernel.error, kernel.too_much, kernel.spills) == (None, None, 0)
         assert all(kernel.found.get(name) for name in ("cp.async.bulk.tensor", "mbarrier"))
         assert kernel.found.get(mma) or (M <= 8 and kernel.found.get("mma.sync"))
         assert M > 1 or 4 * (kernel.shared + 1024) <= SHARED_LIMIT[sm]
+
+
+@by_format
+def test_generated_code_of_one_row(format):
+    """One kernel; words go from shared memory to the MMA as those of tiles do, with 96 KiB in flight on an SM."""
+    N = 8192
+    (kernel,) = compile_for(weight_only_matmul, (meta(1, N), packed_meta(N, N, format)), sms=(90,))
+    assert (kernel.error, kernel.too_much, kernel.spills) == (None, None, 0)
+    assert kernel.found.get("cp.async")
+    assert kernel.found.get("mma.sync") or kernel.found.get("wgmma")
+    per_sm = min(SHARED_LIMIT[90] // (kernel.shared + 1024), 65536 // (-(-kernel.registers // 8) * 8 * 32 * gemv.WARPS))
+    assert per_sm * (gemv.STAGES - 1) * gemv.OUTPUTS * 1024 >= 96 * 1024
