@@ -20,7 +20,7 @@ from examples.triton.cross_entropy_backward import LN_2, LOG2_E, LOWEST, exp_of,
 from examples.triton.cross_entropy_operands import edges_of, prepare, row_layout, vectors_of
 from examples.triton.layer_norm_backward_split import _pack, _peek, _receive, _send, _unpack
 
-SLICE_BYTES = 32768  # of a row in a program, so that each of its 256 threads has 32 registers of it
+SLICE_BYTES = 16384  # of a row in a program, so that each of its 256 threads has 16 registers of it
 WARPS = 8
 PER_SM = 2  # programs
 

@@ -119,7 +119,7 @@ def compare(h: Harness, operands: tuple, how: str, more: dict | None = None, tit
     (T, K), (E, _, N), offs = a.shape, b.shape, cases.routed(h, a.shape[0], b.shape[0], how)
     ours, library = {"triton": partial(grouped_matmul, check_scales=False)}, cases.libraries(h, a, b, offs, *scales)
     return h.compare(
-        library | ours | (more or {}), reference, a, b, offs, *scales, baseline="torch loop",
+        library | ours | (more or {}), reference, a, b, offs, *scales, baseline=next(iter(library), "triton"),
         title=title or ("FP8" if scales else "16 bits"), case=f"{how} {E}x{T}x{N}x{K}", wrong=cases.faults(offs),
         work=Work(cases.least_bytes(a, b, offs), 2 * T * N * K, a.dtype), **cases.budget(h, K, bool(scales)),
     )  # fmt: skip

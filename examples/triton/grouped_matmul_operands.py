@@ -148,9 +148,14 @@ def _scaled_grouped(a, b, offs, scale_a, scale_b) -> torch.Tensor:
 
 
 def libraries(h, a, b, offs, scale_a=None, scale_b=None) -> dict[str, Callable]:
-    """torch's loop over experts, and its grouped call where this GPU has it (in the interpreter it is not run)."""
-    fp8 = scale_a is not None
-    calls = {"torch loop": one_by_one(offs.tolist(), fp8=fp8, interpreted=h.interpreted)}
+    """torch's loop over experts, and its grouped call where this GPU has it (in the interpreter it is not run).
+
+    cuBLAS multiplies FP8 matrices of a multiple of 16 rows only: with other groups there is no loop.
+    """
+    fp8, ends = scale_a is not None, offs.tolist()
+    calls = {}
+    if not fp8 or h.interpreted or all((end - begin) % 16 == 0 for _, begin, end in spans(ends)):
+        calls["torch loop"] = one_by_one(ends, fp8=fp8, interpreted=h.interpreted)
     name, grouped = ("torch._scaled_grouped_mm", _scaled_grouped) if fp8 else ("torch._grouped_mm", _grouped)
     if architecture(h.device) // 10 in (9, 10):
         calls[name] = grouped

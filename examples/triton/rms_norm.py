@@ -4,8 +4,8 @@ y = x * rstd * weight, rstd = 1 / sqrt(mean(x^2) + eps): in 16 bits 4 bytes an e
 is the sum of two tensors, wanted too: two kernels move 10 bytes an element, one pass 8 (x, residual, their sum, y).
 
 The kernel below holds a row in registers. Of long rows few fit an SM, and a program that waits for the end of one loads
-nothing: there one loop reads the next row and writes the previous one (rms_norm_long.py), and programs share the
-longest (layer_norm_long.py). Backward reads x and dy, writes dx, and sums dweight in registers (rms_norm_backward.py).
+nothing: programs share these, with their next rows in flight (layer_norm_long.py). Backward reads x and dy, writes dx,
+and sums dweight in registers (rms_norm_backward.py).
 
 Question   How close to a copy is RMSNorm, alone, with the residual, and in training, from 4096 to 131072 columns?
 Needs      triton
@@ -56,10 +56,7 @@ def rms_norm_rows_kernel(
 
 
 def rms_norm_forward(x, weight, residual=None, eps: float = 1e-6):
-    """(y, x + residual or None, rstd, which is float32 [n_rows]), by the kernel that is fastest for the row length.
-
-    Takes and raises what rms_norm does, of matrices with any row stride, and where nothing requires grad.
-    """
+    """(y, x + residual or None, float32 rstd) of matrices of any row stride, without autograd. Raises as rms_norm does."""
     check_eps("rms_norm_forward", eps)
     check_input("rms_norm_forward", x, residual)
     matrices = {"x": x} | ({} if residual is None else {"residual": residual})
@@ -81,13 +78,12 @@ def rms_norm_forward(x, weight, residual=None, eps: float = 1e-6):
 def rms_norm(x: torch.Tensor, weight: torch.Tensor, residual: torch.Tensor | None = None, eps: float = 1e-6):
     """RMSNorm over the last dimension of x [..., n_cols], once differentiable in x, weight [n_cols] and residual.
 
-    With a residual, like x, the norm of x + residual: returns (y, x + residual). x: float32, float16 or bfloat16, last
-    dimension contiguous; y has its dtype. weight: x's dtype or float32. The arithmetic is float32, in which the squares
-    of values beyond 1e19 overflow; y is the norm of the sum as it was rounded.
+    With a residual, like x, the norm of x + residual as rounded: returns (y, x + residual). x: float32, float16 or
+    bfloat16, last dimension contiguous; y has its dtype. weight: x's dtype or float32. The arithmetic is float32, in
+    which squares of values beyond 1e19 overflow. Beyond 16 KiB a row programs wait for each other, as layer_norm's do.
 
     Raises TypeError for another dtype, a missing weight or an eps that is no number; ValueError for sizes, strides or
-    an eps that do not fit; RuntimeError for a device without Triton and a second derivative. Beyond 8192 columns
-    programs of the backward wait for each other, and of rows over 64 KiB those of the forward, as layer_norm's do.
+    an eps that do not fit; RuntimeError for a device without Triton and a second derivative.
     """
     with torch.no_grad():  # this one has a backward
         check_input("rms_norm", x, residual)
@@ -99,8 +95,7 @@ def torch_norm(x, weight, eps: float = 1e-6) -> torch.Tensor:
 
 
 def torch_add(x, weight, residual) -> tuple[torch.Tensor, torch.Tensor]:
-    summed = x + residual
-    return torch_norm(summed, weight), summed
+    return torch_norm(x + residual, weight), x + residual
 
 
 reference, reference_step = map(in_float64, (torch_norm, forward_backward(torch_norm)))
@@ -111,8 +106,7 @@ def reference_add(x, weight, residual) -> tuple[torch.Tensor, torch.Tensor]:
     return reference(summed, weight), summed.double()
 
 
-def short_of_rows(x, weight, dy) -> tuple[torch.Tensor, ...]:
-    """y and dx as they are; dweight without the last 4 rows: what a check of sums over rows must notice."""
+def short_of_rows(x, weight, dy) -> tuple[torch.Tensor, ...]:  # what a check of sums over rows must notice
     return *reference_step(x, weight, dy)[:2], reference_step(x[:-4], weight, dy[:-4])[2]
 
 
@@ -121,9 +115,8 @@ def compare_all(h: Harness, rows: int, cols: int):
     inputs, how = (x, h.randn(cols, dtype=h.half)), {"case": f"{rows}x{cols}", "baseline": "torch", "terms": cols}
     alone, both = ({"torch": fn} | compiled_modes(h, fn) | {"triton": rms_norm} for fn in (torch_norm, torch_add))
     yield h.compare(alone, reference, *inputs, title="forward", work=Work(bytes=2 * x.nbytes), **how)
-    yield h.compare(
-        both, reference_add, *inputs, residual, title="residual", work=Work(4 * x.nbytes), library={"stores": 3}, **how
-    )
+    more = {"title": "residual", "work": Work(bytes=4 * x.nbytes), "library": {"stores": 3}}
+    yield h.compare(both, reference_add, *inputs, residual, **more, **how)
     yield h.compare(
         {name: forward_backward(fn) for name, fn in alone.items()}, reference_step, *inputs, dy,
         title="forward + backward", work=Work(bytes=5 * x.nbytes), library={"operand_eps": torch.finfo(h.half).eps},

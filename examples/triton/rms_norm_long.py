@@ -1,10 +1,9 @@
-"""RMSNorm of rows that no SM holds beside others: one loop reads the next row and writes the previous one.
+"""RMSNorm of rows longer than a program holds: shared by programs, or read again by one.
 
-A row's scale is known when all of it was read. A program that then reads it again and writes loads nothing new
-meanwhile, and few other programs fit its SM, which could. So one loop does both, block by block: it adds up the squares
-of the program's next row, from memory, and writes the previous one, read again from L2: of 64 KiB a row for each of 132
-programs takes 9 MB there, beside what is written. cross_entropy.py makes its gradient so. Of longer rows that is more;
-where programs may wait for each other they share them, as LayerNorm's do (layer_norm_long.py).
+Where programs may wait for each other they share a row, as LayerNorm's do (layer_norm_long.py). Elsewhere, in the
+interpreter and for rows of which an eighth of the SMs cannot hold the parts, one loop reads a row and writes the one
+before, block by block: it adds up the squares of the program's next row, from memory, and writes the previous one, read
+again, from L2 where it is still there.
 """
 
 from __future__ import annotations
@@ -20,7 +19,7 @@ from examples.triton.layer_norm_long import launch_split, norm_max_cols
 
 BLOCK_BYTES = 16384  # of a row at a step: 2 loads of 128 bits a thread at 16 warps
 STAGES = 4  # three blocks of each operand in flight to shared memory while one is in use
-SPLIT_BYTES = 65536  # of a row; longer ones are shared by programs, as long as those may wait for each other
+SPLIT_BYTES = 16384  # of a row; longer ones are shared by programs, as long as those may wait for each other
 L2_BYTES = 24 << 20  # that rows may take which wait to be written; beyond, an SM has one program and not two
 
 

@@ -27,24 +27,15 @@ import triton.language as tl
 
 from examples.common.compiled import SEARCH, over_library
 from examples.common.device import architecture
-from examples.common.stream_k import (
-    check_linear,
-    first_unit,
-    launch_stream_k,
-    load_block,
-    start_dependents,
-    store_share,
-    tile_that_fits,
-)  # fmt: skip
+from examples.common.stream_k import first_unit, launch_stream_k, load_block, start_dependents, store_share, tile_that_fits
 from examples.common.tma import tma_descriptor, tma_takes
 from examples.common.untraced import untraced
-from examples.triton.skinny_matmul_gemv import DTYPES, fills_gpu, skinny_matmul_gemv
+from examples.triton.skinny_matmul_gemv import DTYPES, check_linear, fills_gpu, skinny_matmul_gemv
 
 # BLOCK_M, BLOCK_N, BLOCK_K, warps. 64 outputs: 8192 of them are 128 tiles, each whole in one of 132 SMs. x is read
 # again, from L2, for every BLOCK_N outputs, which beyond 64 rows costs more than merging does.
 TILES = [(16, 64, 256, 4), (32, 64, 128, 4), (64, 64, 128, 4), (128, 128, 64, 8), (256, 128, 64, 8)]
-STAGES = 8  # of the loop over K, at most: 7 x 16 KiB of weights in flight on an SM
-PER_SM = 1  # programs
+STAGES, PER_SM = 8, 1  # steps along K in shared memory, at most; programs
 linear = torch.nn.functional.linear
 
 
@@ -118,10 +109,9 @@ def reference(x: torch.Tensor, w: torch.Tensor) -> torch.Tensor:
 
 def compare(h: Harness, M: int, N: int, K: int, more: dict | None = None, title: str | None = None):
     """skinny_matmul, `more` of ours, and the calls of a library that a user could make, at one size."""
-    x, w = h.randn(M, K, dtype=h.half), h.randn(N, K, dtype=h.half)
-    library = "torch" if h.interpreted else "cuBLAS"
-    compiled = {"torch.compile max-autotune": h.compiled(linear, options=SEARCH)}
-    variants = {library: linear} | compiled | {"triton": skinny_matmul} | (more or {})
+    x, w, library = h.randn(M, K, dtype=h.half), h.randn(N, K, dtype=h.half), "torch" if h.interpreted else "cuBLAS"
+    variants = {library: linear, "torch.compile max-autotune": h.compiled(linear, options=SEARCH)}
+    variants |= {"triton": skinny_matmul} | (more or {})
     work = Work(bytes=x.nbytes + w.nbytes + x.element_size() * M * N, flops=2 * M * N * K, dtype=h.half)
     return h.compare(
         variants, reference, x, w, baseline=library, work=work, title=title, case=f"{M}x{N}x{K}",
@@ -140,13 +130,12 @@ def demo(h: Harness) -> None:
 
     rows = h.pick(interpreted=(1, 16), quick=(1, 16, 64), full=(1, 16, 64, 256))
     sizes = h.pick(interpreted=[(72, 264)], quick=[(4096, 4096)], full=[(8192, 8192), (28672, 8192)])
-    by_mma = {"MMAs for one row": skinny_matmul_stream_k}
-    tables = {(M, size): compare(h, M, *size, by_mma if M == 1 else None) for size in sizes for M in rows}
+    more = {1: {"MMAs for one row": skinny_matmul_stream_k}}
+    tables = {(M, size): compare(h, M, *size, more.get(M)) for size in sizes for M in rows}
 
     def answer() -> str:
         one, some = tables[1, sizes[-1]], tables[16, sizes[-1]]
-        over = {M: over_library([tables[M, size] for size in sizes]) for M in rows}
-        ahead = ", ".join(f"{ratio:.2f}x with {M}" for M, ratio in over.items())
+        ahead = ", ".join(f"{over_library([tables[M, size] for size in sizes]):.2f}x with {M}" for M in rows)
         fma = one.over("MMAs for one row", "triton")
         return (
             f"Rows: {ahead}, over the faster of {one.baseline} and max-autotune. Weights come at "

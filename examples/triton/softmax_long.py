@@ -25,7 +25,6 @@ SPLIT_BLOCK = 8192  # columns a program owns: 32 values a thread at WARPS warps
 WARPS = 8
 PER_SM = 2  # programs, of 128 registers a thread: one computes while another waits
 KEEP = True  # exponentials until they are written, 32 registers; else x, which takes 16, and a second exponential
-COUNTERS = False  # the kernel whose programs wait at counters, with nothing in flight
 
 
 @triton.jit
@@ -88,42 +87,6 @@ def softmax_split_kernel(
         tl.store(y_ptr + due * stride_ym + cols, y.to(y_ptr.dtype.element_ty), mask=inside & (row > group))
 
 
-@triton.jit
-def softmax_counters_kernel(
-    x_ptr, y_ptr, tickets_ptr, arrived_ptr, stats_ptr, stride_xm, stride_ym, n_cols,
-    PARTS: tl.constexpr, PARTS_POW2: tl.constexpr, BLOCK_N: tl.constexpr,
-):  # fmt: skip
-    # A ticket, not program_id, decides row and part: so the wait below ends (docs/memory_ordering.md, "Tickets").
-    ticket = tl.atomic_add(tickets_ptr, 1, sem="relaxed")
-    row = (ticket // PARTS).to(tl.int64)
-    part = ticket % PARTS
-    cols = part * BLOCK_N + tl.arange(0, BLOCK_N)
-    inside = cols < n_cols
-    x = tl.load(x_ptr + row * stride_xm + cols, mask=inside, other=-float("inf")).to(tl.float32)
-    part_max = tl.max(x, axis=0)
-    # A part of -inf alone would compute -inf - -inf = NaN.
-    weights = tl.exp(x - tl.where(part_max == -float("inf"), 0.0, part_max))
-
-    maxima_ptr = stats_ptr + row * (2 * PARTS)
-    sums_ptr = maxima_ptr + PARTS
-    tl.store(maxima_ptr + part, part_max)
-    tl.store(sums_ptr + part, tl.sum(weights, axis=0))
-    tl.debug_barrier()  # both stores before the release below (docs/memory_ordering.md, "A counter")
-    arrived = tl.atomic_add(arrived_ptr + row, 1, sem="acq_rel") + 1
-    while arrived < PARTS:
-        arrived = tl.atomic_add(arrived_ptr + row, 0, sem="acquire")
-
-    parts = tl.arange(0, PARTS_POW2)
-    maxima = tl.load(maxima_ptr + parts, mask=parts < PARTS, other=-float("inf"), cache_modifier=".cg")
-    sums = tl.load(sums_ptr + parts, mask=parts < PARTS, other=0.0, cache_modifier=".cg")
-    row_max = tl.max(maxima, axis=0)
-    # A part of -inf alone has the sum 0, and 0 * exp(-inf - -inf) would be NaN. A NaN in a part stays in its sum.
-    row_sum = tl.sum(tl.where(sums == 0.0, 0.0, sums * tl.exp(maxima - row_max)), axis=0)
-    own = tl.where(part_max == -float("inf"), 0.0, tl.exp(part_max - row_max))
-    y = weights * (own / row_sum)
-    tl.store(y_ptr + row * stride_ym + cols, y.to(y_ptr.dtype.element_ty), mask=inside)
-
-
 def split_max_cols(device: torch.device) -> int:
     """Longest row softmax_split takes: its parts wait for each other, and an eighth of the SMs must run them all.
 
@@ -146,17 +109,6 @@ def launch_split(x, y, block_n=None, num_warps=WARPS, per_sm=PER_SM, stages=None
     )  # fmt: skip
 
 
-def launch_counters(x, y) -> None:
-    n_rows, n_cols = x.shape
-    parts = triton.cdiv(n_cols, 8192)
-    counters = torch.zeros(n_rows + 1, dtype=torch.int32, device=x.device)
-    stats = torch.empty(n_rows * 2 * parts, dtype=torch.float32, device=x.device)
-    softmax_counters_kernel[(n_rows * parts,)](
-        x, y, counters, counters[1:], stats, x.stride(0), y.stride(0), n_cols,
-        PARTS=parts, PARTS_POW2=triton.next_power_of_2(parts), BLOCK_N=8192, num_warps=4, maxnreg=80,
-    )  # fmt: skip
-
-
 def softmax_split(x: torch.Tensor) -> torch.Tensor:
     """Softmax over rows of up to split_max_cols(x.device) columns, each held by several programs at once.
 
@@ -169,5 +121,5 @@ def softmax_split(x: torch.Tensor) -> torch.Tensor:
         raise RuntimeError("softmax_split: its programs wait for each other; in the interpreter use softmax_resident")
     y = torch.empty(x.shape, dtype=x.dtype, device=x.device)
     if n_rows:
-        (launch_counters if COUNTERS else launch_split)(x, y)
+        launch_split(x, y)
     return y

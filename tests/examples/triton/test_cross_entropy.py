@@ -361,7 +361,7 @@ def test_split_rows_finish_many_times_over_with_the_same_bits(h, dtype):
     streams = [torch.cuda.Stream() for _ in range(2)]
     for rows, classes in ((1, longest), (1000, 50257), (4096, 5 * 16384 + 1), (2, longest - 3)):
         logits, target = operands(h, rows, classes, dtype)
-        for options in ({}, {"label_smoothing": 0.1}):
+        for options in ({}, {"label_smoothing": 0.125}):  # 0.9 would round alike in every row
             check(h, logits, target, **options)
             got = []
             torch.cuda.synchronize()

@@ -52,7 +52,7 @@ def test_as_many_tiles_as_there_can_be(h):
 def test_products_of_integers_are_exact(h):
     """Nothing rounds, so that a row of another group, or a step that is left out, shows as itself."""
     offs = offsets(h, 0, 70, 1, 130, 0, 64)
-    a, w = (torch.randint(-3, 4, size, device=h.device).to(h.half) for size in ((265, 208), (6, 270, 208)))
+    a, w = (torch.randint(-3, 4, size, device=h.device).half() for size in ((265, 208), (6, 270, 208)))
     want = reference(a, w.transpose(1, 2), offs)
     assert torch.equal(grouped_matmul(a, w.transpose(1, 2), offs).double(), want)
 
