@@ -139,7 +139,7 @@ def stages_that_fit(
     return min(most, (device_limits(device).shared_bytes // per_sm - stored - 1024) // step_bytes)  # 1024: barriers
 
 
-def tile_that_fits(tiles: list, M: int, most: int, device: torch.device, per_sm: int = 1) -> tuple[int, ...]:
+def fit_tile(tiles: list, M: int, most: int, device: torch.device, per_sm: int = 1) -> tuple[int, ...]:
     """Of (BLOCK_M, BLOCK_N, BLOCK_K, warps) the first that has M rows, or the last, with its stages, two to `most`."""
     with_stages = [
         (m, n, k, warps, stages_that_fit(device, m, n, 2 * (m + n) * k, most, per_sm)) for m, n, k, warps in tiles

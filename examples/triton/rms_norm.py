@@ -56,7 +56,7 @@ def rms_norm_rows_kernel(
 
 
 def rms_norm_forward(x, weight, residual=None, eps: float = 1e-6):
-    """(y, x + residual or None, float32 rstd) of matrices of any row stride, without autograd. Raises as rms_norm does."""
+    """(y, x + residual or None, float32 rstd) of matrices of any row stride; no autograd. Raises what rms_norm does."""
     check_eps("rms_norm_forward", eps)
     check_input("rms_norm_forward", x, residual)
     matrices = {"x": x} | ({} if residual is None else {"residual": residual})

@@ -27,7 +27,7 @@ import triton.language as tl
 
 from examples.common.compiled import SEARCH, over_library
 from examples.common.device import architecture
-from examples.common.stream_k import first_unit, launch_stream_k, load_block, start_dependents, store_share, tile_that_fits
+from examples.common.stream_k import first_unit, fit_tile, launch_stream_k, load_block, start_dependents, store_share
 from examples.common.tma import tma_descriptor, tma_takes
 from examples.common.untraced import untraced
 from examples.triton.skinny_matmul_gemv import DTYPES, check_linear, fills_gpu, skinny_matmul_gemv
@@ -75,7 +75,7 @@ def skinny_matmul_stream_k(x: torch.Tensor, w: torch.Tensor, programs: int | Non
     if not (M and N and K):
         return torch.zeros((M, N), dtype=x.dtype, device=x.device)  # nothing to sum, or nothing to write
     y = torch.empty((M, N), dtype=x.dtype, device=x.device)
-    m, n, k, num_warps, stages = tile_that_fits(TILES, M, STAGES, x.device, PER_SM)
+    m, n, k, num_warps, stages = fit_tile(TILES, M, STAGES, x.device, PER_SM)
     tma = architecture(x.device) >= 90 and tma_takes(x) and tma_takes(w)
     blocks = (tma_descriptor(x, [m, k]), tma_descriptor(w, [n, k])) if tma else (x, w)
 

@@ -15,7 +15,7 @@ from harness import Harness, Work
 import torch
 import triton
 
-from examples.common.stream_k import tile_that_fits
+from examples.common.stream_k import fit_tile
 from examples.triton import skinny_matmul as lesson
 from examples.triton.skinny_matmul import compare, reference, skinny_matmul, skinny_matmul_stream_k
 
@@ -45,7 +45,7 @@ def whole_tiles(h: Harness) -> None:
     ):
         K = h.pick(interpreted=1100, quick=8192, full=8192)
         x, w = h.randn(M, K, dtype=h.half), h.randn(N, K, dtype=h.half)
-        m, n, *_ = tile_that_fits(lesson.TILES, M, lesson.STAGES, x.device)
+        m, n, *_ = fit_tile(lesson.TILES, M, lesson.STAGES, x.device)
         one_each = partial(skinny_matmul_stream_k, programs=triton.cdiv(M, m) * triton.cdiv(N, n))
         variants = {"a program per tile": one_each, "stream-K": skinny_matmul_stream_k}
         found.append(timed(h, variants, x, w, "whole tiles", default="stream-K"))
@@ -59,7 +59,7 @@ def tiles(h: Harness) -> None:
     for M in h.pick(interpreted=(5,), quick=(16,), full=(1, 16, 32, 64, 128, 256)):
         N, K = h.pick(interpreted=(72, 264), quick=(4096, 4096), full=(8192, 8192))
         x, w = h.randn(M, K, dtype=h.half), h.randn(N, K, dtype=h.half)
-        first = tile_that_fits(lesson.TILES, M, lesson.STAGES, x.device)[0]
+        first = fit_tile(lesson.TILES, M, lesson.STAGES, x.device)[0]
         candidates = {f"{m}x{n}x{k}": (m, n, k, warps) for m, n, k, warps in CANDIDATES if M <= m <= 4 * first}
         variants = {name: partial(with_tile, tile) for name, tile in candidates.items()}
         if table := timed(h, variants | {"triton": skinny_matmul}, x, w, "tiles", default="triton"):

@@ -90,7 +90,7 @@ def test_one_row_takes_the_kernel_without_mmas_where_it_fills_the_gpu(h, monkeyp
 def test_a_tile_fits_every_gpu(sm, monkeypatch):
     monkeypatch.setattr(stream_k, "device_limits", lambda _: Limits(100, SHARED_LIMIT[sm]))
     for M in (1, 16, 17, 33, 64, 128, 256, 10_000):
-        m, n, k, _, stages = stream_k.tile_that_fits(lesson.TILES, M, lesson.STAGES, torch.device("cpu"))
+        m, n, k, _, stages = stream_k.fit_tile(lesson.TILES, M, lesson.STAGES, torch.device("cpu"))
         assert 2 <= stages <= lesson.STAGES
         assert 2 * stages * (m + n) * k + 4 * n * min(m, stream_k.STORE_M.value) < SHARED_LIMIT[sm]
         assert m >= min(M, 128)
@@ -153,7 +153,7 @@ def test_generated_code(sm, found, rows):
     """Without a spill; on sm_90, one program to an SM has more bytes in flight than saturate its memory."""
     for M in rows:
         kernel = code(sm, found, skinny_matmul_stream_k, meta(M, 8192), meta(8192, 8192), programs=64)
-        m, n, *_ = stream_k.tile_that_fits(lesson.TILES, M, lesson.STAGES, torch.device("cpu"))
+        m, n, *_ = stream_k.fit_tile(lesson.TILES, M, lesson.STAGES, torch.device("cpu"))
         assert kernel.shared * n / (m + n) >= 64 * 1024 or sm != 90
     kernel = code(sm, "cp.async fma.f32", skinny_matmul, meta(1, 8192), meta(8192, 8192))
     assert kernel.registers <= 80, "six programs to an SM"
