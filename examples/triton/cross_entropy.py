@@ -42,7 +42,7 @@ WHEN = ("forward", "backward", "in place")  # the gradient is made, and where
 L1_BEST_KIB = 100  # of a row: 50257 classes of 16 bits; longer ones are faster if programs share them
 # Bytes of a row at a step, warps, steps unrolled, stages of the pipeline: with the gradient, and the loss alone, which
 # wants no row in L1 and has its blocks in flight to shared memory.
-RESIDENT, STREAMED = (16384, 32, 2, 1), (16384, 16, 2, 1)
+RESIDENT, STREAMED = (16384, 32, 2, 1), (8192, 8, 1, 4)
 
 
 @triton.jit

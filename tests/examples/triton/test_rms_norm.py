@@ -232,12 +232,11 @@ def test_generated_code(sm):
 
 @pytest.mark.parametrize(("dtype", "wide"), [(torch.float32,) * 2, (torch.bfloat16,) * 2, DTYPES[::-2]])
 def test_long_rows_fit_shared_memory(dtype, wide):
-    """The weight's share depends on its own dtype; of rows of 16000 columns two programs fit an SM. The loop takes
-    those that programs do not share: shorter ones, and longer ones than an eighth of the SMs may share."""
+    """The loop: the weight's share depends on its own dtype; of rows of 16000 columns two programs fit an SM."""
     for cols, programs in ((16000, 2), (300_000, 1)):
-        x, weight = meta(4096, cols, dtype=dtype), meta(cols, dtype=wide)
+        x, weight, rstd = meta(4096, cols, dtype=dtype), meta(cols, dtype=wide), meta(4096, dtype=torch.float32)
         for residual in (None, x):
-            for kernel in compile_for(rms_norm_forward, (x, weight, residual), sms=(90, 100)):
+            for kernel in compile_for(long.launch_loop, (x, residual, weight, x, residual, rstd, 1e-6), sms=(90, 100)):
                 assert (kernel.error, kernel.kernel) == (None, "rms_norm_long_kernel")
                 assert kernel.shared * programs <= kernel.shared_limit
                 assert kernel.registers * kernel.warps * 32 * programs <= 65536
