@@ -67,7 +67,8 @@ def sweep(h: Harness, rows: int, cols: int) -> Table:
         forward, reference, x, weight, bias, title="forward", case=case, baseline="torch",
         work=Work(bytes=2 * x.nbytes), terms=cols,
     )  # fmt: skip
-    backward = {"torch": torch_backward} | compiled_modes(h, torch_backward)
+    # Inductor as it is by default: the lesson's table has max-autotune beside forward and backward together.
+    backward = {"torch": torch_backward, "torch.compile": h.compiled(torch_backward)}
     if cols <= BACKWARD_ROWS_MAX:
         backward["triton rows"] = layer_norm_backward_rows
     else:
