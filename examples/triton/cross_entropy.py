@@ -12,8 +12,8 @@ written over the logits, and then the loss needs no memory beside them.
 
 Question   How close to a copy of the logits do a loss and its gradient come, at 32000 and 128256 classes?
 Needs      triton
-Wins when  by bytes, not recorded yet: there are thousands of classes, and backward starts from this loss. For a factor
-           other than 1 (a scaled loss) the gradient is made again, 8 bytes a logit; gradient="backward" takes 6.
+Wins when  there are thousands of classes, and backward starts from this loss. For a factor other than 1 (a scaled loss)
+           the gradient is made again, 8 bytes a logit; gradient="backward" takes 6.
 Variants   cross_entropy_long.py (a row split over programs), cross_entropy_backward.py (the gradient, and autograd),
            cross_entropy_operands.py
 Study      studies/triton/cross_entropy.py

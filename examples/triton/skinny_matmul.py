@@ -11,7 +11,7 @@ Memory is saturated by about 40 KB in flight on every SM. Three things get in th
 
 Question   How close to the speed of memory is a linear layer of 1 to 256 rows, and how far ahead of cuBLAS?
 Needs      triton
-Wins when  by bytes and FLOPs, not recorded yet: M is at most 64 or so; with more rows the MMAs' time shows, too.
+Wins when  hardly: up to 64 rows cuBLAS is near the speed of memory too, for one row max-autotune is ahead of both.
 Variants   skinny_matmul_gemv.py (one row, without MMAs)
 Study      studies/triton/skinny_matmul.py
 Source     goes beyond the chapter; stream-K as Osama et al. (2023) have it, merged by a second kernel
