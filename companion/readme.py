@@ -357,9 +357,10 @@ def stale_examples(root: Path = ROOT) -> list[str]:
         record = load(path)
         for example in record["examples"]:
             technique = known.get((record["topic"], example["name"]))
-            phase = root / record["topic"] / f"{example['name']}.py"  # of compile_inspect, which is no topic
-            if technique is None and phase.is_file():
-                old = example["sources"] != sources_hash(phase, root=root)
+            # What is no topic: compile_inspect, a file for each phase, and triton_compiler, whose benchmark has parts.
+            files = [root / record["topic"] / name for name in (f"{example['name']}.py", "benchmark.py")]
+            if technique is None and (file := next(filter(Path.is_file, files), None)):
+                old = example["sources"] != sources_hash(file, root=root)
             else:
                 old = technique is None or is_stale(technique, example, root)
             if old:
