@@ -56,6 +56,9 @@ CHECK = '''class _Check:
     def randint(self, high, *shape):
         return torch.randint(high, shape, device=self.device)
 
+    def fit(self, n, bytes_each):
+        return n
+
     def check(
         self, fn, reference, *inputs, what="", terms=1, roundings=0, acc=torch.float32, operand_eps=0.0, stores=1, **_
     ):
@@ -308,11 +311,18 @@ class _Export:
 
 
 def _check_of(module: Module) -> tuple[list[ast.stmt], set[str]]:
-    """The first statement of demo(h) that checks something, after the assignments that it needs, and what it uses."""
+    """The first statement of demo(h) that checks something, after the assignments that it needs, and what it uses.
+
+    Of a loop what comes after its last check stays: tables, which are the harness's.
+    """
     body = module.defined["demo"].body
     first = next((i for i, node in enumerate(body) if re.search(r"\bcheck\w*\(", ast.unparse(node))), None)
     if first is None:
         raise NothingToExport(f"{module.path.stem}: demo(h) has no h.check(...) that could leave with the kernels")
+    if isinstance(loop := body[first], ast.For):
+        last = max(i for i, node in enumerate(loop.body) if re.search(r"\bcheck\w*\(", ast.unparse(node)))
+        loop.body = loop.body[: last + 1]
+        loop.end_lineno = loop.body[-1].end_lineno
     wanted, kept = _used(body[first]), [body[first]]
     for node in reversed(body[:first]):
         if set(_names_of(node)) & wanted:

@@ -26,6 +26,7 @@ from companion.__main__ import _parser as _companion_parser
 from compile_inspect import count_entries
 from compile_inspect.main import parser as inspected
 from compile_inspect.report import PHASES
+from triton_compiler.benchmark import QUESTIONS
 from triton_compiler.benchmark import command_line as benchmark_command
 
 PAGES = {name: (ROOT / name).read_text(encoding="utf-8") for name in ["README.md", *readme.DOCUMENTS]}
@@ -128,9 +129,9 @@ def test_recorded_runs_are_clean_and_in_order():
             assert not example["dirty"]
             assert example["status"] in ("passed", "skipped")
             assert len(example["answer"] or "") <= LONGEST_ANSWER, example["name"]
-        topic = TOPICS.get(f"{record['topic']}.py")  # or the phases of compile_inspect
+        topic = TOPICS.get(f"{record['topic']}.py")  # or the phases of compile_inspect, the parts of triton_compiler
         recorded = [e["name"] for e in record["examples"]]
-        names = [t.name for t in topic.techniques] if topic else PHASES
+        names = [t.name for t in topic.techniques] if topic else [*PHASES, *QUESTIONS]
         assert recorded == [name for name in names if name in recorded]
 
 
