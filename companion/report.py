@@ -309,9 +309,18 @@ def grid(tables: list[Table], others: list[Table] | None) -> dict:
         "title": tables[0].title + ", whole calls" * calls + (f", {tables[0].case}" if len(tables) == 1 else ""),
         "heads": heads,
         "rows": [(kind, [cells[head] for head in heads]) for kind, cells in lines],
-        "notes": list(dict.fromkeys(note for table in tables for note in table.notes)),
+        "notes": notes_of(tables),
         "uneven": any(cells[f"x {base}"]["text"].endswith("?") for _, cells in lines),
     }
+
+
+def notes_of(tables: list[Table]) -> list[str]:
+    """What was noted of the tables, once each; what not all of them have with its case."""
+    cases: dict[str, list[str]] = {}
+    for table in tables:
+        for note in table.notes:
+            cases.setdefault(note, []).append(table.case)
+    return [note if len(of) == len(tables) else f"{', '.join(of)}: {note}" for note, of in cases.items()]
 
 
 def fact_grid(name: str, value: object) -> dict:

@@ -150,7 +150,8 @@ def channels_last(gm: torch.fx.GraphModule) -> None:
     if views and any(map(changes_its_argument, itertools.dropwhile(lambda node: node is not views[0], gm.graph.nodes))):
         return  # it may be changed through the view, which would be a copy in another layout
     for node in views:
-        node.target = "view" if any(isinstance(each, torch.dtype) for each in node.args) else "reshape"
+        given = (*node.args, *node.kwargs.values())
+        node.target = "view" if any(isinstance(each, torch.dtype) for each in given) else "reshape"
     for node in found:
         with gm.graph.inserting_before(node):
             for arg in node.all_input_nodes[:2]:
@@ -167,8 +168,10 @@ def channels_last(gm: torch.fx.GraphModule) -> None:
 
 def changes_its_argument(node: torch.fx.Node) -> bool:
     name = getattr(node.target, "__name__", str(node.target))
-    in_place = node.op == "call_method" and name.endswith("_") and not name.endswith("__")
-    return in_place or name in ("setitem", "iadd", "imul", "isub", "itruediv") or bool(node.kwargs.get("inplace"))
+    named = name.endswith("_") and not name.endswith("__")
+    named |= name in ("setitem", "iadd", "imul", "isub", "itruediv", "ifloordiv", "imod", "ipow", "iand", "ior", "ixor")
+    # Of a function's True it is not known which argument it is: relu6's second is inplace.
+    return named or "out" in node.kwargs or any(each is True for each in (*node.args, *node.kwargs.values()))
 
 
 def has_symbols(value: torch.Tensor) -> bool:

@@ -166,7 +166,7 @@ def cross_entropy(
     makes it there. "in place" makes it with the loss, over the logits: operations that saved them (a tanh, not a linear
     layer) then refuse their backward, this backward runs once, and another factor multiplies rounded gradients: not for
     scaled losses in float16. None: "forward"; "backward" for reduction "none" and within torch.compile, whose graph
-    "in place" breaks.
+    "in place" breaks. Both but "backward" make programs wait for each other beyond 100 KiB a row, as layer_norm's do.
 
     Raises TypeError for another dtype; ValueError for other options, sizes that do not fit, no columns, an inner stride
     other than 1 and, in place, rows that overlap; RuntimeError for a device without Triton, a second derivative and, in

@@ -3,9 +3,9 @@
 Each program owns a slice of the classes for good, and the group takes row after row. A slice's maximum and sum travel
 through memory as one 64-bit word, its own signal, and the exchange is hidden: the gradient of a row is written one
 iteration after its words were sent, from the slice's logits, which wait in registers, two to a register, while the next
-rows are in flight to shared memory. So each logit is read once: 4 bytes each with the gradient's. It is computed twice,
-though, and two exponentials keep the special function units busy for much of that time: so there are two programs to an
-SM, of groups of their own, and one computes while the other waits.
+rows are in flight to shared memory. So each logit is read once: 4 bytes each with the gradient's. Its exponential is
+computed twice, though, which keeps the special function units busy for much of that time: so there are two programs to
+an SM, of groups of their own, and one computes while the other waits.
 """
 
 from __future__ import annotations
@@ -103,7 +103,7 @@ def cross_entropy_split_kernel(
         x = tl.load(x_slice + lane, mask=lane < own * WIDTH, other=0.0)
         # One maximum and one sum for each thread, of its own vectors: no thread waits for another.
         largest = tl.max(tl.reshape(widen(x), (STEPS, THREADS, WIDTH)), axis=2)
-        reference = tl.max(tl.where(vector < own, largest, LOWEST), axis=0)
+        reference = tl.max(tl.where(vector < own, tl.maximum(largest, LOWEST), LOWEST), axis=0)  # -inf - -inf is NaN
         shifted = tl.reshape(widen(x), (STEPS, THREADS, WIDTH)) - reference[None, :, None]
         total = tl.sum(tl.where(vector < own, tl.sum(exp_of(shifted), axis=2), 0.0), axis=0)
         part_max = tl.max(reference, axis=0)

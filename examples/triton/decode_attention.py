@@ -15,7 +15,7 @@ in as many parts, whatever its length. A program computes which keys are its par
 
 Question   How close to the speed of memory is a decoding step, contiguous or paged, and how far ahead of libraries?
 Needs      triton
-Wins when  there are few sequences, or the cache is in pages, which cuDNN's call does not take: else that is as fast.
+Wins when  there are few keys in all, or the cache is in pages, which cuDNN's call does not take: else that is as fast.
 Variants   decode_attention_merge.py (the second kernel), decode_attention_operands.py (no kernel: what is timed)
 Study      studies/triton/decode_attention.py
 Source     goes beyond the chapter; Flash-Decoding (Dao et al. 2023), pages as in PagedAttention (Kwon et al. 2023).

@@ -23,7 +23,7 @@ from examples.triton.layer_norm_backward_split import _mailbox, _pack, _peek, _r
 NORM_BLOCK = {16: 8192, 32: 4096}
 WARPS = 8
 PER_SM = 2  # programs, of 128 registers a thread: one computes while another waits
-SPLIT_STAGES = 4  # Triton loads at the end of an iteration: two rows are in flight while one is in use, then three
+SPLIT_STAGES = 4  # Triton loads at the end of an iteration: from two to three rows are in flight
 
 
 @triton.jit
@@ -34,7 +34,7 @@ def norm_split_kernel(
     FULL: tl.constexpr,
 ):  # fmt: skip
     """LayerNorm of x; without bias_ptr RMSNorm of x, or of x + residual, which goes to sum_ptr."""
-    # Tickets, mailbox and the order of waits are layer_norm_backward_split_kernel's (docs/memory_ordering.md).
+    # Tickets and mailbox are layer_norm_backward_split_kernel's (docs/memory_ordering.md).
     ticket = (tl.atomic_add(mail_ptr, 1, sem="relaxed") + 1).to(tl.int32)
     group, part = ticket // PARTS, ticket % PARTS
     mail_ptr += 1
@@ -132,7 +132,7 @@ def shared_between(x: torch.Tensor, block_n: int, per_sm: int, operands: int) ->
 def launch_split(
     x, residual, weight, bias, y, summed, mean, rstd, eps, block_n=None, num_warps=WARPS, per_sm=PER_SM, stages=None
 ) -> None:  # fmt: skip
-    """The rows of x to y, summed, mean and rstd, by as many groups as the SMs hold; the last four are for studies."""
+    """The rows of x to y, summed, mean and rstd, by as many groups as the SMs hold; the last four are to try others."""
     n_rows, n_cols = x.shape
     block_n = block_n or NORM_BLOCK[value_bits(x, weight)]
     parts, groups, fitting = shared_between(x, block_n, per_sm, operands=1 if residual is None else 2)

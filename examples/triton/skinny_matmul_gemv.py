@@ -1,8 +1,8 @@
 """A linear layer of one row: a matrix-vector product by FMAs, which an SM has enough of for what memory delivers.
 
 A program has a few outputs and all of K. It loads its weights through shared memory, several steps ahead, and keeps a
-sum for each of BLOCK_K places; these are added up once, at the end. An SM runs five programs, with 80 KiB
-in flight. They are small: where few are left, these could not keep memory busy.
+sum for each of BLOCK_K places; these are added up once, at the end. An SM runs five programs, with 80 KiB in flight.
+They are small, so that towards the end the few that are left are soon done.
 """
 
 from __future__ import annotations

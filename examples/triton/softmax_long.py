@@ -24,7 +24,7 @@ from examples.triton.layer_norm_long import shared_between
 SPLIT_BLOCK = 8192  # columns a program owns: 32 values a thread at WARPS warps
 WARPS = 8
 PER_SM = 2  # programs, of 128 registers a thread: one computes while another waits
-KEEP = True  # exponentials until they are written, 32 registers; else x, which takes 16, and a second exponential
+KEEP = True  # exponentials until they are written, 32 registers; else x, 16 if in 16 bits, and a second exponential
 
 
 @triton.jit
@@ -97,7 +97,7 @@ def split_max_cols(device: torch.device) -> int:
 
 
 def launch_split(x, y, block_n=None, num_warps=WARPS, per_sm=PER_SM, stages=None, keep=None) -> None:
-    """The rows of x to y, by as many groups as the SMs hold; all but the first two are for studies."""
+    """The rows of x to y, by as many groups as the SMs hold; all but the first two are for trying others."""
     n_rows, n_cols = x.shape
     block_n = block_n or SPLIT_BLOCK
     parts, groups, fitting = shared_between(x, block_n, per_sm, operands=1)

@@ -135,9 +135,9 @@ def weight_only_matmul_stream_k(x: torch.Tensor, packed: PackedWeight) -> torch.
 def weight_only_matmul(x: torch.Tensor, packed: PackedWeight) -> torch.Tensor:
     """x [M, K] times the weights [N, K] of quantize_weight, transposed: y [M, N], contiguous, in the dtype of x.
 
-    float16 or bfloat16, whichever the weights were; any sizes (0 too) and strides of x, which is copied where
-    it cannot be loaded. The accumulator is float32. One row takes weight_only_matmul_gemv where N has work for all SMs,
-    all else weight_only_matmul_stream_k.
+    float16 or bfloat16, for int4 the one that the weights were; any sizes (0 too) and strides of x, which is copied
+    where it cannot be loaded. The accumulator is float32. One row takes weight_only_matmul_gemv where N has work for
+    all SMs, all else weight_only_matmul_stream_k.
 
     Raises TypeError for another dtype, or weights that are not packed; ValueError for rank, inner sizes or a device;
     RuntimeError for a device without Triton or before sm_90, or an input that requires grad.

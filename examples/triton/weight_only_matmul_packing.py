@@ -112,6 +112,8 @@ def check_packed(name: str, x: torch.Tensor, packed: PackedWeight) -> tuple[int,
     require_triton_device(name, x, packed.words, packed.scales)
     if x.dtype not in DTYPES:
         raise TypeError(f"{name}: dtype {x.dtype} is not one of {DTYPES}")
+    if packed.format == "int4" and packed.scales.dtype != x.dtype:
+        raise TypeError(f"{name}: x is {x.dtype}, int4's scales {packed.scales.dtype}; pass x as the weights were")
     if x.ndim != 2 or x.shape[1] != packed.K:
         raise ValueError(f"{name}: x has shape {tuple(x.shape)}; need [M, {packed.K}]")
     if (sm := architecture(x.device)) < 90:

@@ -142,6 +142,15 @@ def test_a_view_of_a_convolutions_result(in_place, monkeypatch):
     x = torch.randn(2, 3, 8, 8, device=DEVICE)
     torch.testing.assert_close(triton_compiler(f)(x), f(x), rtol=1e-4, atol=1e-4)
 
+    def through_a_function(x):
+        y = model(x)
+        torch.nn.functional.relu6(y.view(y.shape[0], -1), True)
+        return y, y.view(dtype=torch.int32)
+
+    if in_place:
+        for got, want in zip(triton_compiler(through_a_function)(x), through_a_function(x), strict=True):
+            torch.testing.assert_close(got.view(torch.float32), want.view(torch.float32), rtol=1e-4, atol=1e-4)
+
 
 @pytest.mark.parametrize("change", [
     lambda x: x.add_(1).sum(),

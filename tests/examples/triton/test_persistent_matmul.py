@@ -58,7 +58,7 @@ def tile_for(sm, variant):
     ("sm", "variant", "mma", "tile"),
     [(90, "split", "wgmma", (256, 4)), (90, "persistent", "wgmma", (256, 3)), (120, "split", "mma.sync", (128, 2))],
 )
-def test_the_fit_tile_takes_what_is_reckoned(sm, variant, mma, tile):
+def test_the_tile_that_fits_takes_what_is_reckoned(sm, variant, mma, tile):
     """On sm_90 half the tile pays for a fourth stage. There the kernel uses all of it but a few barriers."""
     assert tile_for(sm, variant) == tile
     kernel = code(sm, f"cp.async.bulk.tensor mbarrier {mma}", matmul_persistent, *[meta(4096, 4096)] * 2, variant)
