@@ -11,10 +11,11 @@ from harness.record import ExampleRecord, Record, as_run, git_state, load, recor
 import pytest
 
 from compile_inspect.report import PHASES
+from triton_compiler.benchmark import QUESTIONS
 
 RECORDS = sorted((ROOT / "results").glob("*/*.json"))
 NAMES = {topic.name: [technique.name for technique in topic.techniques] for topic in topics()}
-NAMES["compile_inspect"] = [*PHASES]
+NAMES["compile_inspect"], NAMES["triton_compiler"] = [*PHASES], [*QUESTIONS]
 
 
 def test_a_pipe_is_written_to_and_a_file_where_nothing_may_be_made(tmp_path, monkeypatch):
