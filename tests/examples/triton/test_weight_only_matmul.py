@@ -251,10 +251,7 @@ def test_generated_code(format, sm, mma):
     for M in (1, 16, 64) if sm == 90 else (1, 16):
         kernels = compile_for(weight_only_matmul_stream_k, (meta(M, N), packed_meta(N, N, format)), sms=(sm,))
         kernel = next(k for k in kernels if "merge" not in k.kernel)
-        # Triton 3.9 spills there; no such GPU was at hand to see what that costs.
-        spilled = {("fp8", 100, 16): 60}.get((format, sm, M), 0)
-        assert (kernel.error, kernel.too_much) == (None, None)
-        assert kernel.spills <= spilled
+        assert (kernel.error, kernel.too_much, kernel.spills) == (None, None, 0)
         assert all(kernel.found.get(name) for name in ("cp.async.bulk.tensor", "mbarrier"))
         assert kernel.found.get(mma) or (M <= 8 and kernel.found.get("mma.sync"))
         assert M > 1 or 4 * (kernel.shared + 1024) <= SHARED_LIMIT[sm]
