@@ -51,8 +51,7 @@ from examples.triton.weight_only_matmul_packing import (
 
 # BLOCK_M, BLOCK_N, warps: the first with all rows, else the last. With 64 outputs, steps cost more than dequantizing.
 TILES = [(8, 128, 4), (16, 64, 4), (32, 64, 4), (64, 128, 8)]
-STAGES = 8  # at most
-PER_SM = 4  # programs, at most: one dequantizes while another multiplies
+STAGES, PER_SM = 8, 4  # at most; of the programs of an SM one dequantizes while another multiplies
 linear = torch.nn.functional.linear
 
 
