@@ -1,14 +1,16 @@
 """Check every variant of a table, then time them all with one timer, and only what was found right.
 
-On a GPU: as triton.testing.do_bench does it, L2 is emptied before each call, which is timed with events; but variants
-alternate call by call. A round calls each once; a speed-up is the median over rounds of the ratio within a round,
-whose two calls are milliseconds apart and find the GPU at the same clocks. Under a power limit these wander by
-several percent from one tenth of a second to the next: with a block of calls for each variant, one GEMM under two names
-differed by 1 to 3 %, with single calls by less than 0.1 %. Each round has a random order, the same in every run: a
-variant pays for what ran before it. The host's time to launch is kept out of the events and recorded by itself. A
-table about whole calls (Timing.end_to_end) is timed the way its caller waits: calls back to back, launched by the host,
-over the wall clock. On a CPU: torch.utils.benchmark, a few rounds of a block for each variant (its caches stay warm,
-for every variant alike). In Triton's interpreter nothing is timed: an interpreted kernel has no speed.
+On a GPU: as triton.testing.do_bench does it, L2 is emptied before each call, which is timed with events; but L2 then
+holds as many bytes that wait to be written as a call of the table leaves there, and variants alternate call by call. A
+round calls each once; a speed-up is the median over rounds of the ratio within a round, whose two calls are
+milliseconds apart and find the GPU at the same clocks. Under a power limit these wander by several percent from one
+tenth of a second to the next: with a block of calls for each variant, one GEMM under two names differed by 1 to 3 %,
+with single calls by less than 0.1 %. Each round has a random order, the same in every run: a variant pays for what ran
+before it. The host's time to launch is kept out of the events and recorded by itself. A table about whole calls
+(Timing.end_to_end) is timed the way its caller waits: calls back to back, launched by the host, over the wall clock.
+On a CPU: torch.utils.benchmark, a few rounds of a block for each variant (its caches stay warm, for every variant
+alike). In Triton's interpreter nothing is timed: an interpreted kernel has no speed. Where a run has several ranks they
+agree on the number of calls, and the slowest of them is the time.
 """
 
 from __future__ import annotations
@@ -26,7 +28,17 @@ from tempfile import TemporaryDirectory
 from unittest.mock import patch
 
 from harness.check import CheckError, check, rms_errors, tensors_of
-from harness.hardware import Ceilings, Machine, enqueue_ms, gpu_busy_ms, gpu_round_ms, power_watch, whole_call_ms
+from harness.hardware import (
+    Ceilings,
+    Machine,
+    enqueue_ms,
+    gpu_busy_ms,
+    gpu_round_ms,
+    power_watch,
+    whole_call_ms,
+    written_bytes,
+)
+from harness.ranks import gathered, slowest
 
 import numpy as np
 import torch
@@ -384,11 +396,11 @@ def time_rounds(
         for name in filter(launches.get, names):
             enqueue[name] = min(enqueue[name], statistics.median(launches[name]))
         return samples
-    longest = max(enqueue.values())
-    warm = gpu_round_ms(calls, longest, [names] * 3)
-    round_ms = sum(statistics.median(each[name] for each in warm) for name in names)
+    longest, written = max(enqueue.values()), written_bytes(calls[names[0]]())
+    warm = gpu_round_ms(calls, longest, [names] * 3, written)
+    round_ms = max(gathered(sum(statistics.median(each[name] for each in warm) for name in names)))
     rounds = min(MOST_ROUNDS, max(LEAST_ROUNDS, math.ceil(GPU_BUDGET_MS * len(names) / round_ms)))
-    timed = gpu_round_ms(calls, longest, [order.sample(names, len(names)) for _ in range(rounds)])
+    timed = gpu_round_ms(calls, longest, [order.sample(names, len(names)) for _ in range(rounds)], written)
     return {name: [[each[name]] for each in timed] for name in names}
 
 
@@ -407,7 +419,7 @@ def time_variants(
     alone = {name: enqueue_ms(calls[name]) if on_gpu else None for name in names}
     enqueue = dict(alone)
     held_share = power_watch()
-    samples = time_rounds(calls, enqueue, end_to_end)
+    samples = slowest(time_rounds(calls, enqueue, end_to_end))
     held = held_share()
 
     medians = {name: [statistics.median(times) for times in rounds] for name, rounds in samples.items()}

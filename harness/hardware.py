@@ -20,6 +20,7 @@ from importlib.metadata import PackageNotFoundError, version
 from importlib.util import find_spec
 
 from harness.catalog import Needs
+from harness.ranks import align, gathered
 
 import torch
 
@@ -221,16 +222,37 @@ def enqueue_ms(fn: Callable) -> float:
 
 
 @functools.cache
-def _flush_ms() -> float:
-    """Milliseconds triton's timer needs to empty L2, by overwriting a buffer of 256 MB."""
-    from triton.runtime import driver
+def _l2_bytes() -> int:
+    return torch.cuda.get_device_properties(torch.cuda.current_device()).L2_cache_size
 
-    cache = driver.active.get_empty_cache_for_benchmark()
+
+class _Flush:
+    """Empties L2 by reading 256 MB (four times L2 where that is more), then leaves lines in it that are not yet in
+    memory: as many as a call that writes `written` bytes, so that such a call pays for those it finds and not for those
+    that it leaves. After a flush that only writes, a kernel that only reads would pay for up to all of L2.
+    """
+
+    def __init__(self, written: int) -> None:
+        size = max(256 * 2**20, 4 * _l2_bytes())
+        self.cache = torch.zeros(4096, size // 4 // 4096, device="cuda")
+        self.sums = torch.empty(4096, device="cuda")
+        self.dirty = self.cache.view(-1)[: min(written, _l2_bytes()) // 4]
+
+    def __call__(self) -> None:
+        torch.sum(self.cache, 1, out=self.sums)
+        if self.dirty.numel():
+            self.dirty.zero_()
+
+
+@functools.cache
+def _flush_ms() -> float:
+    """Milliseconds it takes at least to empty L2."""
+    flush = _Flush(written=0)
     events = [torch.cuda.Event(enable_timing=True) for _ in range(2)]
-    driver.active.clear_cache(cache)
+    flush()
     events[0].record()
     for _ in range(10):
-        driver.active.clear_cache(cache)
+        flush()
     events[1].record()
     torch.cuda.synchronize()
     return events[0].elapsed_time(events[1]) / 10
@@ -239,6 +261,12 @@ def _flush_ms() -> float:
 def _flushes(enqueue: float) -> int:
     """How often to empty L2 before a call, so that the GPU is still busy with that when the host has launched it."""
     return min(50, math.ceil((2 * enqueue + 0.02) / _flush_ms()))  # twice, and two events: hosts are uneven
+
+
+def written_bytes(result) -> int:
+    """The bytes of the tensors that a call returned, one or a tuple of them."""
+    results = result if isinstance(result, (tuple, list)) else (result,)
+    return sum(x.nbytes for x in results if isinstance(x, torch.Tensor))
 
 
 def gpu_busy_ms(fn: Callable, enqueue: float) -> float:
@@ -260,24 +288,25 @@ def gpu_busy_ms(fn: Callable, enqueue: float) -> float:
     return statistics.median(times)
 
 
-def gpu_round_ms(calls: dict[str, Callable], enqueue: float, orders: Iterable[list[str]]) -> list[dict]:
+def gpu_round_ms(
+    calls: dict[str, Callable], enqueue: float, orders: Iterable[list[str]], written: int = 0
+) -> list[dict[str, float]]:
     """The time in ms of each call, cold L2, in rounds: `orders` names the calls of each. One dict a round.
 
     What triton's timer does for one function (empty L2, event, call, event) for several that are to be put
     next to each other: their calls alternate, so that a GPU that changes its clocks changes them for all. L2 is emptied
     as often as the host needs to stay ahead of the GPU, else the events would measure Python; it waits only at the end.
-    `enqueue` is the longest launch in ms: before every call there are as many flushes, whose power counts.
+    `enqueue` is the longest launch in ms: before every call there are as many flushes, whose power counts. `written` is
+    what a call writes, in bytes: see _Flush.
     """
-    from triton.runtime import driver
-
-    cache = driver.active.get_empty_cache_for_benchmark()
-    flushes = _flushes(enqueue)
+    flush, flushes = _Flush(written), _flushes(enqueue)
     rounds = []
     for order in orders:
         rounds.append({name: [torch.cuda.Event(enable_timing=True) for _ in range(2)] for name in order})
         for name, (start, end) in rounds[-1].items():
             for _ in range(flushes):
-                driver.active.clear_cache(cache)
+                flush()
+            align()
             start.record()
             calls[name]()
             end.record()
@@ -287,7 +316,7 @@ def gpu_round_ms(calls: dict[str, Callable], enqueue: float, orders: Iterable[li
 
 def gpu_ms(fn: Callable) -> float:
     """The time of fn() in ms, cold L2: the median of 50 calls, after 10 that warm it up."""
-    rounds = gpu_round_ms({"": fn}, enqueue_ms(fn), [[""]] * 60)
+    rounds = gpu_round_ms({"": fn}, enqueue_ms(fn), [[""]] * 60, written_bytes(fn()))
     return statistics.median(each[""] for each in rounds[10:])
 
 
@@ -308,7 +337,7 @@ def whole_call_ms(fn: Callable, budget: float) -> list[tuple[float, float]]:
         torch.cuda.synchronize()
         return (time.perf_counter() - started) * 1000 / calls, (launched - started) * 1000 / calls
 
-    calls = max(1, math.ceil(budget / 3 / max(batch(1)[0], 1e-3)))
+    calls = max(1, math.ceil(budget / 3 / max(*gathered(batch(1)[0]), 1e-3)))
     return [batch(calls) for _ in range(3)]
 
 

@@ -7,7 +7,7 @@ import time
 from pathlib import Path
 from types import SimpleNamespace
 
-from harness import Table, Timing, Work, bench, geomean, hardware, interpreted, near
+from harness import Table, Timing, Work, bench, geomean, hardware, interpreted, near, ranks
 from harness.bench import Row, is_ours, on_host, time_rounds, time_variants
 from harness.check import CheckError, VacuousCheck
 from harness.hardware import Ceilings
@@ -67,12 +67,12 @@ def test_all_variants_of_a_table_are_timed_after_the_same_number_of_flushes(monk
     """As many as the slowest launch needs: under a power limit what ran before a kernel counts."""
     seen = []
 
-    def round_ms(calls, enqueue, orders):
+    def round_ms(calls, enqueue, orders, written):
         seen.append(enqueue)
         return [dict.fromkeys(calls, 1.0) for _ in orders]
 
     monkeypatch.setattr(bench, "gpu_round_ms", round_ms)
-    calls = dict.fromkeys(("quick to launch", "slow to launch"), double)
+    calls = dict.fromkeys(("quick to launch", "slow to launch"), lambda: torch.ones(8))
     time_rounds(calls, dict(zip(calls, (0.01, 0.4), strict=True)))
     assert set(seen) == {0.4}
 
@@ -361,3 +361,34 @@ def test_a_slow_host_does_not_count_as_gpu_time(h):
     assert slow.ms < min(3 * quick.ms, 0.1)
     assert slow.enqueue_us > 1000
     assert any("slow wrapper 1" in note for note in table.notes)
+
+
+@pytest.mark.gpu
+def test_a_call_that_only_reads_does_not_pay_for_what_the_flush_wrote(h):
+    """It does where L2 holds what waits to be written, as after the call of a kernel that writes."""
+    x = h.randn(1 << 24)
+    out = torch.empty((), device=h.device)
+    calls = {"read": lambda: torch.amax(x, 0, out=out)}
+    times = {
+        written: statistics.median(
+            each["read"] for each in hardware.gpu_round_ms(calls, 0.02, [["read"]] * 30, written)
+        )
+        for written in (0, 2**30)
+    }
+    assert 0 < times[0] < times[2**30]
+
+
+# --- with ranks
+
+
+def test_of_several_ranks_the_slowest_is_the_time(monkeypatch):
+    mine, its = {"one": [[1.0, 4.0], [2.0]]}, {"one": [[3.0, 2.0], [2.5]]}
+    assert ranks.slowest(mine) == mine
+    assert ranks.gathered(3) == [3]
+    monkeypatch.setattr(ranks, "gathered", lambda value: [value, its])
+    assert ranks.slowest(mine) == {"one": [[3.0, 4.0], [2.5]]}
+
+
+def test_the_bytes_that_a_call_writes_are_those_of_the_tensors_it_returns():
+    x = torch.ones(6, dtype=torch.bfloat16)
+    assert [hardware.written_bytes(each) for each in (x, (x, x.float(), None), [x, 3], None)] == [12, 36, 12, 0]
