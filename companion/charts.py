@@ -397,13 +397,14 @@ def in_flight(part: dict) -> Chart:
 def gemm_steps(part: dict) -> Chart:
     tables = timed(part, "tma_matmul") + timed(part.get("study"), "tma_matmul")
     steps = ["pointers", "loads", "store", "parts"]
-    names = dict(zip(steps[1:], ("loads by TMA", "and stores by TMA", "and stores in parts"), strict=True))
+    labels = ("loads by TMA, over pointers", "and stores by TMA, over loads", "in parts, over one store")
+    names = dict(zip(steps[1:], labels, strict=True))
     gained = {step: {t.case: t.over(before, step) for t in tables} for before, step in pairwise(steps)}
     series = [Series(names[step], points, 1 + i) for i, (step, points) in enumerate(gained.items())]
     best = max(gained["loads"], key=gained["loads"].get)
     after = [y for step in steps[2:] for y in gained[step].values()]
     sees = (
-        f"Loads by TMA make the product up to {gained['loads'][best]:.2f}x as fast ({best}), "
+        f"Loads by TMA make the product up to {gained['loads'][best]:.2f}x as fast as pointer loads ({best}), "
         f"{min(gained['loads'].values()):.2f}x at least; the further steps give {min(after):.2f} to {max(after):.2f}x."
     )
     axis = "times as fast as the step before"

@@ -207,10 +207,11 @@ def answer(tables: list) -> str:
         return f"By hand nothing: these kernels need sm_90. Triton's compiler reaches {compiled} here."
     by_hand = geomean(tables, "triton", "gluon")
     gains = ", ".join(f"{step} {geomean(tables, 'one buffer', step):.2f}x" for step in ("ring", *STEPS))
+    sizes = " and ".join(table.case.split("x")[0] for table in tables)
     verdict = "it pays" if by_hand > 1.02 else "it does not pay" if by_hand < 0.98 else "it buys little"
     return (
-        f"Over one buffer: {gains}. Triton's compiler makes a ring, too: {compiled}; by hand, with all steps, "
-        f"{by_hand:.2f}x Triton's: {verdict}."
+        f"Over one buffer, at {sizes}: {gains}. Triton's compiler makes a ring, too, at {compiled}; by hand, with all "
+        f"steps, {by_hand:.2f}x Triton's: {verdict}."
     )
 
 

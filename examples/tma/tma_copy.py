@@ -138,15 +138,15 @@ def compare(h: Harness, x: torch.Tensor, ours: dict, **options):
 def answer(tables: list, fastest: str, limit: int) -> str:
     kib = {name: others.kib_in_flight(name, PLANS[name], limit) for name in ("persistent", fastest)}
     over = {
-        name: " and ".join(f"{table.over('pointers', name):.2f}x" for table in tables)
-        for name in ("tile", *kib, "torch copy")
+        name: " and ".join(f"{table.over('torch copy', name):.2f}x" for table in tables)
+        for name in ("pointers", "tile", *kib)
     }
     tile, sizes = geomean(tables, "pointers", "tile"), " and ".join(table.case.split()[0] for table in tables)
     slower = "slower than" if tile < 0.98 else "faster than" if tile > 1.02 else "as fast as"
     return (
-        f"One tile a program, TMA is {slower} ordinary loads: {over['tile']} at {sizes}. Looping with "
-        f"{kib['persistent']} KiB an SM in flight: {over['persistent']}; with {kib[fastest]} KiB ({fastest}): "
-        f"{over[fastest]}; torch's copy: {over['torch copy']}."
+        f"Over torch's copy at {sizes}: TMA, one tile a program, {over['tile']}, {slower} ordinary loads "
+        f"({over['pointers']}); looping with {kib['persistent']} KiB an SM in flight {over['persistent']}; with "
+        f"{kib[fastest]} KiB ({fastest}) {over[fastest]}."
     )
 
 

@@ -149,10 +149,11 @@ def answer(tables: list) -> str:
     masks = " (masked pointers)" if len(tables) > 1 else ""
     stored = tables[0].over("loads", "store")
     more = "adds nothing" if near(stored, 1) else f"is another {stored:.2f}x"
-    within = sum(1.2 <= gain <= 1.3 for gain in loads.values())
+    within, library = sum(1.2 <= gain <= 1.3 for gain in loads.values()), tables[0].baseline
+    whole = " and ".join(f"{table.over(library, 'parts'):.2f}x" for table in tables)
     return (
-        f"TMA loads against pointer loads: {each}{masks}; storing by TMA {more}. The chapter's 20 to 30 % holds "
-        f"at {within} of {len(loads)} sizes."
+        f"TMA loads over pointer loads: {each}{masks}; a TMA store over that {more}. All by TMA over {library}: "
+        f"{whole}. The chapter's 20 to 30 % holds at {within} of {len(loads)} sizes."
     )
 
 

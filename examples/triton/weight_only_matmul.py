@@ -14,8 +14,8 @@ y^T = w x^T, since an MMA of Hopper takes its left operand from registers; strea
 
 Question   How much faster than a bf16 GEMM are 4-bit and FP8 weights, with 1 to 64 rows?
 Needs      triton, sm_90
-Wins when  M is at most 64, and most at 1. More rows would make more of dequantizing once for many, and then of FP8
-           activations.
+Wins when  M is at most 64, and most at 1, in a CUDA graph: the host takes longer to launch a call than the GPU to run
+           it. More rows would make more of dequantizing once for many, and then of FP8 activations.
 Variants   weight_only_matmul_gemv.py (one row, unsplit), weight_only_matmul_packing.py (quantizing and its inverse)
 Study      studies/triton/weight_only_matmul.py
 Source     goes beyond the chapter; bits into a mantissa as in FasterTransformer's and Marlin's kernels
@@ -166,8 +166,10 @@ def compare(h: Harness, M: int, N: int, K: int, title: str | None = None):
     x, w = h.randn(M, K, dtype=h.half), h.randn(N, K, dtype=h.half, scale=K**-0.5)
     library = "torch" if h.interpreted else "cuBLAS 16 bit"
     variants, references = {library: partial(linear, weight=w)}, {library: partial(in_float64, weight=w)}
+    moved = {}
     for format in FORMATS:
         packed = quantize_weight(w, format)
+        moved[format] = packed.words.nbytes + packed.scales.nbytes + x.nbytes + x.element_size() * M * N
         compiled = h.compiled(partial(torch_dequantized, packed=packed), options=SEARCH)
         dequantizing = {f"torch.compile {format}": compiled}
         if format == "int4" and not h.interpreted and h.half == torch.bfloat16:
@@ -177,11 +179,24 @@ def compare(h: Harness, M: int, N: int, K: int, title: str | None = None):
         references |= dict.fromkeys(dequantizing | ours, partial(reference, packed=packed))
     # torch.compile may round weights to 16 bits, or not.
     rounded = {name: {"operand_eps": 2.0**-9} for name in variants if name.startswith("torch") and name != library}
-    work = Work(flops=2 * M * N * K, dtype=h.half)  # no bytes: each format reads others
+    work = Work(bytes=min(moved.values()), flops=2 * M * N * K, dtype=h.half)  # the others read more
     return h.compare(
         variants, references["triton int4"], x, baseline=library, work=work, title=title, case=f"{M}x{N}x{K}",
         terms=K, references=references, budgets=rounded, default="triton int4",
     )  # fmt: skip
+
+
+def answer(tables: dict) -> str:
+    one = tables[1]
+    row, library = one["triton int4"], one.baseline
+    speeds = {f: ", ".join(f"{t.over(library, f'triton {f}'):.2f}x" for t in tables.values()) for f in FORMATS}
+    theirs = min(one.over(v, row.variant) for v in ("torch.compile int4", "torch int4pack") if v in one)
+    slow = f"a launch takes the host {row.enqueue_us:.0f} us, the GPU {row.ms * 1000:.0f}: use a CUDA graph"
+    alone = slow if row.enqueue_us > row.ms * 1000 else "no CUDA graph is needed"
+    return (
+        f"Over {library} at {', '.join(map(str, tables))} rows: int4 {speeds['int4']}; FP8 {speeds['fp8']}. int4, one "
+        f"row: {theirs:.2f}x torch's fastest int4, weights at {row.of_ceiling:.0%} of a copy's speed; {alone}."
+    )
 
 
 def demo(h: Harness) -> None:
@@ -203,16 +218,9 @@ def demo(h: Harness) -> None:
     size = h.pick(interpreted=(72, 264), quick=(4096, 4096), full=(8192, 8192))
     tables = {M: compare(h, M, *size) for M in rows}
 
-    def answer() -> str:
-        library, one = tables[1].baseline, tables[1]
-        speeds = {f: ", ".join(f"{t.over(library, f'triton {f}'):.2f}x" for t in tables.values()) for f in FORMATS}
-        theirs = min(one.over(v, "triton int4") for v in ("torch.compile int4", "torch int4pack") if v in one)
-        return (
-            f"Over {library} at {', '.join(map(str, rows))} rows: int4 {speeds['int4']}; FP8 {speeds['fp8']}. int4 for "
-            f"one row is {theirs:.2f}x as fast as the faster of torch.compile and torch's own int4 kernel."
-        )
-
-    h.answer(answer)
+    if tables[1]:
+        h.say("TB/s and % of ceiling count int4's 0.52 bytes a weight, in each row: FP8 reads 1, 16 bits 2.")
+    h.answer(lambda: answer(tables))
 
 
 if __name__ == "__main__":
