@@ -139,8 +139,8 @@ def demo(h: Harness) -> None:
         each = list(zip(*tables, strict=True))
         alone, both, step = (", ".join(f"{table['triton'].of_ceiling:.0%}" for table in of) for of in each)
         return (
-            f"At 4096, 16384, 65536, 131072 columns, of a copy's speed: forward {alone}; with residual {both}; training "
-            f"{step}. The three over torch's fastest: {', '.join(f'{over_library(of):.2f}x' for of in each)} (means)."
+            f"At 4096, 16384, 65536, 131072 columns, of a copy's speed: forward {alone}; with residual {both}; "
+            f"training {step}. Means over torch's best: {', '.join(f'{over_library(of):.2f}x' for of in each)}."
         )
 
     h.answer(answer)
