@@ -93,7 +93,7 @@ def test_backward_shapes_layouts_and_nan(h, backward):
     for shape, dtype in CASES[1:]:  # of one column the gradient is 0
         x, weight, _, dy = inputs(h, *shape, dtype=dtype)
         check_backward(backward, dy, x, weight)
-    x, weight, _, dy = inputs(h, 9, split.SPLIT_BLOCK[32] + 900)
+    x, weight, _, dy = inputs(h, 9, COLUMNS[4] + 900)
     for dy_rows, x_rows in ((dy[:, 3:784], x[:, 100:881]), (dy[:1, :781].expand(9, 781), x[:, :781])):
         check_backward(backward, dy_rows, x_rows, weight[:781])
     dy[2, 5] = dy[3, -1] = x[6, 7] = NAN
