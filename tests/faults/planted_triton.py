@@ -281,8 +281,8 @@ columns beyond the last are stored
   - mask=(rows < end)[:, None] & (cols < N)[None, :]
   + mask=(rows < end)[:, None] & (cols >= col)[None, :]
 the last tile of a group is computed as the next group's first
-  - before = tl.cumsum(tiles_m) * tiles_n <= tl.program_id(0)
-  + before = tl.cumsum(tiles_m) * tiles_n <= tl.program_id(0) + 1
+  - before = tl.cumsum(tiles_m.to(tl.int64)) * tiles_n <= tl.program_id(0)
+  + before = tl.cumsum(tiles_m.to(tl.int64)) * tiles_n <= tl.program_id(0) + 1
 a tile's number counts from the first group's start
   - tile = tl.program_id(0) - tl.sum(tl.where(before, tiles_m, 0)) * tiles_n
   + tile = tl.program_id(0)
