@@ -12,6 +12,7 @@ from examples.common.operands import check_rows
 DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 ASSEMBLY = tl.constexpr(not interpreted())  # the interpreter has none
 STAGES = 3  # two rows in flight to shared memory while one is in use
+SPLIT_STAGES = 4  # where Triton loads at the end of an iteration: from two to three rows are in flight
 
 
 @triton.jit
@@ -38,10 +39,15 @@ def row_block(n_cols: int) -> int:
     return max(16, triton.next_power_of_2(n_cols))
 
 
-def pipeline_stages(x: torch.Tensor, elements: int, per_sm: int) -> int:
-    """STAGES, or as many as leave shared memory for `per_sm` programs, when a stage takes `elements` of x's dtype."""
+def pipeline_stages(x: torch.Tensor, elements: int, per_sm: int, most: int = STAGES) -> int:
+    """`most`, or as many as leave shared memory for `per_sm` programs, when a stage takes `elements` of x's dtype."""
     room = (device_limits(x.device).shared_bytes - 8192) // per_sm  # 8 KiB for sums across warps
-    return max(1, min(STAGES, 1 + room // (elements * x.element_size())))
+    return max(1, min(most, 1 + room // (elements * x.element_size())))
+
+
+def registers(num_warps: int, per_sm: int) -> int:
+    """Registers a thread may have (maxnreg) where per_sm programs of num_warps warps share an SM's 65536."""
+    return 65536 // (32 * num_warps * per_sm)
 
 
 @triton.jit

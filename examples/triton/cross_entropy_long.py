@@ -14,15 +14,14 @@ import torch
 import triton
 import triton.language as tl
 
-from examples.common.device import device_limits, interpreted, sms_to_wait_on
-from examples.common.rows import ASSEMBLY, pipeline_stages, widen
+from examples.common.device import interpreted
+from examples.common.mailbox import pack, peek, receive, send, shares, slice_cols, split_max_cols, unpack
+from examples.common.rows import ASSEMBLY, pipeline_stages, registers, widen
 from examples.triton.cross_entropy_backward import LN_2, LOG2_E, LOWEST, exp_of, softmax_of
 from examples.triton.cross_entropy_operands import edges_of, prepare, row_layout, vectors_of
-from examples.triton.layer_norm_backward_split import _pack, _peek, _receive, _send, _unpack
 
-SLICE_BYTES = 16384  # of a row in a program, so that each of its 256 threads has 16 registers of it
 WARPS = 8
-PER_SM = 2  # programs
+PER_SM = 2  # programs, of 128 registers a thread
 
 
 @triton.jit
@@ -69,13 +68,13 @@ def cross_entropy_split_kernel(
         edge_due = edge
     target = tl.load(target_ptr + group * stride_target)
     target_due = target
-    x_due = _pack(tl.zeros((BLOCK_N,), logits_ptr.dtype.element_ty))
+    x_due = pack(tl.zeros((BLOCK_N,), logits_ptr.dtype.element_ty))
     for row in tl.range(group, n_rows + groups, groups, num_stages=STAGES):
         # `due` is the group's previous row, whose words arrive now; in the first iteration there is none.
         due = tl.maximum(row - groups, group)
         is_row, is_due = row < n_rows, row > group
         due_mail = mail_ptr + due * stride_mail + sender
-        peeked = _peek(due_mail)
+        peeked = peek(due_mail)
         due_row, grad_row = logits_ptr + due * stride_xm, grad_ptr + due * stride_gm
         head_due, vectors_due = vectors_of(due_row, n_cols, WIDTH, EDGES)
         counts = target_due != ignore_index
@@ -112,22 +111,22 @@ def cross_entropy_split_kernel(
         total = tl.sum(total * exp_of(reference - part_max), axis=0)
         if EDGES:
             total += tl.sum(exp_of(edge.to(tl.float32) - part_max), axis=0)
-        _send(mail_ptr + row * stride_mail + part, part_max, total, is_row)
+        send(mail_ptr + row * stride_mail + part, part_max, total, is_row)
         if SMOOTH:
             plain = tl.sum(widen(x), axis=0)
             if EDGES:
                 cols, in_edge = edges_of(head, vectors, n_cols, WIDTH)
                 plain += tl.sum(tl.where(in_edge & is_last, edge.to(tl.float32), 0.0), axis=0)
-            _send(mail_ptr + plain_step + row * stride_mail + part, plain, part_max, is_row)
+            send(mail_ptr + plain_step + row * stride_mail + part, plain, part_max, is_row)
 
-        maxima, sums = _receive(due_mail, peeked)
+        maxima, sums = receive(due_mail, peeked)
         row_max = tl.max(maxima, axis=0)
         row_sum = tl.sum(tl.where(parts < PARTS, sums * exp_of(maxima - row_max), 0.0), axis=0)
         factor = tl.where(known, scale, tl.where(counts, float("nan"), 0.0))
         weight = factor / row_sum
         own = tl.where(is_due, tl.minimum(part_vectors, vectors_due // WIDTH - part * part_vectors), 0)
         # The weight within the exponent: an FMA for two multiplications.
-        shifted_due = _unpack(x_due, logits_ptr.dtype.element_ty) - row_max
+        shifted_due = unpack(x_due, logits_ptr.dtype.element_ty) - row_max
         grad = tl.exp2(shifted_due * LOG2_E + tl.log2(weight))
         if SMOOTH:
             grad -= factor * smoothing / n_cols
@@ -145,7 +144,7 @@ def cross_entropy_split_kernel(
         log_sum = tl.log2(row_sum) * LN_2
         loss = log_sum + (row_max - x_target)
         if SMOOTH:
-            plains, _ = _receive(due_mail + plain_step, _peek(due_mail + plain_step))
+            plains, _ = receive(due_mail + plain_step, peek(due_mail + plain_step))
             mean = tl.sum(tl.where(parts < PARTS, plains, 0.0), axis=0) / n_cols
             loss = (1.0 - smoothing) * loss + smoothing * (log_sum + (row_max - mean))
         tl.store(loss_ptr + due, tl.where(counts, loss, 0.0) * scale, mask=owner & is_due)
@@ -154,23 +153,15 @@ def cross_entropy_split_kernel(
         tl.store(stats_ptr + 2 * stats_step + due, factor, mask=owner & is_due)
         # By an operation each: Triton pipelines no loop that hands a value on to the iteration after the next.
         target_due = tl.where(is_row, target, ignore_index)
-        x_due, target = _pack(x), target_next
+        x_due, target = pack(x), target_next
         if EDGES:
             edge_due = tl.where(is_row, edge, 0.0)
             edge = edge_next
 
 
-def split_max_cols(device: torch.device, size: int) -> int:
-    """Longest row of values of `size` bytes whose programs, which wait for each other, an eighth of the SMs can run.
-
-    So it ends beside kernels that keep the other SMs (NCCL's, or such launches on other streams).
-    """
-    return SLICE_BYTES // size * PER_SM * sms_to_wait_on(device)
-
-
 def can_split(logits: torch.Tensor, grad: torch.Tensor) -> bool:
     """Whether a group of programs can wait for each other here, and share rows of these."""
-    short_enough = logits.shape[1] <= split_max_cols(logits.device, logits.element_size())
+    short_enough = logits.shape[1] <= split_max_cols(logits.device, slice_cols(logits), PER_SM)
     return not interpreted() and short_enough and row_layout(logits, grad)[0] > 1
 
 
@@ -182,10 +173,8 @@ def _mailbox(logits: torch.Tensor, words: int) -> torch.Tensor:
 def launch_split(logits, target, loss, stats, grad, reduction: str, ignore_index: int, smoothing: float) -> None:
     """Losses, three numbers of each row and its gradient, as the lesson's launch."""
     n_rows, n_cols = logits.shape
-    size = logits.element_size()
-    block_n, (width, edges) = SLICE_BYTES // size, row_layout(logits, grad)
-    parts = triton.cdiv(n_cols, block_n)
-    groups = max(1, min(n_rows, PER_SM * device_limits(logits.device).sms // parts))
+    block_n, (width, edges) = slice_cols(logits), row_layout(logits, grad)
+    parts, groups = shares(logits, block_n, PER_SM)
     mail = _mailbox(logits, parts * (2 if smoothing else 1))
     scale = prepare(target, ignore_index, mail)
     cross_entropy_split_kernel[(groups * parts,)](
@@ -194,5 +183,5 @@ def launch_split(logits, target, loss, stats, grad, reduction: str, ignore_index
         triton.cdiv(triton.cdiv(n_cols, width), parts), groups, ignore_index, smoothing, SMOOTH=smoothing > 0,
         PARTS=parts, PARTS_POW2=triton.next_power_of_2(parts), BLOCK_N=block_n, WIDTH=width, THREADS=32 * WARPS,
         EDGES=edges, STAGES=pipeline_stages(logits, block_n, PER_SM),
-        num_warps=WARPS, maxnreg=65536 // (32 * WARPS * PER_SM),
+        num_warps=WARPS, maxnreg=registers(WARPS, PER_SM),
     )  # fmt: skip

@@ -70,7 +70,7 @@ def grouped_matmul_kernel(
 ):  # fmt: skip
     begins, ends = ends_of(offs_ptr, tl.arange(0, SLOTS), GROUPS, T)
     tiles_m, tiles_n = tl.maximum(tl.cdiv(ends - begins, BLOCK_M), 0), tl.cdiv(N, BLOCK_N)
-    before = tl.cumsum(tiles_m) * tiles_n <= tl.program_id(0)  # the groups whose tiles all come before ours
+    before = tl.cumsum(tiles_m.to(tl.int64)) * tiles_n <= tl.program_id(0)  # the groups whose tiles come before ours
     group = tl.sum(before.to(tl.int32))
     if group < GROUPS:
         tile = tl.program_id(0) - tl.sum(tl.where(before, tiles_m, 0)) * tiles_n
@@ -91,8 +91,8 @@ def grouped_matmul(a, b, offs, scale_a=None, scale_b=None, check_scales: bool = 
 
     float16 or bfloat16; or float8_e4m3fn with scale_a [T] and scale_b [E, N], float32, and the result bfloat16. K is
     contiguous in both (b is weights.transpose(1, 2)), rows are multiples of 16 bytes; T, E, N, K or a group may be 0.
-    The accumulator is float32. offs [E], int32, must not decrease, which nobody checks; rows from offs[-1] on are left
-    unwritten. check_scales reads the scales, which waits for the GPU; pass False where they are known to be good.
+    The accumulator is float32. offs [E], int32, must not decrease, unchecked: where it does, rows are wrong or left
+    unwritten, as from offs[-1] on, and no access is out of bounds. check_scales reads the scales: it waits for the GPU.
 
     Raises what check_operands does: TypeError for dtypes; ValueError for shapes, layouts and scales; RuntimeError for a
     device without Triton, FP8 before sm_89 or an input that requires grad.

@@ -19,6 +19,7 @@ import triton
 import triton.language as tl
 
 from examples.common.device import device_limits, interpreted
+from examples.common.mailbox import slice_cols, split_max_cols
 from examples.common.rows import (
     check_layer_norm_backward,
     check_length,
@@ -27,7 +28,7 @@ from examples.common.rows import (
     row_block,
     widen,
 )
-from examples.triton.layer_norm_backward_split import layer_norm_backward_split, split_max_cols, value_bits
+from examples.triton.layer_norm_backward_split import layer_norm_backward_split
 
 BACKWARD_ROWS_MAX = 8192  # 16 columns a thread at 16 warps: x, dy and two sums of each take 64 of its 128 registers
 
@@ -171,7 +172,7 @@ def layer_norm_backward(dy, x, weight, mean, rstd) -> tuple[torch.Tensor, torch.
     _, n_cols = check_layer_norm_backward("layer_norm_backward", dy, x, weight, mean, rstd)
     if n_cols <= BACKWARD_ROWS_MAX:
         return layer_norm_backward_rows(dy, x, weight, mean, rstd)
-    wait = not interpreted() and n_cols <= split_max_cols(x.device, value_bits(x, weight))
+    wait = not interpreted() and n_cols <= split_max_cols(x.device, slice_cols(x, weight))
     return (layer_norm_backward_split if wait else layer_norm_backward_loop)(dy, x, weight, mean, rstd)
 
 

@@ -14,86 +14,14 @@ import torch
 import triton
 import triton.language as tl
 
-from examples.common.device import device_limits, interpreted, sms_to_wait_on
-from examples.common.rows import ASSEMBLY, check_layer_norm_backward, check_length, column_sums, pipeline_stages, widen
-
-# By bits of a value: columns a program owns, so that it has 32 or 16 values a thread at 8 warps and fills an SM alone.
-SPLIT_BLOCK = {16: 8192, 32: 4096}
+from examples.common.device import interpreted
+from examples.common.mailbox import new_mailbox, pack, peek, receive, send, shares, slice_cols, split_max_cols, unpack
+from examples.common.rows import check_layer_norm_backward, check_length, column_sums, pipeline_stages, widen
 
 
 @triton.jit
 def _add_pairs(a, b, c, d):
     return a + c, b + d
-
-
-@triton.jit
-def _pack(x):
-    """x for the next iteration, two 16-bit values to a register; the compiler would give each its own."""
-    if x.dtype == tl.float32 or not ASSEMBLY:
-        return x
-    else:
-        low, high = tl.split(tl.reshape(x.to(tl.int16, bitcast=True), (x.shape[0] // 2, 2)))
-        return tl.inline_asm_elementwise(
-            "mov.b32 $0, {$1, $2};", "=r,h,h", [low, high], dtype=tl.int32, is_pure=False, pack=1
-        )
-
-
-@triton.jit
-def _unpack(packed, dtype: tl.constexpr):
-    """What _pack was given, of that dtype, in float32."""
-    if dtype == tl.float32 or not ASSEMBLY:
-        return packed.to(tl.float32)
-    elif dtype == tl.bfloat16:
-        low, high = tl.inline_asm_elementwise(
-            "shl.b32 $0, $2, 16; and.b32 $1, $2, 0xffff0000;",
-            "=r,=r,r", [packed], dtype=(tl.float32, tl.float32), is_pure=False, pack=1,
-        )  # fmt: skip
-        return tl.reshape(tl.join(low, high), (2 * packed.shape[0],))
-    else:
-        low, high = tl.inline_asm_elementwise(
-            "{ .reg .b16 low, high; mov.b32 {low, high}, $2; cvt.f32.f16 $0, low; cvt.f32.f16 $1, high; }",
-            "=f,=f,r", [packed], dtype=(tl.float32, tl.float32), is_pure=False, pack=1,
-        )  # fmt: skip
-        return tl.reshape(tl.join(low, high), (2 * packed.shape[0],))
-
-
-@triton.jit
-def _send(ptr, first, second, mask):
-    """Publish two sums as one 64-bit word, never that of an empty one, -1 (docs/memory_ordering.md, "A mailbox")."""
-    low = first.to(tl.uint32, bitcast=True).to(tl.uint64)
-    high = second.to(tl.uint32, bitcast=True).to(tl.uint64)
-    tl.atomic_xchg(ptr, ((high << 32) | low).to(tl.int64, bitcast=True), mask=mask, sem="relaxed")
-
-
-@triton.jit
-def _peek(ptr):
-    """The words at ptr, empty or not: a load that is in flight while the program does something else."""
-    return tl.inline_asm_elementwise(
-        "ld.relaxed.gpu.global.b64 $0, [$1];", "=l,l", [ptr.to(tl.int64)], dtype=tl.int64, is_pure=False, pack=1
-    )
-
-
-@triton.jit
-def _receive(ptr, peeked):
-    """The two sums in each word at ptr, once all are there.
-
-    Assembly, because a loop of Triton's own would be one within the row loop, and Triton pipelines innermost loops
-    only.
-    """
-    word = tl.inline_asm_elementwise(
-        """{
-        .reg .pred empty;
-        mov.b64 $0, $2;
-        again:
-        setp.eq.s64 empty, $0, -1;
-        @empty ld.relaxed.gpu.global.b64 $0, [$1];
-        @empty bra again;
-        }""",
-        "=&l,l,l", [ptr.to(tl.int64), peeked], dtype=tl.int64, is_pure=False, pack=1,
-    )  # fmt: skip
-    first = (word & 0xFFFFFFFF).to(tl.uint32).to(tl.float32, bitcast=True)
-    second = (word >> 32).to(tl.int32).to(tl.float32, bitcast=True)
-    return first, second
 
 
 @triton.jit
@@ -117,14 +45,14 @@ def layer_norm_backward_split_kernel(
     dweight = tl.zeros((BLOCK_N,), tl.float32)
     dbias = tl.zeros((BLOCK_N,), tl.float32)
     mean, rstd = tl.load(mean_ptr + group), tl.load(rstd_ptr + group)
-    x_due = _pack(tl.zeros((BLOCK_N,), x_ptr.dtype.element_ty))
-    dy_due = _pack(tl.zeros((BLOCK_N,), dy_ptr.dtype.element_ty))
+    x_due = pack(tl.zeros((BLOCK_N,), x_ptr.dtype.element_ty))
+    dy_due = pack(tl.zeros((BLOCK_N,), dy_ptr.dtype.element_ty))
     # A row is written one iteration after its sums were sent, when those of the others have had time to arrive.
     for row in tl.range(group, n_rows + groups, groups, num_stages=STAGES):
         # `due` is the group's previous row, whose sums arrive now; in the first iteration there is none.
         due = tl.maximum(row - groups, group)
         due_mail = mail_ptr + due * stride_mail + sender
-        peeked = _peek(due_mail)
+        peeked = peek(due_mail)
         # Loaded again, not carried over from the last iteration: then Triton would not pipeline the loop.
         mean_due, rstd_due = tl.load(mean_ptr + due), tl.load(rstd_ptr + due)
         # Loaded an iteration ahead, into registers: Triton's pipeliner would send each number through shared memory.
@@ -139,38 +67,19 @@ def layer_norm_backward_split_kernel(
         dbias += grad
         grad *= widen(weight)
         total, product = tl.reduce((grad, grad * x_hat), 0, _add_pairs)
-        _send(mail_ptr + row * stride_mail + part, total, product, row < n_rows)
+        send(mail_ptr + row * stride_mail + part, total, product, row < n_rows)
 
-        totals, products = _receive(due_mail, peeked)
+        totals, products = receive(due_mail, peeked)
         shift = tl.sum(tl.where(parts < PARTS, totals, 0.0), axis=0) / n_cols
         slope = tl.sum(tl.where(parts < PARTS, products, 0.0), axis=0) / n_cols * rstd_due
         shift = (shift - mean_due * slope) * rstd_due  # of x itself, no longer of x_hat
-        grad = _unpack(dy_due, x_ptr.dtype.element_ty) * widen(weight)
-        dx = grad * rstd_due - (_unpack(x_due, x_ptr.dtype.element_ty) * (slope * rstd_due) + shift)
+        grad = unpack(dy_due, x_ptr.dtype.element_ty) * widen(weight)
+        dx = grad * rstd_due - (unpack(x_due, x_ptr.dtype.element_ty) * (slope * rstd_due) + shift)
         tl.store(dx_ptr + due * stride_dxm + cols, dx.to(dx_ptr.dtype.element_ty), mask=inside & (row > group))
-        x_due, dy_due = _pack(x), _pack(dy)
+        x_due, dy_due = pack(x), pack(dy)
         mean, rstd = mean_next, rstd_next
     tl.store(dweight_ptr + group.to(tl.int64) * n_cols + cols, dweight, mask=inside)
     tl.store(dbias_ptr + group.to(tl.int64) * n_cols + cols, dbias, mask=inside)
-
-
-def split_max_cols(device: torch.device, bits: int = 32) -> int:
-    """Longest row layer_norm_backward_split takes, of values of so many bits, weight's included.
-
-    A group's programs wait for each other and an SM runs one of them; an eighth of the SMs must run them all. So it
-    ends beside kernels that keep the other SMs (NCCL's, or such launches on other streams), and in a context that is
-    given an eighth; with less, call layer_norm_backward_loop.
-    """
-    return SPLIT_BLOCK[bits] * sms_to_wait_on(device)
-
-
-def value_bits(x: torch.Tensor, weight: torch.Tensor) -> int:
-    return 8 * max(x.element_size(), weight.element_size())
-
-
-def _mailbox(x: torch.Tensor, parts: int) -> torch.Tensor:
-    """One empty word per row and part, after one from which tickets are drawn: one fill for both."""
-    return torch.full((1 + x.shape[0] * parts,), -1, dtype=torch.int64, device=x.device)
 
 
 def layer_norm_backward_split(dy, x, weight, mean, rstd) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
@@ -182,19 +91,17 @@ def layer_norm_backward_split(dy, x, weight, mean, rstd) -> tuple[torch.Tensor, 
     """
     name = "layer_norm_backward_split"
     n_rows, n_cols = check_layer_norm_backward(name, dy, x, weight, mean, rstd)
-    bits = value_bits(x, weight)
-    check_length(name, n_cols, split_max_cols(x.device, bits), "layer_norm_backward_loop")
+    block_n = slice_cols(x, weight)  # of x and of dy, so that it fills an SM alone
+    check_length(name, n_cols, split_max_cols(x.device, block_n), "layer_norm_backward_loop")
     if interpreted():
         raise RuntimeError(f"{name}: its programs wait for each other; in the interpreter use layer_norm_backward_loop")
     if not n_rows:
         return torch.empty_like(x), torch.zeros_like(weight), torch.zeros_like(weight)
     dx = torch.empty(x.shape, dtype=x.dtype, device=x.device)
-    block_n = SPLIT_BLOCK[bits]
-    parts = triton.cdiv(n_cols, block_n)
-    groups = max(1, min(n_rows, device_limits(x.device).sms // parts))
+    parts, groups = shares(x, block_n)
     partials = torch.empty(2, groups, n_cols, dtype=torch.float32, device=x.device)
     layer_norm_backward_split_kernel[(groups * parts,)](
-        dy, x, weight, mean, rstd, dx, partials[0], partials[1], _mailbox(x, parts),
+        dy, x, weight, mean, rstd, dx, partials[0], partials[1], new_mailbox(x, parts),
         dy.stride(0), x.stride(0), dx.stride(0), n_rows, n_cols, groups,
         PARTS=parts, PARTS_POW2=triton.next_power_of_2(parts), BLOCK_N=block_n,
         STAGES=pipeline_stages(x, 2 * block_n, 1), num_warps=8,

@@ -15,15 +15,12 @@ import torch
 import triton
 import triton.language as tl
 
-from examples.common.device import device_limits, interpreted, sms_to_wait_on
-from examples.common.rows import check_layer_norm, check_length, widen
-from examples.triton.layer_norm_backward_split import _mailbox, _pack, _peek, _receive, _send, _unpack, value_bits
+from examples.common.device import interpreted
+from examples.common.mailbox import new_mailbox, pack, peek, receive, send, shares, slice_cols, split_max_cols, unpack
+from examples.common.rows import SPLIT_STAGES, check_layer_norm, check_length, pipeline_stages, registers, widen
 
-# By bits of a value: columns a program owns, 32 or 16 values a thread at WARPS warps.
-NORM_BLOCK = {16: 8192, 32: 4096}
 WARPS = 8
 PER_SM = 2  # programs, of 128 registers a thread: one computes while another waits
-SPLIT_STAGES = 4  # Triton loads at the end of an iteration: from two to three rows are in flight
 
 
 @triton.jit
@@ -53,7 +50,7 @@ def norm_split_kernel(
         counts = tl.where(parts < PARTS, tl.minimum(n_cols - parts * BLOCK_N, BLOCK_N), 0).to(tl.float32)
         # Of float32, measured from the row's first element: a mean of 10000 with a spread of 1 would cost four digits.
         origin = tl.load(x_ptr + group * stride_xm).to(tl.float32)
-    x_due = _pack(tl.zeros((BLOCK_N,), x_ptr.dtype.element_ty))
+    x_due = pack(tl.zeros((BLOCK_N,), x_ptr.dtype.element_ty))
     # A row is written one iteration after its word was sent, when those of the others have had time to arrive.
     for row in tl.range(group, n_rows + groups, groups, num_stages=STAGES):
         # `due` is the group's previous row; in the first iteration there is none, and no word is waited for.
@@ -66,12 +63,12 @@ def norm_split_kernel(
             tl.store(sum_ptr + row * stride_ym + cols, x, mask=inside & (row < n_rows))
         if bias_ptr is None:
             wide = widen(x)
-            peeked = _peek(due_mail)
+            peeked = peek(due_mail)
             squares = tl.sum(wide * wide, axis=0)
-            _send(mail_ptr + row * stride_mail + part, squares, squares, row < n_rows)
-            _, squares = _receive(due_mail, tl.where(row > group, peeked, 0))
+            send(mail_ptr + row * stride_mail + part, squares, squares, row < n_rows)
+            _, squares = receive(due_mail, tl.where(row > group, peeked, 0))
             rstd = tl.rsqrt(tl.sum(tl.where(parts < PARTS, squares, 0.0), axis=0) / n_cols + eps)
-            y = _unpack(x_due, x_ptr.dtype.element_ty) * rstd * widen(weight)
+            y = unpack(x_due, x_ptr.dtype.element_ty) * rstd * widen(weight)
         else:
             if x_ptr.dtype.element_ty == tl.float32:
                 # Loaded again and an iteration ahead, as layer_norm_backward_split_kernel's mean is.
@@ -80,7 +77,7 @@ def norm_split_kernel(
                 total = tl.sum(tl.where(inside, x - origin, 0.0), axis=0)
             else:
                 total = tl.sum(widen(x), axis=0)
-            peeked = _peek(due_mail)
+            peeked = peek(due_mail)
             part_mean = total / count
             # widen again: x in float32 would take 32 registers across the sum.
             off = widen(x) - part_mean
@@ -88,13 +85,13 @@ def norm_split_kernel(
                 off = (x - origin) - part_mean
             if not FULL:
                 off = tl.where(inside, off, 0.0)
-            _send(mail_ptr + row * stride_mail + part, part_mean, tl.sum(off * off, axis=0), row < n_rows)
-            means, squares = _receive(due_mail, tl.where(row > group, peeked, 0))
+            send(mail_ptr + row * stride_mail + part, part_mean, tl.sum(off * off, axis=0), row < n_rows)
+            means, squares = receive(due_mail, tl.where(row > group, peeked, 0))
             mean = tl.sum(tl.where(parts < PARTS, means * counts, 0.0), axis=0) / n_cols
             between = means - mean
             squares = tl.where(parts < PARTS, squares + between * between * counts, 0.0)
             rstd = tl.rsqrt(tl.sum(squares, axis=0) / n_cols + eps)
-            off = _unpack(x_due, x_ptr.dtype.element_ty)
+            off = unpack(x_due, x_ptr.dtype.element_ty)
             row_mean = mean
             if x_ptr.dtype.element_ty == tl.float32:
                 off -= origin_due
@@ -104,56 +101,31 @@ def norm_split_kernel(
             tl.store(mean_ptr + due, row_mean, mask=(part == 0) & (row > group))
         tl.store(y_ptr + due * stride_ym + cols, y.to(y_ptr.dtype.element_ty), mask=inside & (row > group))
         tl.store(rstd_ptr + due, rstd, mask=(part == 0) & (row > group))
-        x_due = _pack(x)
+        x_due = pack(x)
 
 
-def norm_max_cols(device: torch.device, bits: int = 32) -> int:
-    """Longest row that a group may share, of values of so many bits, weight's included.
-
-    A group's programs wait for each other and an SM runs PER_SM of them; an eighth of the SMs must run them all. So it
-    ends beside kernels that keep the other SMs (NCCL's, or such launches on other streams), and in a context that is
-    given an eighth; with less, call layer_norm_resident.
-    """
-    return NORM_BLOCK[bits] * PER_SM * sms_to_wait_on(device)
-
-
-def shared_between(x: torch.Tensor, block_n: int, per_sm: int, operands: int) -> tuple[int, int, int]:
-    """(parts of a row, groups of as many programs, stages) for per_sm programs an SM, of block_n columns each.
-
-    No more stages than shared memory holds, of so many operands like x.
-    """
-    sms, shared_bytes = device_limits(x.device)
-    parts = triton.cdiv(x.shape[1], block_n)
-    stage = operands * block_n * x.element_size()
-    stages = 1 + (shared_bytes // per_sm - 4096) // stage  # less 4 KiB for sums across warps and what CUDA takes
-    return parts, max(1, min(x.shape[0], per_sm * sms // parts)), max(1, min(SPLIT_STAGES, stages))
-
-
-def launch_split(
-    x, residual, weight, bias, y, summed, mean, rstd, eps, block_n=None, num_warps=WARPS, per_sm=PER_SM, stages=None
-) -> None:  # fmt: skip
-    """The rows of x to y, summed, mean and rstd, by as many groups as the SMs hold; the last four are to try others."""
-    n_rows, n_cols = x.shape
-    block_n = block_n or NORM_BLOCK[value_bits(x, weight)]
-    parts, groups, fitting = shared_between(x, block_n, per_sm, operands=1 if residual is None else 2)
+def launch_split(x, residual, weight, bias, y, summed, mean, rstd, eps) -> None:
+    """The rows of x to y, summed, mean and rstd, by as many groups as the SMs hold."""
+    (n_rows, n_cols), block_n = x.shape, slice_cols(x, weight)
+    parts, groups = shares(x, block_n, PER_SM)
     norm_split_kernel[(groups * parts,)](
-        x, residual, weight, bias, y, summed, mean, rstd, _mailbox(x, parts),
+        x, residual, weight, bias, y, summed, mean, rstd, new_mailbox(x, parts),
         x.stride(0), 0 if residual is None else residual.stride(0), y.stride(0), n_rows, n_cols, eps, groups,
-        PARTS=parts, PARTS_POW2=triton.next_power_of_2(parts), BLOCK_N=block_n,
-        STAGES=stages or fitting, FULL=n_cols % block_n == 0,
-        num_warps=num_warps, maxnreg=min(255, 2048 // num_warps // per_sm // 8 * 8),
+        PARTS=parts, PARTS_POW2=triton.next_power_of_2(parts), BLOCK_N=block_n, FULL=n_cols % block_n == 0,
+        STAGES=pipeline_stages(x, block_n if residual is None else 2 * block_n, PER_SM, SPLIT_STAGES),
+        num_warps=WARPS, maxnreg=registers(WARPS, PER_SM),
     )  # fmt: skip
 
 
 def layer_norm_split(x, weight, bias, eps: float = 1e-5) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """(y, mean, rstd) for rows of up to norm_max_cols(...) columns, each held by several programs at once.
+    """(y, mean, rstd) for rows of up to split_max_cols(...) columns, each held by several programs at once.
 
     GPU only: programs wait for each other, and the interpreter runs one after the other (RuntimeError there).
     Otherwise takes and raises what layer_norm_forward does.
     """
     name = "layer_norm_split"
     n_rows, n_cols = check_layer_norm(name, x, weight, bias, eps)
-    check_length(name, n_cols, norm_max_cols(x.device, value_bits(x, weight)), "layer_norm_resident")
+    check_length(name, n_cols, split_max_cols(x.device, slice_cols(x, weight), PER_SM), "layer_norm_resident")
     if interpreted():
         raise RuntimeError(f"{name}: its programs wait for each other; in the interpreter use layer_norm_resident")
     y = torch.empty(x.shape, dtype=x.dtype, device=x.device)

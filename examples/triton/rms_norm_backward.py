@@ -13,18 +13,8 @@ import triton
 import triton.language as tl
 
 from examples.common.device import device_limits, interpreted
+from examples.common.mailbox import new_mailbox, pack, peek, receive, send, shares, slice_cols, split_max_cols, unpack
 from examples.common.rows import DTYPES, check_length, check_norm, pipeline_stages, row_block, widen
-from examples.triton.layer_norm_backward_split import (
-    SPLIT_BLOCK,
-    _mailbox,
-    _pack,
-    _peek,
-    _receive,
-    _send,
-    _unpack,
-    split_max_cols,
-    value_bits,
-)
 
 BACKWARD_ROWS_MAX = 8192  # 16 columns a thread at 16 warps: x, dy and a sum of each take 48 of its 128 registers
 
@@ -119,13 +109,13 @@ def rms_norm_backward_split_kernel(
     stride_dsm, stride_dxm = tl.cast(stride_dsm, tl.int64), tl.cast(stride_dxm, tl.int64)
     dweight = tl.zeros((BLOCK_N,), tl.float32)
     rstd = tl.load(rstd_ptr + group)
-    x_due = _pack(tl.zeros((BLOCK_N,), x_ptr.dtype.element_ty))
-    dy_due = _pack(tl.zeros((BLOCK_N,), dy_ptr.dtype.element_ty))
+    x_due = pack(tl.zeros((BLOCK_N,), x_ptr.dtype.element_ty))
+    dy_due = pack(tl.zeros((BLOCK_N,), dy_ptr.dtype.element_ty))
     # A row is written one iteration after its sums were sent, when those of the others have had time to arrive.
     for row in tl.range(group, n_rows + groups, groups, num_stages=STAGES):
         due = tl.maximum(row - groups, group)
         due_mail = mail_ptr + due * stride_mail + sender
-        peeked = _peek(due_mail)
+        peeked = peek(due_mail)
         rstd_due = tl.load(rstd_ptr + due)
         next_row = row + groups
         rstd_next = tl.load(rstd_ptr + next_row, mask=next_row < n_rows, other=0.0)
@@ -134,16 +124,16 @@ def rms_norm_backward_split_kernel(
         grad = widen(dy) * (widen(x) * rstd)
         dweight += grad
         product = tl.sum(grad * widen(weight), axis=0)
-        _send(mail_ptr + row * stride_mail + part, product, product, row < n_rows)
+        send(mail_ptr + row * stride_mail + part, product, product, row < n_rows)
 
-        products, _ = _receive(due_mail, peeked)
+        products, _ = receive(due_mail, peeked)
         slope = tl.sum(tl.where(parts < PARTS, products, 0.0), axis=0) / n_cols * rstd_due * rstd_due
-        grad = _unpack(dy_due, x_ptr.dtype.element_ty) * widen(weight)
-        dx = grad * rstd_due - _unpack(x_due, x_ptr.dtype.element_ty) * slope
+        grad = unpack(dy_due, x_ptr.dtype.element_ty) * widen(weight)
+        dx = grad * rstd_due - unpack(x_due, x_ptr.dtype.element_ty) * slope
         if dsum_ptr is not None:
             dx += widen(tl.load(dsum_ptr + due * stride_dsm + cols, mask=inside & (row > group), other=0.0))
         tl.store(dx_ptr + due * stride_dxm + cols, dx.to(dx_ptr.dtype.element_ty), mask=inside & (row > group))
-        x_due, dy_due = _pack(x), _pack(dy)
+        x_due, dy_due = pack(x), pack(dy)
         rstd = rstd_next
     tl.store(dweight_ptr + group.to(tl.int64) * n_cols + cols, dweight, mask=inside)
 
@@ -211,18 +201,16 @@ def rms_norm_backward_split(dy, x, weight, rstd, dsum=None) -> tuple[torch.Tenso
     """
     name = "rms_norm_backward_split"
     n_rows, n_cols = _checked(name, dy, x, weight, rstd, dsum)
-    bits = value_bits(x, weight)
-    check_length(name, n_cols, split_max_cols(x.device, bits), "rms_norm_backward_loop")
+    block_n = slice_cols(x, weight)
+    check_length(name, n_cols, split_max_cols(x.device, block_n), "rms_norm_backward_loop")
     if interpreted():
         raise RuntimeError(f"{name}: its programs wait for each other; in the interpreter use rms_norm_backward_loop")
     if not n_rows:
         return torch.empty_like(x), torch.zeros_like(weight)
-    block_n = SPLIT_BLOCK[bits]
-    parts = triton.cdiv(n_cols, block_n)
-    groups = max(1, min(n_rows, device_limits(x.device).sms // parts))
+    parts, groups = shares(x, block_n)
     dx, partials = _outputs(x, weight, groups)
     rms_norm_backward_split_kernel[(groups * parts,)](
-        dy, x, weight, rstd, dsum, dx, partials, _mailbox(x, parts), dy.stride(0), x.stride(0),
+        dy, x, weight, rstd, dsum, dx, partials, new_mailbox(x, parts), dy.stride(0), x.stride(0),
         0 if dsum is None else dsum.stride(0), dx.stride(0), n_rows, n_cols, groups,
         PARTS=parts, PARTS_POW2=triton.next_power_of_2(parts), BLOCK_N=block_n,
         STAGES=pipeline_stages(x, (2 if dsum is None else 3) * block_n, 1), num_warps=8,
@@ -240,7 +228,7 @@ def rms_norm_backward(dy, x, weight, rstd, dsum=None) -> tuple[torch.Tensor, tor
     _, n_cols = _checked("rms_norm_backward", dy, x, weight, rstd, dsum)
     if n_cols <= BACKWARD_ROWS_MAX:
         return rms_norm_backward_rows(dy, x, weight, rstd, dsum)
-    wait = not interpreted() and n_cols <= split_max_cols(x.device, value_bits(x, weight))
+    wait = not interpreted() and n_cols <= split_max_cols(x.device, slice_cols(x, weight))
     return (rms_norm_backward_split if wait else rms_norm_backward_loop)(dy, x, weight, rstd, dsum)
 
 

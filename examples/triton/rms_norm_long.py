@@ -13,13 +13,12 @@ import triton
 import triton.language as tl
 
 from examples.common.device import device_limits, interpreted, require_triton_device
+from examples.common.mailbox import slice_cols, split_max_cols
 from examples.common.rows import row_block
-from examples.triton.layer_norm_backward_split import value_bits
-from examples.triton.layer_norm_long import launch_split, norm_max_cols
+from examples.triton.layer_norm_long import PER_SM, launch_split
 
 BLOCK_BYTES = 16384  # of a row at a step: 2 loads of 128 bits a thread at 16 warps
 STAGES = 4  # three blocks of each operand in flight to shared memory while one is in use
-SPLIT_BYTES = 16384  # of a row; longer ones are shared by programs, as long as those may wait for each other
 L2_BYTES = 24 << 20  # that rows may take which wait to be written; beyond, an SM has one program and not two
 
 
@@ -81,9 +80,7 @@ def rms_norm_long_kernel(
 
 def launch_long(x, residual, weight, y, summed, rstd, eps: float) -> None:
     """The rows of x to y, summed and rstd, by the kernel that is fastest for the row length."""
-    n_cols = x.shape[1]
-    long = n_cols * x.element_size() > SPLIT_BYTES and not interpreted()
-    if long and n_cols <= norm_max_cols(x.device, value_bits(x, weight)):
+    if not interpreted() and x.shape[1] <= split_max_cols(x.device, slice_cols(x, weight), PER_SM):
         launch_split(x, residual, weight, None, y, summed, None, rstd, eps)
     else:
         launch_loop(x, residual, weight, y, summed, rstd, eps)

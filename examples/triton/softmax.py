@@ -30,9 +30,10 @@ import triton.language as tl
 
 from examples.common.compiled import compiled_modes, over_library
 from examples.common.device import interpreted
+from examples.common.mailbox import split_max_cols
 from examples.common.operands import check_rows
 from examples.common.rows import DTYPES, check_length
-from examples.triton.softmax_long import softmax_split, split_max_cols
+from examples.triton.softmax_long import PER_SM, SPLIT_BLOCK, softmax_split
 from examples.triton.softmax_resident import softmax_resident
 
 REGISTERS_MAX = 32768  # columns: 32 values per thread at 32 warps; a row twice as long spills on every architecture
@@ -86,7 +87,7 @@ def softmax(x: torch.Tensor) -> torch.Tensor:
     if n_cols <= REGISTERS_BEST:
         return softmax_rows(x)
     fits = n_cols * x.element_size() <= L1_BEST_KIB * 1024
-    resident = fits or interpreted() or n_cols > split_max_cols(x.device)
+    resident = fits or interpreted() or n_cols > split_max_cols(x.device, SPLIT_BLOCK, PER_SM)
     return softmax_resident(x) if resident else softmax_split(x)
 
 

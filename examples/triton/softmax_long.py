@@ -15,11 +15,10 @@ import torch
 import triton
 import triton.language as tl
 
-from examples.common.device import interpreted, sms_to_wait_on
+from examples.common.device import interpreted
+from examples.common.mailbox import new_mailbox, pack, peek, receive, send, shares, split_max_cols, unpack
 from examples.common.operands import check_rows
-from examples.common.rows import ASSEMBLY, DTYPES, check_length, widen
-from examples.triton.layer_norm_backward_split import _mailbox, _pack, _peek, _receive, _send, _unpack
-from examples.triton.layer_norm_long import shared_between
+from examples.common.rows import ASSEMBLY, DTYPES, SPLIT_STAGES, check_length, pipeline_stages, registers, widen
 
 SPLIT_BLOCK = 8192  # columns a program owns: 32 values a thread at WARPS warps
 WARPS = 8
@@ -56,7 +55,7 @@ def softmax_split_kernel(
     stride_mail = tl.full((), PARTS, tl.int64)
     stride_xm, stride_ym = tl.cast(stride_xm, tl.int64), tl.cast(stride_ym, tl.int64)
     max_due = 0.0
-    kept = tl.zeros((BLOCK_N,), tl.float32) if KEEP else _pack(tl.zeros((BLOCK_N,), x_ptr.dtype.element_ty))
+    kept = tl.zeros((BLOCK_N,), tl.float32) if KEEP else pack(tl.zeros((BLOCK_N,), x_ptr.dtype.element_ty))
     # A row is written one iteration after its words were sent, when those of the others have had time to arrive.
     for row in tl.range(group, n_rows + groups, groups, num_stages=STAGES):
         # `due` is the group's previous row; in the first iteration there is none, and no word is waited for.
@@ -66,13 +65,13 @@ def softmax_split_kernel(
         x = widen(loaded)
         if not FULL:  # not by the load, which would carry its mask until the copy has arrived
             x = tl.where(inside, x, -float("inf"))
-        peeked = _peek(due_mail)
+        peeked = peek(due_mail)
         part_max = tl.max(x, axis=0)
         # A part of -inf alone would compute -inf - -inf = NaN.
         weights = _exp(x - tl.where(part_max == -float("inf"), 0.0, part_max))
-        _send(mail_ptr + row * stride_mail + part, part_max, tl.sum(weights, axis=0), row < n_rows)
+        send(mail_ptr + row * stride_mail + part, part_max, tl.sum(weights, axis=0), row < n_rows)
 
-        maxima, sums = _receive(due_mail, tl.where(row > group, peeked, 0))
+        maxima, sums = receive(due_mail, tl.where(row > group, peeked, 0))
         row_max = tl.max(maxima, axis=0)
         # A part of -inf alone has the sum 0, and 0 * exp(-inf - -inf) would be NaN. A NaN in a part stays in its sum.
         scaled = tl.where((parts < PARTS) & (sums != 0.0), sums * tl.exp(maxima - row_max), 0.0)
@@ -81,42 +80,32 @@ def softmax_split_kernel(
             y = kept * (tl.where(max_due == -float("inf"), 0.0, tl.exp(max_due - row_max)) / row_sum)
             kept = weights
         else:
-            y = _exp(_unpack(kept, x_ptr.dtype.element_ty) - row_max) * (1.0 / row_sum)
-            kept = _pack(loaded)
+            y = _exp(unpack(kept, x_ptr.dtype.element_ty) - row_max) * (1.0 / row_sum)
+            kept = pack(loaded)
         max_due = part_max
         tl.store(y_ptr + due * stride_ym + cols, y.to(y_ptr.dtype.element_ty), mask=inside & (row > group))
 
 
-def split_max_cols(device: torch.device) -> int:
-    """Longest row softmax_split takes: its parts wait for each other, and an eighth of the SMs must run them all.
-
-    So it ends beside kernels that keep the other SMs (NCCL's, or such launches on other streams), and in a context that
-    is given an eighth; with less, call softmax_resident.
-    """
-    return SPLIT_BLOCK * PER_SM * sms_to_wait_on(device)
-
-
-def launch_split(x, y, block_n=None, num_warps=WARPS, per_sm=PER_SM, stages=None, keep=None) -> None:
-    """The rows of x to y, by as many groups as the SMs hold; all but the first two are for trying others."""
+def launch_split(x, y) -> None:
+    """The rows of x to y, by as many groups as the SMs hold."""
     n_rows, n_cols = x.shape
-    block_n = block_n or SPLIT_BLOCK
-    parts, groups, fitting = shared_between(x, block_n, per_sm, operands=1)
+    parts, groups = shares(x, SPLIT_BLOCK, PER_SM)
     softmax_split_kernel[(groups * parts,)](
-        x, y, _mailbox(x, parts), x.stride(0), y.stride(0), n_rows, n_cols, groups,
-        PARTS=parts, PARTS_POW2=triton.next_power_of_2(parts), BLOCK_N=block_n,
-        STAGES=stages or fitting, KEEP=KEEP if keep is None else keep, FULL=n_cols % block_n == 0,
-        num_warps=num_warps, maxnreg=min(255, 2048 // num_warps // per_sm // 8 * 8),
+        x, y, new_mailbox(x, parts), x.stride(0), y.stride(0), n_rows, n_cols, groups,
+        PARTS=parts, PARTS_POW2=triton.next_power_of_2(parts), BLOCK_N=SPLIT_BLOCK,
+        STAGES=pipeline_stages(x, SPLIT_BLOCK, PER_SM, SPLIT_STAGES), KEEP=KEEP, FULL=n_cols % SPLIT_BLOCK == 0,
+        num_warps=WARPS, maxnreg=registers(WARPS, PER_SM),
     )  # fmt: skip
 
 
 def softmax_split(x: torch.Tensor) -> torch.Tensor:
-    """Softmax over rows of up to split_max_cols(x.device) columns, each held by several programs at once.
+    """Softmax over rows of up to split_max_cols(...) columns, each held by several programs at once.
 
     GPU only: programs wait for each other, and the interpreter runs one after the other (RuntimeError there).
     Otherwise takes and raises what softmax does.
     """
     n_rows, n_cols = check_rows("softmax_split", x, DTYPES)
-    check_length("softmax_split", n_cols, split_max_cols(x.device), "softmax")
+    check_length("softmax_split", n_cols, split_max_cols(x.device, SPLIT_BLOCK, PER_SM), "softmax")
     if interpreted():
         raise RuntimeError("softmax_split: its programs wait for each other; in the interpreter use softmax_resident")
     y = torch.empty(x.shape, dtype=x.dtype, device=x.device)

@@ -281,8 +281,8 @@ columns beyond the last are stored
   - mask=(rows < end)[:, None] & (cols < N)[None, :]
   + mask=(rows < end)[:, None] & (cols >= col)[None, :]
 the last tile of a group is computed as the next group's first
-  - before = tl.cumsum(tiles_m) * tiles_n <= tl.program_id(0)
-  + before = tl.cumsum(tiles_m) * tiles_n <= tl.program_id(0) + 1
+  - before = tl.cumsum(tiles_m.to(tl.int64)) * tiles_n <= tl.program_id(0)
+  + before = tl.cumsum(tiles_m.to(tl.int64)) * tiles_n <= tl.program_id(0) + 1
 a tile's number counts from the first group's start
   - tile = tl.program_id(0) - tl.sum(tl.where(before, tiles_m, 0)) * tiles_n
   + tile = tl.program_id(0)
@@ -352,8 +352,8 @@ every second row of 65536 columns takes mean and rstd of its neighbour  [gpu unc
   + mean, rstd = tl.load(mean_ptr + near), tl.load(rstd_ptr + near)
   + shift, slope
 the parts of a row send their sums in the wrong order  [gpu]
-  - _send(mail_ptr + row * stride_mail + part, total, product, row < n_rows)
-  + _send(mail_ptr + row * stride_mail + part, product, total, row < n_rows)
+  - send(mail_ptr + row * stride_mail + part, total, product, row < n_rows)
+  + send(mail_ptr + row * stride_mail + part, product, total, row < n_rows)
 the dispatch hands longer rows to a kernel that does not take them
   - n_cols <= BACKWARD_ROWS_MAX
   + n_cols <= 2 * BACKWARD_ROWS_MAX
@@ -376,8 +376,8 @@ a group's last row is not written  [within=norm_split_kernel]
   - for row in tl.range(group, n_rows + groups, groups, num_stages=STAGES):
   + for row in tl.range(group, n_rows, groups, num_stages=STAGES):
 what waits for each other may take every SM  [tests=examples/triton/test_layer_norm.py]
-  - return SPLIT_BLOCK[bits] * sms_to_wait_on(device)
-  + return SPLIT_BLOCK[bits] * device_limits(device).sms
+  - return block_n * per_sm * sms_to_wait_on(device)
+  + return block_n * per_sm * device_limits(device).sms
 a missing weight is not refused by name
   - if missing := [label for label, vector in columns.items() if vector is None]:
   + if missing := []:

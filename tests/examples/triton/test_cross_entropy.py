@@ -1,6 +1,7 @@
 """cross_entropy: loss and gradient against float64, by every way to make the gradient, and what autograd may do."""
 
 import gc
+import itertools
 from functools import partial
 from unittest.mock import patch
 
@@ -14,8 +15,7 @@ import triton.language as tl
 from hypothesis import given
 from hypothesis import strategies as st
 
-from examples.common import device
-from examples.common.device import interpreted
+from examples.common.device import interpreted, sms_to_wait_on
 from examples.common.rows import DTYPES
 from examples.triton import cross_entropy as lesson
 from examples.triton import cross_entropy_backward as backwards
@@ -214,7 +214,7 @@ def peek_at_once(ptr):
 
 @triton.jit
 def receive_at_once(ptr, word):
-    """What was in the mailbox, in place of _receive, which waits."""
+    """What was in the mailbox, in place of receive, which waits."""
     first = (word & 0xFFFFFFFF).to(tl.uint32).to(tl.float32, bitcast=True)
     return first, (word >> 32).to(tl.int32).to(tl.float32, bitcast=True)
 
@@ -231,8 +231,8 @@ def test_the_split_kernel_interpreted(h, monkeypatch):
         return prepare(target, ignore_index)
 
     stand_ins = {
-        "interpreted": lambda: False, "_peek": peek_at_once, "_receive": receive_at_once, "_mailbox": lambda *_: mail,
-        "prepare": start_again, "SLICE_BYTES": 1024, "WARPS": 1,
+        "interpreted": lambda: False, "peek": peek_at_once, "receive": receive_at_once, "_mailbox": lambda *_: mail,
+        "prepare": start_again, "slice_cols": lambda x: 1024 // x.element_size(), "WARPS": 1,
         "split_max_cols": lambda *_: 10000,  # nothing waits, so any number of parts will do
     }  # fmt: skip
     for name, stand_in in stand_ins.items():
@@ -274,11 +274,17 @@ def test_the_split_kernel_interpreted(h, monkeypatch):
     assert got.isnan().any(1).tolist() == [True, True, False]
 
 
-@pytest.mark.parametrize("sms", [1, 15, 16, 132, 148])
-def test_what_waits_for_each_other_fits_an_eighth_of_the_sms(monkeypatch, sms):
-    monkeypatch.setattr(device, "device_limits", lambda _: device.Limits(sms, 0))
-    for size in (2, 4):
-        assert long.split_max_cols(None, size) == long.SLICE_BYTES // size * long.PER_SM * max(1, sms // 8)
+def longest_of(dtype, device) -> int:
+    """Classes of a row whose programs, two to an SM, an eighth of the SMs can run."""
+    return 16384 // dtype.itemsize * long.PER_SM * sms_to_wait_on(device)
+
+
+def test_what_waits_for_each_other_fits_an_eighth_of_the_sms(monkeypatch):
+    monkeypatch.setattr(long, "interpreted", lambda: False)
+    for dtype in DTYPES:
+        for more in (0, 1):
+            logits = meta(2, longest_of(dtype, meta().device) + more, dtype=dtype)
+            assert long.can_split(logits, logits) == (not more)
 
 
 def test_bad_input(h):
@@ -298,10 +304,10 @@ def test_bad_input(h):
 
 @pytest.mark.parametrize("sm", [90, 100])
 def test_generated_code(sm):
-    """Wide loads and stores, of rows that begin anywhere too, and as many programs fit an SM as should run there. The
-    loss alone, and slices of long rows, are on their way to shared memory ahead of their use."""
-    half, single = torch.bfloat16, torch.float32
-    for classes, programs, dtype in ((128256, 2, half), (50257, 2, half), (32000, 2, half), (16000, 2, single)):
+    """Wide loads and stores, of rows that begin anywhere too, and two programs fit an SM. The loss alone, and slices of
+    long rows, are on their way to shared memory ahead of their use."""
+    short = [(32000, torch.bfloat16), (16000, torch.float32)]
+    for classes, dtype in [*itertools.product((128256, 50257), DTYPES), *short]:
         args = meta(4096, classes, dtype=dtype), meta(4096, dtype=torch.int64)
         kernels = {kernel.kernel: kernel for kernel in compile_for(loss_and_gradient, args, {}, sms=(sm,))}
         assert all((kernel.too_much, kernel.error) == (None, None) for kernel in kernels.values())
@@ -312,8 +318,8 @@ def test_generated_code(sm):
         assert not any(kernel.spills for kernel in kernels.values())
         assert forward.found.get("st.global.v4")
         assert forward.found.get("cp.async" if split else "ld.global.v4")
-        assert forward.registers * forward.warps * 32 * programs <= 65536
-        assert forward.shared * programs <= 227 * 1024
+        assert forward.registers * forward.warps * 32 * 2 <= 65536
+        assert forward.shared * 2 <= 227 * 1024
         (loss, _) = sorted(compile_for(cross_entropy, args, {}, sms=(sm,)), key=lambda kernel: kernel.kernel)
         assert (loss.kernel, loss.spills, loss.error) == ("cross_entropy_kernel", 0, None)
         assert loss.found.get("cp.async")
@@ -360,7 +366,7 @@ def test_in_place_needs_no_memory_beside_the_logits(h):
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_split_rows_finish_many_times_over_with_the_same_bits(h, dtype):
     """Programs of a group wait for each other: few and many rows, odd numbers of parts, two streams at once."""
-    longest = long.split_max_cols(h.device, dtype.itemsize)
+    longest = longest_of(dtype, h.device)
     streams = [torch.cuda.Stream() for _ in range(2)]
     for rows, classes in ((1, longest), (1000, 50257), (4096, 5 * 16384 + 1), (2, longest - 3)):
         logits, target = operands(h, rows, classes, dtype)

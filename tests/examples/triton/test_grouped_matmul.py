@@ -5,10 +5,12 @@ from harness.codegen import compile_for
 
 import pytest
 import torch
+import triton
+import triton.language as tl
 from hypothesis import given
 from hypothesis import strategies as st
 
-from examples.common.device import SHARED_LIMIT, architecture
+from examples.common.device import SHARED_LIMIT, architecture, interpreted
 from examples.common.fp8 import E4M3
 from examples.triton import grouped_matmul as lesson
 from examples.triton import grouped_matmul_operands as cases
@@ -78,6 +80,31 @@ def test_offsets_that_make_no_sense_write_nothing_outside_the_result(h, ends):
     a, b = cases.experts(h, 60, 3, 40, 64)
     with poisoned_outputs("grouped_matmul"):
         assert grouped_matmul(a, b, torch.tensor(ends, dtype=torch.int32, device=h.device)).shape == (60, 40)
+
+
+@triton.jit
+def note_tile(_a, _w, tiles_ptr, _scale_a, _scale_b, group, row, end, col, N, K, ROWS, BLOCK_N, BLOCK_K, STAGES):
+    """Which tile this is, in place of grouped_matmul_tile, which multiplies it."""
+    at = tiles_ptr + 4 * tl.program_id(0)
+    for i, value in enumerate((group, row, end, col)):
+        tl.store(at + i, value)
+
+
+@pytest.mark.skipif(not interpreted(), reason="a compiled kernel cannot be given another function to call")
+def test_tiles_stay_inside_where_the_sum_of_nonsense_passes_32_bits(monkeypatch):
+    """4096 groups that end anywhere within 2**27 rows, or beyond. Sizes alone, without the data."""
+    T, N, E = 2**27 - 77, 2**16 - 5, cases.MOST_GROUPS
+    offs = torch.randint(-(2**31), 2**31, (E,), generator=torch.Generator().manual_seed(0))
+    monkeypatch.setattr(lesson, "grouped_matmul_tile", note_tile)
+    tiles = torch.full((64, 4), -1, dtype=torch.int64)
+    lesson.grouped_matmul_kernel[(64,)](
+        None, None, None, tiles, None, None, offs.int(), T, N, 16, E,
+        BLOCK_M=128, BLOCK_N=256, BLOCK_K=64, SLOTS=E, STAGES=1,
+    )  # fmt: skip
+    group, row, end, col = tiles.T
+    assert ((group >= 0) & (group < E)).all()
+    assert ((row >= 0) & (row < end) & (end <= T)).all()
+    assert ((col >= 0) & (col < N)).all()
 
 
 def test_routing_shares_out_all_tokens(h):

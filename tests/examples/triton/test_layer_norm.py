@@ -1,5 +1,6 @@
 """layer_norm: two forward and three backward kernels against float64, autograd, and the exchange between programs."""
 
+import itertools
 import time
 from functools import partial
 
@@ -13,7 +14,7 @@ import triton
 import triton.language as tl
 from triton.language.extra.cuda import globaltimer
 
-from examples.common import device
+from examples.common import device, mailbox
 from examples.common.rows import DTYPES
 from examples.common.training import forward_backward
 from examples.triton import layer_norm as lesson
@@ -34,6 +35,7 @@ by_backward = pytest.mark.parametrize("backward", [*BACKWARDS, pytest.param(SPLI
 # One element, a prime, around one tile of several kernels, more rows than a program or a group takes, no rows.
 SHAPES = [(1, 1), (3, 781), (5, 256), (9, 257), (6, 4097), (40, 33), (0, 300)]
 CASES = [(shape, (torch.float32, torch.float16)[i % 2]) for i, shape in enumerate(SHAPES)]
+COLUMNS = {2: 8192, 4: 4096}  # that a program owns of a row which programs share, by the bytes of a value
 EPS = torch.finfo(torch.float32).eps
 
 
@@ -91,7 +93,7 @@ def test_backward_shapes_layouts_and_nan(h, backward):
     for shape, dtype in CASES[1:]:  # of one column the gradient is 0
         x, weight, _, dy = inputs(h, *shape, dtype=dtype)
         check_backward(backward, dy, x, weight)
-    x, weight, _, dy = inputs(h, 9, split.SPLIT_BLOCK[32] + 900)
+    x, weight, _, dy = inputs(h, 9, COLUMNS[4] + 900)
     for dy_rows, x_rows in ((dy[:, 3:784], x[:, 100:881]), (dy[:1, :781].expand(9, 781), x[:, :781])):
         check_backward(backward, dy_rows, x_rows, weight[:781])
     dy[2, 5] = dy[3, -1] = x[6, 7] = NAN
@@ -148,13 +150,13 @@ def test_autograd(h):
 
 @triton.jit
 def peek_at_once(ptr):
-    """What is in the mailbox now, in place of _peek, which is assembly."""
+    """What is in the mailbox now, in place of peek, which is assembly."""
     return tl.load(ptr)
 
 
 @triton.jit
 def receive_at_once(ptr, word):
-    """What was in the mailbox, in place of _receive, which waits."""
+    """What was in the mailbox, in place of receive, which waits."""
     first = (word & 0xFFFFFFFF).to(tl.uint32).to(tl.float32, bitcast=True)
     return first, (word >> 32).to(tl.int32).to(tl.float32, bitcast=True)
 
@@ -167,13 +169,10 @@ def twice_in_turn(monkeypatch, module, block):
     """
     mail = torch.empty(100, dtype=torch.int64)
     stand_ins = {
-        "interpreted": lambda: False, "_peek": peek_at_once, "_receive": receive_at_once, "_mailbox": lambda *_: mail,
+        "interpreted": lambda: False, "peek": peek_at_once, "receive": receive_at_once, "new_mailbox": lambda *_: mail,
     }  # fmt: skip
-    # Nothing waits, so any number of parts will do.
-    if module is layer_norm_long:
-        stand_ins |= {"NORM_BLOCK": {16: block, 32: block}, "norm_max_cols": lambda *_: 1000}
-    else:
-        stand_ins |= {"SPLIT_BLOCK": block, "split_max_cols": lambda *_: 1000}
+    stand_ins |= {"SPLIT_BLOCK": block} if module is softmax_long else {"slice_cols": lambda *_: block}
+    stand_ins["split_max_cols"] = lambda *_: 1000  # nothing waits, so any number of parts will do
     for name, stand_in in stand_ins.items():
         monkeypatch.setattr(module, name, stand_in)
 
@@ -211,8 +210,8 @@ def test_the_split_kernel_interpreted(h, monkeypatch):
     mailbox is full, and a second one computes with it."""
     mail = torch.empty(100, dtype=torch.int64)
     stand_ins = {
-        "interpreted": lambda: False, "_peek": peek_at_once, "_receive": receive_at_once, "_mailbox": lambda *_: mail,
-        "SPLIT_BLOCK": {16: 64, 32: 64},
+        "interpreted": lambda: False, "peek": peek_at_once, "receive": receive_at_once, "new_mailbox": lambda *_: mail,
+        "slice_cols": lambda *_: 64,
         "split_max_cols": lambda *_: 1000,  # nothing waits, so any number of parts will do
     }  # fmt: skip
     for name, stand_in in stand_ins.items():
@@ -229,7 +228,7 @@ def test_the_split_kernel_interpreted(h, monkeypatch):
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_split_rows_finish_many_times_over_with_the_same_bits(h, dtype):
     """Programs of a group wait for each other: few and many rows, odd numbers of parts, two streams at once."""
-    longest = split.split_max_cols(h.device, 8 * dtype.itemsize)
+    longest = mailbox.split_max_cols(h.device, COLUMNS[dtype.itemsize])
     streams = [torch.cuda.Stream() for _ in range(2)]
     for rows, cols in ((1, longest), (1000, 40000), (5000, 3 * 8192 + 1), (3, longest), (2, 50)):
         x, weight, _, dy = inputs(h, rows, cols, dtype=dtype)
@@ -249,11 +248,11 @@ def test_split_rows_finish_many_times_over_with_the_same_bits(h, dtype):
 def test_what_waits_for_each_other_fits_an_eighth_of_the_sms(monkeypatch, sms):
     monkeypatch.setattr(device, "device_limits", lambda _: device.Limits(sms, 0))
     eighth = max(1, sms // 8)
-    for bits, block in split.SPLIT_BLOCK.items():  # one of these programs fills an SM
-        assert split.split_max_cols(None, bits) == block * eighth
-    for bits, block in layer_norm_long.NORM_BLOCK.items():
-        assert layer_norm_long.norm_max_cols(None, bits) == block * layer_norm_long.PER_SM * eighth
-    assert softmax_long.split_max_cols(None) == softmax_long.SPLIT_BLOCK * softmax_long.PER_SM * eighth
+    assert mailbox.split_max_cols(None, 4096) == 4096 * eighth
+    assert mailbox.split_max_cols(None, 8192, 2) == 8192 * 2 * eighth
+    for dtype, wide in itertools.product(DTYPES, DTYPES):
+        columns = mailbox.slice_cols(meta(1, 1, dtype=dtype), meta(1, dtype=wide))
+        assert columns == COLUMNS[max(dtype.itemsize, wide.itemsize)]
 
 
 @triton.jit
@@ -279,10 +278,10 @@ def test_what_holds_sms_holds_all_registers():
 
 @pytest.mark.gpu
 def test_they_end_beside_a_kernel_that_keeps_seven_eighths_of_the_sms(h):
-    x, weight, _, dy = inputs(h, 2, split.split_max_cols(h.device))
-    rows = h.randn(2, softmax_long.split_max_cols(h.device))
+    x, weight, _, dy = inputs(h, 2, mailbox.split_max_cols(h.device, COLUMNS[4]))
+    rows = h.randn(2, mailbox.split_max_cols(h.device, softmax_long.SPLIT_BLOCK, softmax_long.PER_SM))
     calls = [partial(SPLIT, dy, x, weight, *statistics(x)), partial(softmax_long.softmax_split, rows)]
-    x, weight, bias, _ = inputs(h, 2, layer_norm_long.norm_max_cols(h.device))
+    x, weight, bias, _ = inputs(h, 2, mailbox.split_max_cols(h.device, COLUMNS[4], layer_norm_long.PER_SM))
     calls.append(partial(layer_norm_split, x, weight, bias))
     sms, registers = device.device_limits(h.device).sms, torch.zeros(1 << 16, device=h.device)
     for call in calls:
@@ -333,7 +332,7 @@ def test_bad_input(h):
     for backward in (*BACKWARDS, SPLIT, lesson.layer_norm_backward):
         refused(backward, ValueError, "dy is .*float16, but x is .*float32", dy.half(), x, weight, *statistics(x))
     refused(layer_norm, ValueError, "has no columns", x[:, :0], weight, bias)
-    longest = split.split_max_cols(h.device)
+    longest = COLUMNS[4] * device.sms_to_wait_on(h.device)  # of programs that fill an SM alone
     x, weight, bias, dy = inputs(h, 1, max(longest, BACKWARD_ROWS_MAX) + 1)
     refused(layer_norm_rows, ValueError, f"a row may have {ROWS_MAX} here; call layer_norm_forward", x, weight, bias)
     for call, limit in ((BACKWARDS[0], BACKWARD_ROWS_MAX), (SPLIT, longest)):
@@ -344,7 +343,7 @@ def test_bad_input(h):
 @pytest.mark.gpu
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_split_forward_finishes_many_times_over_with_the_same_bits(h, dtype):
-    longest = layer_norm_long.norm_max_cols(h.device, 8 * dtype.itemsize)
+    longest = mailbox.split_max_cols(h.device, COLUMNS[dtype.itemsize], layer_norm_long.PER_SM)
     for rows, cols in ((1, longest), (1000, 40000), (5000, 3 * 8192 + 1), (3, longest), (2, 50)):
         args = inputs(h, rows, cols, dtype=dtype)[:3]
         check_forward(layer_norm_split, *args)

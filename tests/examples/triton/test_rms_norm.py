@@ -12,9 +12,9 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+from examples.common.device import sms_to_wait_on
 from examples.common.rows import DTYPES
 from examples.common.training import forward_backward, in_float64
-from examples.triton import layer_norm_backward_split as mail
 from examples.triton import layer_norm_long
 from examples.triton import rms_norm as lesson
 from examples.triton import rms_norm_backward as backwards
@@ -145,8 +145,8 @@ def test_the_split_kernel_interpreted(h, monkeypatch):
     mailbox is full, and a second one computes with it."""
     box = torch.empty(100, dtype=torch.int64)
     stand_ins = {
-        "interpreted": lambda: False, "_peek": peek_at_once, "_receive": receive_at_once, "_mailbox": lambda *_: box,
-        "SPLIT_BLOCK": {16: 64, 32: 64},
+        "interpreted": lambda: False, "peek": peek_at_once, "receive": receive_at_once, "new_mailbox": lambda *_: box,
+        "slice_cols": lambda *_: 64,
         "split_max_cols": lambda *_: 1000,  # nothing waits, so any number of parts will do
     }  # fmt: skip
     for name, stand_in in stand_ins.items():
@@ -167,7 +167,7 @@ def test_the_split_forward_interpreted(h, monkeypatch):
     run = twice_in_turn(monkeypatch, layer_norm_long, 64)
     launch = layer_norm_long.launch_split
     for name, stand_in in {
-        "interpreted": lambda: False, "SPLIT_BYTES": 100, "norm_max_cols": lambda *_: 1000,
+        "interpreted": lambda: False, "split_max_cols": lambda *_: 1000,
         "launch_split": lambda *args: run(launch, *args),
     }.items():  # fmt: skip
         monkeypatch.setattr(long, name, stand_in)
@@ -192,7 +192,8 @@ def test_any_shape(rows, cols, block, dtype, residual, wide):
     """In steps of some columns: none, one or several whole blocks and a rest or none; or held in registers."""
     h = harness()
     x, weight, other, dy = operands(h, rows, cols, dtype=dtype, wide=torch.float32 if wide else None)
-    with patch.object(lesson, "ROWS_BYTES", 0 if block < 1 << 20 else block), patch.object(long, "BLOCK_BYTES", block):
+    stand_ins = {"BLOCK_BYTES": block, "split_max_cols": lambda *_: 0}  # on a GPU, too, no programs that share rows
+    with patch.object(lesson, "ROWS_BYTES", 0 if block < 1 << 20 else block), patch.multiple(long, **stand_ins):
         check_forward(h, x, weight, other if residual else None, constant_ok=True)
     for backward in BACKWARDS:
         check_backward(backward, dy, x, weight, other if residual else None)
@@ -209,7 +210,7 @@ def test_bad_input(h):
     for backward in (*BACKWARDS, SPLIT, backwards.rms_norm_backward):
         refused(backward, ValueError, "dy is .*float16, but x is .*float32", dy.half(), x, weight, rstd_of(x))
     refused(rms_norm, ValueError, "has no columns", x[:, :0], weight)
-    longest = mail.split_max_cols(h.device)
+    longest = 4096 * sms_to_wait_on(h.device)  # of programs that fill an SM alone
     x, weight, _, dy = operands(h, 1, max(longest, backwards.BACKWARD_ROWS_MAX) + 1)
     for call, limit in ((BACKWARDS[0], backwards.BACKWARD_ROWS_MAX), (SPLIT, longest)):
         too_long = f"a row may have {limit} here; call rms_norm_backward"

@@ -8,6 +8,7 @@ from harness.hardware import interpreted
 import pytest
 import torch
 
+from examples.common.device import sms_to_wait_on
 from examples.common.rows import DTYPES
 from examples.triton import softmax_long
 from examples.triton.softmax import (
@@ -19,7 +20,7 @@ from examples.triton.softmax import (
     softmax,
     softmax_rows,
 )
-from examples.triton.softmax_long import SPLIT_BLOCK, softmax_split, split_max_cols
+from examples.triton.softmax_long import PER_SM, SPLIT_BLOCK, softmax_split
 from examples.triton.softmax_resident import softmax_resident
 from tests.examples.triton.helpers import INF, NAN, code, meta, refused
 from tests.examples.triton.test_layer_norm import twice_in_turn
@@ -78,10 +79,14 @@ def test_the_split_kernel_interpreted(h, monkeypatch):
         h.check(partial(run, softmax_split), reference, x, what=f"extreme rows {keep}", **BUDGET)
 
 
+def longest(h) -> int:
+    return SPLIT_BLOCK * PER_SM * sms_to_wait_on(h.device)
+
+
 @pytest.mark.gpu
 def test_split_rows_finish_many_times_over(h):
     """Programs of one row wait for each other: many launches, few and many rows, odd numbers of parts."""
-    for rows, cols in ((1, 131072), (1000, 40000), (5000, SPLIT_BLOCK * 3 + 1), (3, split_max_cols(h.device))):
+    for rows, cols in ((1, 131072), (1000, 40000), (5000, SPLIT_BLOCK * 3 + 1), (3, longest(h))):
         x = h.randn(rows, cols, dtype=torch.bfloat16, scale=2.0)
         want = reference(x)
         for _ in range(5):
@@ -107,8 +112,8 @@ def test_bad_input(h):
         refused(kernel, ValueError, "", h.randn(4, 0))
     most = REGISTERS_MAX
     refused(softmax_rows, ValueError, f"a row may have {most} here; call softmax", h.randn(1, most + 1))
-    long = h.randn(1, split_max_cols(h.device) + 1, scale=2.0)
-    refused(softmax_split, ValueError, "columns, but a row may have", long)
+    long = h.randn(1, longest(h) + 1, scale=2.0)
+    refused(softmax_split, ValueError, f"columns, but a row may have {longest(h)} here", long)
     h.check(softmax, reference, long, **BUDGET)  # softmax goes on with softmax_resident
 
 
