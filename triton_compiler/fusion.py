@@ -96,14 +96,19 @@ class Recorder(Walker):
         self.accesses: list[Access] = []
         self.indices: list[Affine] = []
         self.levels: dict[Node, int] = {}
-        self.operations = self.positions = 0
+        self.positions: dict[Dim, int] = {}  # computed ones, and the level of each
+        self.operations = 0
 
     def constant(self, number, dtype):
         return 0
 
+    def level_of(self, place: Affine) -> int:
+        """A place is known no earlier than the computed positions in it."""
+        return max((self.positions.get(dim, 0) for dim, _ in place.terms), default=0)
+
     def index(self, index, dtype):
         self.indices.append(index)
-        return 0
+        return self.level_of(index)
 
     def op(self, op, args, compute, dtype):
         self.operations += 1
@@ -114,18 +119,19 @@ class Recorder(Walker):
 
     def load_at(self, node, offset):
         self.accesses.append(Access(node, offset, gathered=any(dim.gathered for dim, _ in offset.terms)))
-        return 0
+        return self.level_of(offset)
 
     def position(self, value, size, wraps, checked):
-        self.positions += 1
-        return Affine(((Dim(f"g{self.positions}", size, gathered=True), 1),))
+        dim = Dim(f"g{len(self.positions)}", size, gathered=True)
+        self.positions[dim] = value
+        return Affine(((dim, 1),))
 
     def choose(self, choices, rest, dtype):
         level, outer = 0, self.condition
         for where, low, high, read in choices:
             self.indices.append(where)
             self.condition = (outer, where, low, high)
-            level = max(level, read())
+            level = max(level, self.level_of(where), read())
         self.condition = outer
         return max(level, rest() if rest else 0)
 
@@ -239,8 +245,8 @@ def try_layout(dims: list[Dim], roots: list[Node]) -> Layout:
                 recorder.levels[root] = recorder.levels[maximum]
         elif isinstance(root, Scatter):
             read = [recorder.read(each, sources[root]) for each in (root.values, root.kept) if each is not None]
-            recorder.levels[root] = max(read)
             place = address(root, root.at(recorder, sources[root]))
+            recorder.levels[root] = max(*read, recorder.level_of(place))
             recorder.accesses.append(Access(root.target, place, write=True, gathered=True))
         else:
             recorder.levels[root] = recorder.read(root, places[root])

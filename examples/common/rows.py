@@ -12,7 +12,7 @@ from examples.common.operands import check_rows
 DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 ASSEMBLY = tl.constexpr(not interpreted())  # the interpreter has none
 STAGES = 3  # two rows in flight to shared memory while one is in use
-SPLIT_STAGES = 4  # where Triton loads at the end of an iteration: from two to three rows are in flight
+SPLIT_STAGES = 3  # where Triton loads at the end of an iteration: from one to two rows are in flight
 
 
 @triton.jit

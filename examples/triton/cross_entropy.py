@@ -36,7 +36,7 @@ from examples.common.compiled import compiled_modes, over_library
 from examples.common.operands import check_choice
 from examples.triton.cross_entropy_backward import LN_2, LOWEST, CrossEntropy, apply_in_place, exp_of, softmax_of
 from examples.triton.cross_entropy_long import can_split, launch_split
-from examples.triton.cross_entropy_operands import edges_of, prepare, row_layout, vectors_of
+from examples.triton.cross_entropy_operands import edges_of, empty_gradient, prepare, row_layout, vectors_of
 
 WHEN = ("forward", "backward", "in place")  # the gradient is made, and where
 L1_BEST_KIB = 100  # of a row: 50257 classes of 16 bits; longer ones are faster if programs share them
@@ -67,7 +67,7 @@ def cross_entropy_kernel(
     known = counts & (target >= 0) & (target < N_COLS)
     # Whole vectors in blocks, and the few columns beside them.
     head, vectors = vectors_of(x_row, N_COLS, WIDTH, EDGES)
-    x_vectors = tl.multiple_of(x_row + head, 16) if WIDTH > 1 else x_row
+    x_vectors = tl.multiple_of(x_row + head if EDGES else x_row, 16)  # of an added 0 it would be lost
     if EDGES:
         cols, in_edge = edges_of(head, vectors, N_COLS, WIDTH)
         edge = tl.load(x_row + cols, mask=in_edge, other=-float("inf")).to(tl.float32)
@@ -105,7 +105,7 @@ def cross_entropy_kernel(
         tl.store(stats_ptr + 2 * tl.cast(n_rows, tl.int64) + row, factor)
     if grad_ptr is not None:
         grad_row = grad_ptr + row * stride_gm
-        g_vectors = tl.multiple_of(grad_row + head, 16) if WIDTH > 1 else grad_row
+        g_vectors = tl.multiple_of(grad_row + head if EDGES else grad_row, 16)
         tl.debug_barrier()  # in place: all threads have the target's logit
         if EDGES:
             edge_grad = softmax_of(edge, row_max, weight, factor, smoothing, N_COLS, SMOOTH)
@@ -129,7 +129,7 @@ def launch(logits, target, loss, stats, grad, reduction: str, ignore_index: int,
     (n_rows, n_cols), size = logits.shape, logits.element_size()
     step, num_warps, unroll, stages = STREAMED if grad is None else RESIDENT
     block_n = min(step // size, max(16, triton.next_power_of_2(n_cols)))
-    width, edges = row_layout(logits, grad)
+    width, edges = row_layout(logits)
     cross_entropy_kernel[(n_rows,)](
         logits, target, prepare(target, ignore_index) if reduction == "mean" else None, loss, stats, grad,
         logits.stride(0), target.stride(0), 0 if grad is None else grad.stride(0), n_rows, ignore_index, smoothing,
@@ -143,10 +143,10 @@ def _forward(logits, target, when: str | None, reduction: str, ignore_index: int
     n_rows, n_cols = logits.shape
     loss = torch.empty(n_rows, dtype=torch.float32, device=logits.device)
     stats = torch.empty(3, n_rows, dtype=torch.float32, device=logits.device) if when else None
-    grad = logits.detach() if when == "in place" else torch.empty_like(logits) if when == "forward" else None
+    grad = logits.detach() if when == "in place" else empty_gradient(logits) if when == "forward" else None
     if n_rows:  # a grid of zero programs is a launch error
         short = n_cols * logits.element_size() <= 1024 * L1_BEST_KIB
-        split = grad is not None and not short and can_split(logits, grad)
+        split = grad is not None and not short and can_split(logits)
         (launch_split if split else launch)(logits, target, loss, stats, grad, reduction, ignore_index, smoothing)
     elif reduction == "mean":
         loss = loss.new_full((1,), float("nan"))  # as in torch

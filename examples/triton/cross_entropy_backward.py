@@ -20,6 +20,7 @@ import triton.language as tl
 
 from examples.common.device import device_limits
 from examples.common.untraced import untraced
+from examples.triton.cross_entropy_operands import edges_of, empty_gradient
 
 LOG2_E, LN_2 = tl.constexpr(math.log2(math.e)), tl.constexpr(math.log(2))
 LOWEST = tl.constexpr(torch.finfo(torch.float32).min)  # and not -inf, as -inf - -inf is NaN
@@ -47,9 +48,30 @@ def softmax_of(x, reference, weight, factor, smoothing, n_cols, SMOOTH: tl.const
 
 
 @triton.jit
+def _write(
+    logits_ptr, grad_ptr, row, stride_xm, stride_gm, cols, inside, target, dy, reference, weight, factor, smoothing,
+    n_cols, IN_PLACE: tl.constexpr, SMOOTH: tl.constexpr, WIDTH: tl.constexpr,
+):  # fmt: skip
+    """The gradient at some columns of a row. WIDTH > 1: every row begins at a multiple of 16 bytes."""
+    x_row = logits_ptr + row * stride_xm
+    if WIDTH > 1:
+        x_row = tl.multiple_of(x_row, 16)
+    x = tl.load(x_row + cols, mask=inside, other=0.0).to(tl.float32)
+    if not IN_PLACE:
+        x = softmax_of(x, reference, weight, factor, smoothing, n_cols, SMOOTH)
+        x = tl.where(cols == target, x - factor * (1.0 - smoothing), x)
+    grad = (x * dy).to(grad_ptr.dtype.element_ty)
+    grad_row = grad_ptr + row * stride_gm
+    if WIDTH > 1:
+        grad_row = tl.multiple_of(grad_row, 16)
+    tl.store(grad_row + cols, grad, mask=inside)
+
+
+@triton.jit
 def cross_entropy_backward_kernel(
     dy_ptr, logits_ptr, target_ptr, stats_ptr, grad_ptr, stride_dy, stride_xm, stride_target, stride_gm, n_rows, n_cols,
     smoothing, READY: tl.constexpr, IN_PLACE: tl.constexpr, SMOOTH: tl.constexpr, BLOCK_N: tl.constexpr,
+    WIDTH: tl.constexpr, EDGES: tl.constexpr,
 ):  # fmt: skip
     stride_xm, stride_gm = tl.cast(stride_xm, tl.int64), tl.cast(stride_gm, tl.int64)
     stride_dy, stride_target = tl.cast(stride_dy, tl.int64), tl.cast(stride_target, tl.int64)
@@ -61,15 +83,15 @@ def cross_entropy_backward_kernel(
         if not READY or dy != 1.0:
             reference, weight = tl.load(stats_ptr + row), tl.load(stats_ptr + stats_step + row)
             factor, target = tl.load(stats_ptr + 2 * stats_step + row), tl.load(target_ptr + row * stride_target)
-            for start in range(0, n_cols, BLOCK_N):
+            vectors = n_cols // WIDTH * WIDTH if EDGES else n_cols
+            for start in range(0, vectors, BLOCK_N):
                 cols = start + lane
-                inside = cols < n_cols
-                x = tl.load(logits_ptr + row * stride_xm + cols, mask=inside, other=0.0).to(tl.float32)
-                if not IN_PLACE:
-                    x = softmax_of(x, reference, weight, factor, smoothing, n_cols, SMOOTH)
-                    x = tl.where(cols == target, x - factor * (1.0 - smoothing), x)
-                grad = (x * dy).to(grad_ptr.dtype.element_ty)
-                tl.store(grad_ptr + row * stride_gm + cols, grad, mask=inside)
+                _write(logits_ptr, grad_ptr, row, stride_xm, stride_gm, cols, cols < vectors, target, dy, reference,
+                       weight, factor, smoothing, n_cols, IN_PLACE, SMOOTH, WIDTH)  # fmt: skip
+            if EDGES:
+                cols, in_edge = edges_of(0, vectors, n_cols, WIDTH)
+                _write(logits_ptr, grad_ptr, row, stride_xm, stride_gm, cols, in_edge, target, dy, reference,
+                       weight, factor, smoothing, n_cols, IN_PLACE, SMOOTH, WIDTH)  # fmt: skip
 
 
 def block_of(x: torch.Tensor, share: int = 1) -> tuple[int, int]:
@@ -81,14 +103,18 @@ def block_of(x: torch.Tensor, share: int = 1) -> tuple[int, int]:
 def launch_backward(dy, logits, target, stats, ready, smoothing: float, in_place: bool) -> torch.Tensor:
     """The gradient of logits, in `ready` where the forward has made it: in memory of its own, or in place."""
     n_rows, n_cols = logits.shape
-    grad = torch.empty(logits.shape, dtype=logits.dtype, device=logits.device) if ready is None else ready
+    grad = empty_gradient(logits) if ready is None else ready
     if n_rows:
+        # Vectors where every row begins with one. By itself Triton knows of a stride and of n_cols whether they are
+        # multiples of 16 numbers, not of 16 bytes.
+        size = logits.element_size()
+        aligned = not torch.compiler.is_compiling() and (logits.data_ptr() | logits.stride(0) * size) % 16 == 0
         block_n, num_warps = block_of(logits)
         dy = dy.expand(n_rows)
         cross_entropy_backward_kernel[(min(n_rows, BACKWARD_PER_SM * device_limits(logits.device).sms),)](
             dy, logits, target, stats, grad, dy.stride(0), logits.stride(0), target.stride(0), grad.stride(0),
             n_rows, n_cols, smoothing, READY=ready is not None, IN_PLACE=in_place, SMOOTH=smoothing > 0,
-            BLOCK_N=block_n, num_warps=num_warps,
+            BLOCK_N=block_n, WIDTH=16 // size if aligned else 1, EDGES=aligned and n_cols % 16 > 0, num_warps=num_warps,
         )  # fmt: skip
     return grad
 

@@ -98,7 +98,7 @@ def cross_entropy_split_kernel(
         x_row = logits_ptr + row * stride_xm
         head, vectors = vectors_of(x_row, n_cols, WIDTH, EDGES)
         own = tl.where(is_row, tl.minimum(part_vectors, vectors // WIDTH - part * part_vectors), 0)
-        x_slice = tl.multiple_of(x_row + head, 16) + first
+        x_slice = tl.multiple_of(x_row + head if EDGES else x_row, 16) + first
         x = tl.load(x_slice + lane, mask=lane < own * WIDTH, other=0.0)
         # One maximum and one sum for each thread, of its own vectors: no thread waits for another.
         largest = tl.max(tl.reshape(widen(x), (STEPS, THREADS, WIDTH)), axis=2)
@@ -130,7 +130,7 @@ def cross_entropy_split_kernel(
         grad = tl.exp2(shifted_due * LOG2_E + tl.log2(weight))
         if SMOOTH:
             grad -= factor * smoothing / n_cols
-        grad_slice = tl.multiple_of(grad_row + head_due, 16) + first
+        grad_slice = tl.multiple_of(grad_row + head_due if EDGES else grad_row, 16) + first
         tl.store(grad_slice + lane, grad.to(grad_ptr.dtype.element_ty), mask=lane < own * WIDTH)
         if EDGES:
             cols, in_edge = edges_of(head_due, vectors_due, n_cols, WIDTH)
@@ -159,10 +159,9 @@ def cross_entropy_split_kernel(
             edge = edge_next
 
 
-def can_split(logits: torch.Tensor, grad: torch.Tensor) -> bool:
+def can_split(logits: torch.Tensor) -> bool:
     """Whether a group of programs can wait for each other here, and share rows of these."""
-    short_enough = logits.shape[1] <= split_max_cols(logits.device, slice_cols(logits), PER_SM)
-    return not interpreted() and short_enough and row_layout(logits, grad)[0] > 1
+    return not interpreted() and logits.shape[1] <= split_max_cols(logits.device, slice_cols(logits), PER_SM)
 
 
 def _mailbox(logits: torch.Tensor, words: int) -> torch.Tensor:
@@ -173,7 +172,7 @@ def _mailbox(logits: torch.Tensor, words: int) -> torch.Tensor:
 def launch_split(logits, target, loss, stats, grad, reduction: str, ignore_index: int, smoothing: float) -> None:
     """Losses, three numbers of each row and its gradient, as the lesson's launch."""
     n_rows, n_cols = logits.shape
-    block_n, (width, edges) = slice_cols(logits), row_layout(logits, grad)
+    block_n, (width, edges) = slice_cols(logits), row_layout(logits)
     parts, groups = shares(logits, block_n, PER_SM)
     mail = _mailbox(logits, parts * (2 if smoothing else 1))
     scale = prepare(target, ignore_index, mail)

@@ -45,17 +45,23 @@ def cross_entropy_prepare_kernel(
         tl.store(mail_ptr + at, tl.full((BLOCK,), -1, tl.int64), mask=at < n_words)
 
 
-def row_layout(logits: torch.Tensor, grad: torch.Tensor | None = None) -> tuple[int, bool]:
-    """(WIDTH, EDGES) of kernels over rows of both: values to a vector of 16 bytes, 1 where those of a gradient lie
-    elsewhere than the logits', and whether rows begin or end within a vector."""
+def row_layout(logits: torch.Tensor) -> tuple[int, bool]:
+    """(WIDTH, EDGES) of kernels over rows: values to a vector of 16 bytes, and whether rows begin or end within one."""
     size = logits.element_size()
-    if torch.compiler.is_compiling():  # no tensor has an address then, and no gradient is made here
+    if torch.compiler.is_compiling():  # no tensor has an address then
         return 16 // size, True
-    both = (logits,) if grad is None else (logits, grad)
-    begins = {(x.data_ptr() % 16, x.stride(0) * size % 16) for x in both}
-    if len(begins) > 1:
-        return 1, False
-    return 16 // size, begins != {(0, 0)} or logits.shape[1] * size % 16 > 0
+    return 16 // size, (logits.data_ptr() | logits.stride(0) * size | logits.shape[1] * size) % 16 > 0
+
+
+def empty_gradient(logits: torch.Tensor) -> torch.Tensor:
+    """Memory for the gradient. Its rows begin where those of the logits do within 16 bytes, so that the vectors of both
+    are of the same columns: of logits[:, :50257], padded to 50304, they are 50264 elements apart."""
+    (n_rows, n_cols), size = logits.shape, logits.element_size()
+    if torch.compiler.is_compiling():
+        return torch.empty(logits.shape, dtype=logits.dtype, device=logits.device)
+    first, stride = logits.data_ptr() % 16 // size, n_cols + (logits.stride(0) - n_cols) % (16 // size)
+    memory = torch.empty(first + n_rows * stride, dtype=logits.dtype, device=logits.device)
+    return memory[first:].as_strided(logits.shape, (stride, 1))
 
 
 def prepare(target: torch.Tensor, ignore_index: int, mail: torch.Tensor | None = None) -> torch.Tensor:

@@ -20,9 +20,9 @@ from examples.common.mailbox import new_mailbox, pack, peek, receive, send, shar
 from examples.common.operands import check_rows
 from examples.common.rows import ASSEMBLY, DTYPES, SPLIT_STAGES, check_length, pipeline_stages, registers, widen
 
-SPLIT_BLOCK = 8192  # columns a program owns: 32 values a thread at WARPS warps
-WARPS = 8
-PER_SM = 2  # programs, of 128 registers a thread: one computes while another waits
+SPLIT_BLOCK = 4096  # columns a program owns: 32 values a thread at WARPS warps
+WARPS = 4
+PER_SM = 4  # programs, of 128 registers a thread: some compute while others wait
 KEEP = True  # exponentials until they are written, 32 registers; else x, 16 if in 16 bits, and a second exponential
 
 

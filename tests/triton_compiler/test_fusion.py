@@ -85,6 +85,35 @@ def test_a_row_that_does_not_fit_is_walked(monkeypatch):
     assert got.isnan().all()
 
 
+PLACES_OF_A_ROW = {
+    "a row times an element": lambda x, t, i: x * t[i(x), 0, None],
+    "a row and another": lambda x, t, i: x + t[i(x)],
+    "reduced again": lambda x, t, i: (x * t[i(x), 0, None]).amax(1),
+    "of a place that was gathered": lambda x, t, i: (x * t[i(t[i(x)]), 0, None]).sum(1),
+    "of each element": lambda x, t, i: torch.softmax(t[i(x)[:, None] - x.long() % 3, 0], 1),
+    "in a cat": lambda x, t, i: x + torch.cat([t[:, 0].sin(), t[:, 1]])[i(x) + 3, None],
+    "in an arange": lambda x, t, i: x + torch.arange(7, device=x.device)[i(x), None],
+    "rows are added": lambda x, t, i: t.index_put((i(x),), x, accumulate=True),
+    "elements are added": lambda x, t, i: t.scatter_add(0, i(x)[:, None] - x.long() % 2, x),
+    "all to one": lambda x, t, i: t[:, 0].index_put((i(x)[:, None].expand_as(x),), x, accumulate=True),
+    "others are added": lambda x, t, i: t.index_add(0, i(x), x.sin()),
+    "an embedding": lambda x, t, i: torch.ops.aten.embedding_dense_backward(x.softmax(1), i(x), 7, 2, False),
+    "added, and gathered": lambda x, t, i: t.index_add(0, i(x), x)[i(x)] * x.sum(1, keepdim=True),
+}
+
+
+@pytest.mark.parametrize("persistent", [8, 16384])
+@pytest.mark.parametrize("name", PLACES_OF_A_ROW)
+def test_places_that_a_reduction_computes(monkeypatch, name, persistent):
+    """A gather, or an addition, waits for its place: rows that are walked are read again for it."""
+    from triton_compiler import schedule
+
+    monkeypatch.setattr(schedule, "PERSISTENT", persistent)
+    torch.manual_seed(0)
+    numbers = torch.randint(-2, 3, (12, 50), device=DEVICE).float()  # whose sums no order of additions changes
+    check(lambda x, t: PLACES_OF_A_ROW[name](x, t, lambda row: row.sum(1).long() % 5 + 2), numbers, numbers[:7] / 2)
+
+
 def test_a_large_reduction_is_split(monkeypatch):
     """Few results of many numbers: parts in programs of their own, and their results in a second kernel."""
     monkeypatch.setattr(lowering, "SPLIT_PROGRAMS", 16)

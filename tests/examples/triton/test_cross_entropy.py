@@ -21,7 +21,7 @@ from examples.triton import cross_entropy as lesson
 from examples.triton import cross_entropy_backward as backwards
 from examples.triton import cross_entropy_long as long
 from examples.triton.cross_entropy import BUDGET, WHEN, cross_entropy, loss_and_gradient, reference, reference_gradient
-from examples.triton.cross_entropy_operands import row_layout
+from examples.triton.cross_entropy_operands import empty_gradient, row_layout
 from tests.examples.triton.helpers import INF, NAN, harness, meta, refused
 
 by_when = pytest.mark.parametrize("when", WHEN)
@@ -197,14 +197,39 @@ def test_any_shape(rows, classes, when, dtype, factor, options):
 
 
 def test_where_the_vectors_of_rows_are(h):
-    """Rows that begin and end anywhere, and gradients whose rows begin elsewhere than those of the logits."""
+    """Rows that begin and end anywhere; those of the gradient begin where the logits' do, within 16 bytes."""
     x = h.randn(8, 1000, dtype=torch.float16)
-    assert row_layout(x) == row_layout(x, x.clone()) == (8, False)
-    for rows in (x[:, :781], x[:, 1:769], x.view(-1)[: 8 * 781].view(8, 781)):
-        assert row_layout(rows)[1]
-        assert row_layout(rows, torch.empty_like(rows))[0] == (8 if rows.is_contiguous() else 1)
-        check(h, rows, h.randint(700, 8))
-    assert row_layout(x[:1, 1:769], x[:1, 9:777]) == (8, True)
+    assert row_layout(x) == row_layout(x[:, :784]) == (8, False)
+    padded = (
+        x[:, :781],
+        x[:, 1:769],
+        x[:, 3:781],
+        x.view(-1)[3 : 3 + 8 * 781].view(8, 781),
+        x[:1].expand(8, 1000)[:, 1:],
+    )
+    for rows in (*padded, x.view(-1)[: 8 * 781].view(8, 781), x.view(-1)[: 8 * 997].view(8, 997)[:, :991]):
+        assert row_layout(rows) == (8, True)
+        grad = empty_gradient(rows)
+        assert grad.shape == rows.shape
+        for i in range(8):
+            assert (grad[i].data_ptr() - rows[i].data_ptr()) % 16 == 0
+        assert grad.stride(0) < rows.shape[1] + 8
+        for when in WHEN[: 3 if rows.stride(0) else 2]:
+            check(h, rows, h.randint(700, 8), when, factor=1.0 if when == "in place" else 3.0)
+    assert empty_gradient(x).is_contiguous()
+    assert empty_gradient(x[:, :784]).is_contiguous()
+
+
+def test_in_place_nothing_is_written_beside_the_rows(h):
+    leaf = h.randn(8, 1000, dtype=torch.float16).requires_grad_()
+    for first in (0, 1, 8):
+        memory = leaf * 2
+        logits = memory[:, first : first + 781]
+        loss = cross_entropy(logits, h.randint(781, 8), gradient="in place") * 3
+        torch.autograd.grad(loss, leaf)
+        beside = torch.ones(1000, dtype=torch.bool, device=h.device)
+        beside[first : first + 781] = False
+        assert torch.equal(memory[:, beside], (leaf * 2)[:, beside])
 
 
 @triton.jit
@@ -323,6 +348,22 @@ def test_generated_code(sm):
         (loss, _) = sorted(compile_for(cross_entropy, args, {}, sms=(sm,)), key=lambda kernel: kernel.kernel)
         assert (loss.kernel, loss.spills, loss.error) == ("cross_entropy_kernel", 0, None)
         assert loss.found.get("cp.async")
+
+
+@pytest.mark.parametrize(
+    ("classes", "stride"), [(128256, 131072), (128256, 128264), (50257, 50304), (50257, 50264), (50264, 50272)]
+)
+def test_padded_vocabularies_have_wide_loads(classes, stride):
+    """Of rows a multiple of 16 bytes apart, in every kernel: Triton by itself knows only multiples of 16 numbers."""
+    logits, target = meta(4096, stride)[:, :classes], meta(4096, dtype=torch.int64)
+    for when in WHEN[:2]:
+        kernels = compile_for(loss_and_gradient, (logits, target), {"gradient": when}, sms=(90, 100))
+        for each in kernels:
+            if each.kernel != "cross_entropy_prepare_kernel":
+                assert (each.error, each.spills) == (None, 0)
+                assert each.found.get("ld.global.v4") or each.found.get("cp.async"), each
+                writes = each.kernel == "cross_entropy_backward_kernel" or when == "forward"
+                assert bool(each.found.get("st.global.v4")) == writes, each
 
 
 @pytest.mark.gpu
