@@ -66,11 +66,11 @@ def content(records: dict[str, dict], beside: dict[str, dict], root: Path = ROOT
         path = next(iter(records.values()))["path"]
         raise ValueError(f"{path}: its topic {next(iter(records))!r} is none of this repository's: {', '.join(known)}")
     records, beside = ({n: each for n, each in held.items() if n in known} for held in (records, beside))
-    path = learning_path((root / "docs" / "learning-path.md").read_text(encoding="utf-8"))
+    readme, guide = ((root / name).read_text(encoding="utf-8") for name in ("README.md", "docs/learning-path.md"))
+    path = learning_path(guide)
     told = [_topic(known[name], records[name], beside.get(name), path) for name in known if name in records]
     shown = {each["name"] for topic in told for each in topic["techniques"]}
     files = {technique.name: technique.file for topic in known.values() for technique in topic.techniques}
-    readme = (root / "README.md").read_text(encoding="utf-8")
     judged = judge(CLAIMS, list(known.values()), root)
     claims = {
         group: [
@@ -83,8 +83,8 @@ def content(records: dict[str, dict], beside: dict[str, dict], root: Path = ROOT
         "topics": told,
         "shown": sorted(shown),
         "files": files,
-        "symptoms": pointers(readme, "When something is wrong", files),
-        "choices": pointers(readme, "Which one should I use?", files),
+        "symptoms": pointers(section(readme, "When something is wrong"), files),
+        "choices": pointers(section(readme, "Which one should I use?") + section(guide), files),
         "claims": claims,
         "tally": tally(judged),
         "older": _older(known, records) | {each.claim.id for group in judged.values() for each in group if each.older},
@@ -98,10 +98,15 @@ def _older(known: dict[str, Topic], records: dict[str, dict]) -> set[str]:
     return {technique.name for technique, each in passed if each["status"] == "passed" and is_stale(technique, each)}
 
 
-def pointers(readme: str, heading: str, files: dict[str, str]) -> list[tuple[str, list[str], str]]:
-    """The rows of README's table below a heading: a symptom or choice, the techniques it leads to, and the cell."""
-    part = re.search(rf"^## {re.escape(heading)}\n(.*?)(?=^## |\Z)", readme, re.S | re.M)
-    rows = re.findall(r"^\| (.+?) \| (.+?) \|$", part[1] if part else "", re.M)[2:]
+def section(text: str, heading: str = "") -> str:
+    """What stands below a heading of the second level; without one, what stands above the first."""
+    return (text.partition(f"\n## {heading}\n")[2] if heading else text).partition("\n## ")[0]
+
+
+def pointers(part: str, files: dict[str, str]) -> list[tuple[str, list[str], str]]:
+    """The rows of tables: a symptom or choice, the techniques it leads to, and the cell that names them."""
+    tables = re.split(r"^\|.+\n\| ---.+$", part, flags=re.M)[1:]  # each below its head
+    rows = [row for table in tables for row in re.findall(r"^\| (.+?) \| (.+?) \|$", table, re.M)]
     return [(what, [name for name in re.findall(r"\w+", cell) if name in files], cell) for what, cell in rows]
 
 
