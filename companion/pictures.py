@@ -14,6 +14,7 @@ from html import escape
 from textwrap import fill
 
 import matplotlib as mpl
+import numpy as np
 from matplotlib.axes import Axes
 from matplotlib.colors import to_rgba
 from matplotlib.figure import Figure
@@ -50,7 +51,7 @@ def draw(chart: Chart, mine: Chart | None = None, whose: str = "yours") -> str:
         left, right, handles = kind(figure, chart, mine)  # inches beside the axes; a layout engine takes twice as long
         if mine and chart.kind not in ("timeline", "map"):  # whose lanes and cells say so
             handles.append(_key("diamond" if chart.kind == "bars" else "hollow", whose))
-        across = max(1, min(4, int(61 / (max((len(each.get_label()) for each in handles), default=0) + 8.5))))
+        across = max(n for n in (1, 2, 3, 4) if n == 1 or _letters(handles, n) < 60)
         rows = -(-len(handles) // across) if len(handles) > 1 or chart.kind == "map" else 0
         high = figure.get_figheight() + 0.19 * rows
         figure.set_figheight(high)
@@ -60,6 +61,12 @@ def draw(chart: Chart, mine: Chart | None = None, whose: str = "yours") -> str:
         out = io.StringIO()
         figure.savefig(out, format="svg", transparent=True)
     return _inline(out.getvalue(), chart)
+
+
+def _letters(handles: list, across: int) -> float:
+    """How many letters wide a legend of so many columns is."""
+    labels = [len(each.get_label()) for each in handles]
+    return sum(max(column) + 8.5 for column in np.array_split(labels, across) if len(column))
 
 
 def _inline(svg: str, chart: Chart) -> str:
@@ -116,7 +123,7 @@ def _lines(figure: Figure, chart: Chart, mine: Chart | None) -> tuple[float, flo
         ticks, scale = [], math.log if chart.log else float
         inch = (WIDTH - 1.2) / (scale(xs[-1]) - scale(xs[0]) or 1)
         for x in xs:  # whose texts have room
-            if not ticks or inch * (scale(x) - scale(ticks[-1])) > 0.085 * len(short(int(x))) + 0.1:
+            if not ticks or inch * (scale(x) - scale(ticks[-1])) > 0.085 * len(short(int(x))) + 0.06:
                 ticks.append(x)
         axes.xaxis.set_major_locator(FixedLocator(ticks))
     axes.xaxis.set_major_formatter(FuncFormatter(lambda x, _: short(int(x)) if chart.log else f"{x:g}"))

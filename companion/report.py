@@ -283,8 +283,8 @@ def cell(value: object, form: str = "{}") -> dict:
 
 
 def grid(tables: list[Table], others: list[Table] | None) -> dict:
-    """Tables of one title and baseline as one, a row for each variant of each case; columns that hold nothing are left
-    out. `others` are of another record: their ratio stands beside."""
+    """Tables of one title and baseline as one, a row for each variant of each case; ratios come first, as a phone shows
+    few columns, and those that hold nothing are left out. `others` are of another record: their ratio stands beside."""
     calls, base = of_calls(tables[0]), tables[0].baseline
     same = {(table.title, table.case, table.baseline): table for table in others or []}
     lines = []
@@ -295,6 +295,9 @@ def grid(tables: list[Table], others: list[Table] | None) -> dict:
             cells = {
                 "case": cell(table.case),
                 "variant": cell(row.variant),
+                f"x {base}": cell(row.speedup, "{:.2f}" + "?" * bool(noise(table, row))),
+                "host twice as fast": cell(table.over(base, row.variant, 2) if calls else None, "{:.2f}"),
+                f"yours, x {base}": cell(yours, "{:.2f}"),
                 "ms": cell(row.ms, "{:.4g}"),
                 "spread": cell((row.p80 - row.p20) / row.ms, "{:.0%}"),
                 "GPU ms": cell(row.gpu_ms, "{:.4g}"),
@@ -302,9 +305,6 @@ def grid(tables: list[Table], others: list[Table] | None) -> dict:
                 "TB/s": cell(row.tbps, "{:.3g}"),
                 "TFLOP/s": cell(row.tflops, "{:.0f}" if (row.tflops or 0) >= 100 else "{:.3g}"),
                 "% of ceiling": cell(row.of_ceiling, "{:.0%}"),
-                f"x {base}": cell(row.speedup, "{:.2f}" + "?" * bool(noise(table, row))),
-                "host twice as fast": cell(table.over(base, row.variant, 2) if calls else None, "{:.2f}"),
-                f"yours, x {base}": cell(yours, "{:.2f}"),
             }
             ours = "told" if row.variant == told and row.ours else "peer" if row.peer else ""
             lines.append(("base" if row.variant == base else ours, cells))
