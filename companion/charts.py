@@ -86,13 +86,29 @@ def speedups(part: dict, title: str | None = None, heading: str = "", only: str 
         series = [Series(case, points, 1 + i) for i, (case, points) in enumerate(by_case.items())][:8]
     else:
         series = [Series(name, over[name], rows[name]) for name in rows]
-    every = [(value, name, case) for name, points in over.items() for case, value in points.items()]
-    (most, fast, there), (least, slow, here) = max(every), min(every)
-    at = (f" ({there})", f" ({here})") if len(cases) > 1 else ("", "")
-    sees = f"Against {base}, the fastest is {fast}{at[0]} at {most:.2f}x its speed"
-    sees += f", the slowest {slow}{at[1]} at {least:.2f}x." if len(every) > 1 else "."
+    every = [value for points in over.values() for value in points.values()]
     title = heading or f"Times as fast as {base}" + (f", {cases[0]}" if len(cases) == 1 else "")
-    return Chart("bars", title, f"times as fast as {base}", "", series, sees, {base: 1.0}, most / least > 20)
+    told = told_rows(tables[0])
+    sees, log = outcome(base, over, told[0].variant if len(told) == 1 else None), max(every) > 20 * min(every)
+    return Chart("bars", title, f"times as fast as {base}", "", series, sees, {base: 1.0}, log)
+
+
+def outcome(base: str, over: dict[str, dict[str, float]], told: str | None) -> str:
+    """What to see in speeds over `base`, by row and case: where the told row wins, and what is faster than it. Without
+    a told row it is the fastest of those with the most cases."""
+    told = told or max(over, key=lambda name: (len(over[name]), math.prod(over[name].values())))
+    gains = over[told]
+    wins, ends = sum(gain > 1 for gain in gains.values()), (min(gains.values()), max(gains.values()))
+    sees = f"{told} is {' to '.join(dict.fromkeys(f'{gain:.2f}' for gain in ends))}x as fast as {base}"
+    sees += f", ahead of it in {wins} of {len(gains)} cases" * (0 < wins < len(gains))
+    others = [(gain / gains[case], name, case) for name in over for case, gain in over[name].items() if case in gains]
+    ratio, name, case = max(others)
+    where = f" ({case})" if len(gains) > 1 else ""
+    if f"{ratio:.2f}" != "1.00":
+        sees += f"; {name} is {'up to ' * bool(where)}{ratio:.2f}x as fast as that{where}"
+    elif len(over) > 1:
+        sees += "; in no case is another bar longer" if where else "; no other bar is longer"
+    return f"{sees}."
 
 
 def rates(part: dict, titles: tuple[str, ...], unit: str, axis: str, size: Callable) -> Chart:
@@ -485,25 +501,29 @@ def totals(part: dict) -> Chart:
 
 def roofline(parts: list[dict]) -> Chart | None:
     """Each technique's case nearest to its ceiling: FLOPs a byte and TFLOP/s, or TB/s where it only moves bytes."""
-    multiply, move, share, levels = {}, {}, {}, {}
+    multiply, move, share, levels, left = {}, {}, {}, {}, {}
     for part in parts:
         ceilings = part["machine"].get("ceilings") or {"copy_tbps": None, "gemm_tflops": {}}
         found = {"copy": ceilings["copy_tbps"]} | ceilings["gemm_tflops"]
         levels |= {name: max(rate, levels.get(name, 0)) for name, rate in found.items() if rate}
         rows = [min(told_rows(table), key=lambda row: row.ms) for table in timed(part) if len(table.rows) > 1]
         row = max(rows, key=lambda row: row.of_ceiling or 0, default=None)
-        if not (row and row.of_ceiling):
+        if not (row and row.of_ceiling and row.tbps):
+            counts = "no bytes are counted" if row and row.tflops else "neither bytes nor FLOPs are counted"
+            why = counts if row else "nothing is timed"
+            left.setdefault(why, []).append(part["name"])
             continue
-        if row.tflops and row.tbps:
+        if row.tflops:
             multiply[part["name"]] = (row.tflops / row.tbps, row.tflops)
-        elif row.tbps:
+        else:
             move[part["name"]] = row.tbps
         share[part["name"]] = row.of_ceiling
     if "copy" not in levels or not multiply.keys() | move.keys():
         return None
     near, far = max(share, key=share.get), min(share, key=share.get)
-    sees = f"Of {len(share)} techniques {near} comes nearest to its measured ceiling, {share[near]:.0%}"
-    sees += f"; {far} stays furthest below, {share[far]:.0%}. Each stands at its best case." if near != far else "."
+    sees = f"Of {len(share)} techniques, each at its best case, {near} comes nearest to its measured ceiling, "
+    sees += f"{share[near]:.0%}" + f"; {far} stays furthest below, {share[far]:.0%}" * (near != far) + "."
+    sees += "".join(f" Not drawn, as {why}: {_list(names)}." for why, names in left.items())
     series = [Series("multiply", multiply, 1), Series("move", move, 1)]
     return Chart("roof", "Roofline, with the measured ceilings", "FLOPs a byte", "TFLOP/s", series, sees, levels, True)
 

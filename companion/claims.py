@@ -118,28 +118,32 @@ class Evidence:
 class Reader:
     """What a claim reads: reader("softmax") is the lesson's evidence, reader("softmax", study=True) the study's.
 
-    It remembers which techniques were read: those are what reproduces the claim.
+    It remembers which techniques were read: those are what reproduces the claim. `held` is what readers share: each
+    record, and whether it was made with other code than today's.
     """
 
-    def __init__(self, found: list[Topic], root: Path = ROOT) -> None:
+    def __init__(self, found: list[Topic], root: Path = ROOT, held: dict | None = None) -> None:
         self.known: dict[str, tuple[Topic, Technique]] = {
             t.name: (topic, t) for topic in found for t in topic.techniques
         }
         self.root, self.read, self.phases = root, {}, []
-        self.machines, self.older = {}, False
+        self.machines, self.older, self.held = {}, False, {} if held is None else held
 
     def __call__(self, name: str, study: bool = False) -> Evidence:
         if name not in self.known:
             raise ValueError(f"there is no technique {name!r}")
         topic, technique = self.known[name]
-        example = recorded(topic.name, name, self.root)
+        if name not in self.held:
+            example = recorded(topic.name, name, self.root)
+            self.held[name] = example, bool(example) and is_stale(technique, example, self.root)
+        example, older = self.held[name]
         part = (example or {}).get("study") if study else example
         if part is None:
             raise ValueError(f"{name}: its {'study' if study else 'lesson'} is not recorded")
         self.read[name] = self.read.get(name, False) or study
         machine = part["machine"]
         self.machines[machine_name(machine | machine.get("host", {}))] = None
-        self.older |= is_stale(technique, example, self.root)
+        self.older |= older
         return Evidence(f"{name}{', study' if study else ''}", part)
 
     def inspected(self, phase: str) -> Evidence:
@@ -195,7 +199,8 @@ def judge(claims: dict[str, list[Claim]], found: list[Topic], root: Path = ROOT)
     """
     outline = (root / OUTLINE).read_text(encoding="utf-8").splitlines()
     headings = {line.lstrip("#").strip() for line in outline if line.startswith("#")}
-    return {group: [_judged(claim, Reader(found, root), headings) for claim in claims[group]] for group in claims}
+    held: dict = {}
+    return {group: [_judged(claim, Reader(found, root, held), headings) for claim in claims[group]] for group in claims}
 
 
 def _judged(claim: Claim, reader: Reader, headings: set[str]) -> Judged:

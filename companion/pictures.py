@@ -14,12 +14,13 @@ from html import escape
 from textwrap import fill
 
 import matplotlib as mpl
+import numpy as np
 from matplotlib.axes import Axes
 from matplotlib.colors import to_rgba
 from matplotlib.figure import Figure
 from matplotlib.lines import Line2D
 from matplotlib.patches import Patch, Rectangle
-from matplotlib.ticker import FixedLocator, FuncFormatter, LogLocator, NullLocator
+from matplotlib.ticker import FixedLocator, FuncFormatter, LogLocator, MaxNLocator, NullLocator
 
 from companion.charts import Chart, short, sizes
 
@@ -32,7 +33,7 @@ LOOKS = (  # colour, marker, line, hatch
     ("#000003", "v", ":", "\\\\\\\\"), ("#000004", "D", "-", "xxxx"), ("#000005", "P", "--", "----"),
     ("#000006", "X", "-.", "++++"), ("#000007", "<", ":", "||||"), ("#000008", ">", "-", "oooo"),
 )  # fmt: skip
-WIDTH = 6.4  # inches of 72 units: a phone shows it at three quarters of its size
+WIDTH = 5.0  # inches of 72 units: a phone shows all of it, near its size
 STYLE = {
     "svg.fonttype": "none", "font.size": 10, "axes.spines.top": False, "axes.spines.right": False,
     "axes.edgecolor": FAINT, "axes.labelcolor": INK, "xtick.color": INK, "ytick.color": INK, "text.color": INK,
@@ -45,13 +46,13 @@ STYLE = {
 def draw(chart: Chart, mine: Chart | None = None, whose: str = "yours") -> str:
     """The chart as an <svg> element; `mine` is the same of another record, drawn beside it and called `whose`."""
     with mpl.rc_context(STYLE | {"svg.hashsalt": f"{chart.title}{chart.sees}"}):
-        figure = Figure(figsize=(WIDTH, 3.0))
+        figure = Figure(figsize=(WIDTH, 2.7))
         kind = {"lines": _lines, "bars": _bars, "roof": _roof, "timeline": _timeline, "map": _map}[chart.kind]
         left, right, handles = kind(figure, chart, mine)  # inches beside the axes; a layout engine takes twice as long
         if mine and chart.kind not in ("timeline", "map"):  # whose lanes and cells say so
             handles.append(_key("diamond" if chart.kind == "bars" else "hollow", whose))
-        across = max(1, min(4, int(78 / (max((len(each.get_label()) for each in handles), default=0) + 8.5))))
-        rows = -(-len(handles) // across) if len(handles) > 1 or mine or chart.kind == "map" else 0
+        across = max(n for n in (1, 2, 3, 4) if n == 1 or _letters(handles, n) < 60)
+        rows = -(-len(handles) // across) if len(handles) > 1 or chart.kind == "map" else 0
         high = figure.get_figheight() + 0.19 * rows
         figure.set_figheight(high)
         figure.subplots_adjust(left / WIDTH, 0.48 / high, 1 - right / WIDTH, 1 - (0.12 + 0.19 * rows) / high)
@@ -60,6 +61,12 @@ def draw(chart: Chart, mine: Chart | None = None, whose: str = "yours") -> str:
         out = io.StringIO()
         figure.savefig(out, format="svg", transparent=True)
     return _inline(out.getvalue(), chart)
+
+
+def _letters(handles: list, across: int) -> float:
+    """How many letters wide a legend of so many columns is."""
+    labels = [len(each.get_label()) for each in handles]
+    return sum(max(column) + 8.5 for column in np.array_split(labels, across) if len(column))
 
 
 def _inline(svg: str, chart: Chart) -> str:
@@ -74,7 +81,7 @@ def _inline(svg: str, chart: Chart) -> str:
         body = re.sub(rf'\b{paint}="(#[0-9a-f]{{6}})"', rf'style="{paint}: \1"', body)
     for stand_in, variable in COLOURS.items():
         body = body.replace(stand_in, variable)
-    body = re.sub(r"\d+\.\d{3,}", lambda number: f"{float(number[0]):.2f}".rstrip("0").rstrip("."), body)
+    body = re.sub(r"\d+\.\d{3,}(?![\dx])", lambda number: f"{float(number[0]):.2f}".rstrip("0").rstrip("."), body)
     body = re.sub(r"\s+", " ", body).replace("> <", "><").replace("<defs></defs>", "").replace(' z "', 'z"')
     body = body.replace('<a href="mark:', '<a aria-hidden="true" tabindex="-1" href="')
     box = re.search(r'viewBox="[^"]*"', body)[0]
@@ -113,17 +120,19 @@ def _lines(figure: Figure, chart: Chart, mine: Chart | None) -> tuple[float, flo
     if chart.log:
         axes.set_xscale("log")
     if len(xs) <= 12:
-        ticks = xs[:1]
-        for x in xs:
-            apart = 1.9 if len(short(int(x))) < 6 else 4  # of neighbours, by the length of what stands there
-            ticks += [x] * (x > apart * ticks[-1] if chart.log else x != ticks[-1])
-        axes.xaxis.set_major_locator(FixedLocator(ticks[:: 1 if len(ticks) < 9 else 2]))
+        ticks, scale = [], math.log if chart.log else float
+        inch = (WIDTH - 1.2) / (scale(xs[-1]) - scale(xs[0]) or 1)
+        for x in xs:  # whose texts have room
+            if not ticks or inch * (scale(x) - scale(ticks[-1])) > 0.085 * len(short(int(x))) + 0.06:
+                ticks.append(x)
+        axes.xaxis.set_major_locator(FixedLocator(ticks))
     axes.xaxis.set_major_formatter(FuncFormatter(lambda x, _: short(int(x)) if chart.log else f"{x:g}"))
     if max(ys) > 50 * min(ys) > 0:
         axes.set_yscale("log")
         axes.yaxis.set_major_formatter(FuncFormatter(lambda y, _: f"{y:,g}"))
     else:
-        axes.set_ylim(0, 1.06 * max(*ys, *chart.levels.values()))
+        ends = [f((*ys, *chart.levels.values())) for f in (min, max)]
+        axes.set_ylim(0 if 2 * ends[0] < ends[1] else 2 * ends[0] - ends[1], 1.06 * ends[1] - 0.06 * ends[0])
     for axis in (axes.xaxis, axes.yaxis):
         axis.set_minor_locator(NullLocator())
     axes.set(xlabel=chart.x, ylabel=chart.y)
@@ -137,7 +146,11 @@ def _bars(figure: Figure, chart: Chart, mine: Chart | None) -> tuple[float, floa
     found = {frozenset((one, two)): y for one, two, y in theirs}  # of a single case, cases and rows change places
     alone = {two: y for _, two, y in theirs} if mine and len(chart.series) == len(mine.series) == 1 else {}
     high = 0.84 / len(chart.series)
-    start = 1.0 if chart.log and chart.levels else 0.0  # of ratios on a logarithmic axis
+    start, texts = 1.0 if chart.log and chart.levels else 0.0, []  # of ratios on a logarithmic axis
+
+    def told(x: float) -> str:
+        return chart.form.format(x) if x >= 0.1 or not chart.log else f"{x:.2g}x"
+
     for i, series in enumerate(chart.series):
         colour, _, _, hatch = LOOKS[series.look % len(LOOKS)]
         at = [names.index(name) + (i - (len(chart.series) - 1) / 2) * high for name in series.points]
@@ -146,28 +159,40 @@ def _bars(figure: Figure, chart: Chart, mine: Chart | None) -> tuple[float, floa
         handles.append(axes.barh(at, lengths, 0.9 * high, start, **how))
         for y, (name, x) in zip(at, series.points.items(), strict=True):
             other = found.get(frozenset((series.name, name)), alone.get(name))
-            text, end = chart.form.format(x), max(x, start)
+            text, end = told(x), max(x, start)
             if other is not None:
                 axes.plot(other, y, "D", color=INK, markerfacecolor=PAPER, markersize=4.5)
-                text, end = f"{text}, yours {chart.form.format(other)}", max(end, other)
-            clear = {"facecolor": PAPER, "edgecolor": "none", "pad": 0.6} if chart.levels else None
-            axes.annotate(text, (end, y), (5, 0), textcoords="offset points", va="center", fontsize=9, bbox=clear)
-    axes.set_yticks(range(len(names)), [fill(name, 26) for name in names])
+                text, end = f"{text}, yours {told(other)}", max(end, other)
+            texts.append((text, end, y))
+    axes.set_yticks(range(len(names)), [fill(name, 22) for name in names])
     axes.set_ylim(len(names) - 0.48, -0.52)  # a bar that the last name lacks has its place, too
     axes.grid(False, axis="y")
     axes.tick_params(axis="y", length=0)
-    axes.margins(x=0.4 if mine else 0.12)
+    axes.margins(x=0.7 if mine else 0.2)
     if chart.log:
         axes.use_sticky_edges = False  # bars begin within the axes
         axes.set_xscale("log")
-        axes.xaxis.set_major_formatter(FuncFormatter(lambda x, _: f"{x:,g}"))
+        ends = axes.get_xlim()
+        axes.xaxis.set_major_locator(LogLocator(subs=(1, 2, 5) if ends[1] < 50 * ends[0] else (1,)))
         axes.xaxis.set_minor_locator(NullLocator())
-    axes.set_xlabel(chart.x)
-    lines = [fill(name, 26).split("\n") for name in names]
+    else:
+        axes.xaxis.set_major_locator(MaxNLocator(6, steps=[1, 2, 2.5, 5, 10]))
+    axes.xaxis.set_major_formatter(FuncFormatter(lambda x, _: f"{x:,g}"))
+    lines = [fill(name, 22).split("\n") for name in names]
     group = max(0.19 * len(chart.series) + 0.1, 0.17 * max(map(len, lines)) + 0.06)
     figure.set_figheight(0.65 + group * len(names))
-    longest = max(len(line) for each in lines for line in each)
-    return 0.25 + 0.077 * longest, 0.4 if mine else 0.15, handles + _levels(chart, axes.axvline)
+    left, right = 0.25 + 0.077 * max(len(line) for each in lines for line in each), 0.6 if mine else 0.15
+    axes.set_xlabel(chart.x, loc="right" if 0.077 * len(chart.x) > WIDTH - left - right else "center")
+    _levels(chart, axes.axvline)  # the axis says what they are
+    scale, ends = (math.log if chart.log else float), axes.get_xlim()
+    points = 72 * (WIDTH - left - right) / (scale(ends[1]) - scale(ends[0]))
+    for text, end, y in texts:
+        beside = 5.0
+        for level in chart.levels.values():  # a text that a line would cross stands behind it
+            ahead = points * (scale(level) - scale(end))
+            beside = ahead + 4 if 0 <= ahead < 7 + 5.2 * len(text) else beside
+        axes.annotate(text, (end, y), (beside, 0), textcoords="offset points", va="center", fontsize=9)
+    return left, right, handles if len(handles) > 1 or mine else []
 
 
 def _timeline(figure: Figure, chart: Chart, mine: Chart | None) -> tuple[float, float, list]:
@@ -187,7 +212,7 @@ def _timeline(figure: Figure, chart: Chart, mine: Chart | None) -> tuple[float, 
             starts, ends = zip(*spans, strict=True)
             lengths = [end - start for start, end in spans]
             axes.barh([lanes.index(name + whose)] * len(ends), lengths, high, starts, **how)
-    names = [fill(lane, 22) for lane in lanes]
+    names = [fill(lane, 20) for lane in lanes]
     axes.set_yticks(range(len(lanes)), names)
     axes.invert_yaxis()
     axes.grid(False, axis="y")
@@ -235,9 +260,14 @@ def _roof(figure: Figure, chart: Chart, mine: Chart | None) -> tuple[float, floa
     copy, handles, dot = roofs.pop("copy"), [], {"marker": "o", "color": LOOKS[1][0], "linestyle": "none"}
     high = [0.5 + max(2.6, 0.19 * len(multiply))] * bool(multiply) + [0.2 + 0.2 * len(move)] * bool(move)
     figure.set_figheight(sum(high) + 0.9)
-    panels = list(figure.subplots(len(high), squeeze=False, height_ratios=high, gridspec_kw={"hspace": 0.4})[:, 0])
+    left, right = (0.3 + 0.077 * max(map(len, names), default=0) for names in (move, multiply))
+    sides = [(0.8, right)] * bool(multiply) + [(left, 0.25)] * bool(move)  # inches, of each panel
+    grids = [figure.add_gridspec(len(high), 1, hspace=0.4, height_ratios=high) for _ in high]
+    for grid, (before, after) in zip(grids, sides, strict=True):
+        grid.update(left=before / WIDTH, right=1 - after / WIDTH)
+    panels = [figure.add_subplot(grid[i]) for i, grid in enumerate(grids)]
     if multiply:
-        axes, xs, bottom = panels.pop(0), [x for x, _ in multiply.values()], min(y for _, y in multiply.values()) / 4
+        axes, xs, bottom = panels.pop(0), [x for x, _ in multiply.values()], min(y for _, y in multiply.values()) / 2
         roofs = {name: rate for name, rate in roofs.items() if rate > bottom}
         edges = [rate / copy for rate in roofs.values()]
         first, last = min([*xs, *edges]) / 2, 2 * max([*xs, *edges])
@@ -254,6 +284,7 @@ def _roof(figure: Figure, chart: Chart, mine: Chart | None) -> tuple[float, floa
         for axis in (axes.xaxis, axes.yaxis):
             axis.set_major_formatter(FuncFormatter(lambda x, _: f"{x:,g}"))
             axis.set_minor_locator(NullLocator())
+        axes.xaxis.set_major_locator(LogLocator(numticks=4))
         axes.yaxis.set_major_locator(
             LogLocator(subs=(1, 2, 5) if roofs and max(roofs.values()) < 100 * bottom else (1,))
         )
@@ -271,8 +302,7 @@ def _roof(figure: Figure, chart: Chart, mine: Chart | None) -> tuple[float, floa
             label.set_url(f"#{name}")
         axes.set(xlabel="TB/s", xlim=(0, 1.08 * max(copy, *move.values(), *other[1].values())))
         axes.margins(y=0.6 / len(names))
-    left, right = (max(map(len, names), default=0) for names in (move, multiply))
-    return max(0.75, 0.25 + 0.077 * left), 0.25 + 0.077 * right, handles
+    return *sides[0], handles
 
 
 def _name_at_the_right(axes: Axes, points: dict[str, tuple[float, float]]) -> None:

@@ -66,11 +66,11 @@ def content(records: dict[str, dict], beside: dict[str, dict], root: Path = ROOT
         path = next(iter(records.values()))["path"]
         raise ValueError(f"{path}: its topic {next(iter(records))!r} is none of this repository's: {', '.join(known)}")
     records, beside = ({n: each for n, each in held.items() if n in known} for held in (records, beside))
-    path = learning_path((root / "docs" / "learning-path.md").read_text(encoding="utf-8"))
+    readme, guide = ((root / name).read_text(encoding="utf-8") for name in ("README.md", "docs/learning-path.md"))
+    path = learning_path(guide)
     told = [_topic(known[name], records[name], beside.get(name), path) for name in known if name in records]
     shown = {each["name"] for topic in told for each in topic["techniques"]}
     files = {technique.name: technique.file for topic in known.values() for technique in topic.techniques}
-    readme = (root / "README.md").read_text(encoding="utf-8")
     judged = judge(CLAIMS, list(known.values()), root)
     claims = {
         group: [
@@ -83,8 +83,8 @@ def content(records: dict[str, dict], beside: dict[str, dict], root: Path = ROOT
         "topics": told,
         "shown": sorted(shown),
         "files": files,
-        "symptoms": pointers(readme, "When something is wrong", files),
-        "choices": pointers(readme, "Which one should I use?", files),
+        "symptoms": pointers(section(readme, "When something is wrong"), files),
+        "choices": pointers(section(readme, "Which one should I use?") + section(guide), files),
         "claims": claims,
         "tally": tally(judged),
         "older": _older(known, records) | {each.claim.id for group in judged.values() for each in group if each.older},
@@ -98,10 +98,15 @@ def _older(known: dict[str, Topic], records: dict[str, dict]) -> set[str]:
     return {technique.name for technique, each in passed if each["status"] == "passed" and is_stale(technique, each)}
 
 
-def pointers(readme: str, heading: str, files: dict[str, str]) -> list[tuple[str, list[str], str]]:
-    """The rows of README's table below a heading: a symptom or choice, the techniques it leads to, and the cell."""
-    part = re.search(rf"^## {re.escape(heading)}\n(.*?)(?=^## |\Z)", readme, re.S | re.M)
-    rows = re.findall(r"^\| (.+?) \| (.+?) \|$", part[1] if part else "", re.M)[2:]
+def section(text: str, heading: str = "") -> str:
+    """What stands below a heading of the second level; without one, what stands above the first."""
+    return (text.partition(f"\n## {heading}\n")[2] if heading else text).partition("\n## ")[0]
+
+
+def pointers(part: str, files: dict[str, str]) -> list[tuple[str, list[str], str]]:
+    """The rows of tables: a symptom or choice, the techniques it leads to, and the cell that names them."""
+    tables = re.split(r"^\|.+\n\| ---.+$", part, flags=re.M)[1:]  # each below its head
+    rows = [row for table in tables for row in re.findall(r"^\| (.+?) \| (.+?) \|$", table, re.M)]
     return [(what, [name for name in re.findall(r"\w+", cell) if name in files], cell) for what, cell in rows]
 
 
@@ -278,8 +283,8 @@ def cell(value: object, form: str = "{}") -> dict:
 
 
 def grid(tables: list[Table], others: list[Table] | None) -> dict:
-    """Tables of one title and baseline as one, a row for each variant of each case; columns that hold nothing are left
-    out. `others` are of another record: their ratio stands beside."""
+    """Tables of one title and baseline as one, a row for each variant of each case; ratios come first, as a phone shows
+    few columns, and those that hold nothing are left out. `others` are of another record: their ratio stands beside."""
     calls, base = of_calls(tables[0]), tables[0].baseline
     same = {(table.title, table.case, table.baseline): table for table in others or []}
     lines = []
@@ -290,6 +295,9 @@ def grid(tables: list[Table], others: list[Table] | None) -> dict:
             cells = {
                 "case": cell(table.case),
                 "variant": cell(row.variant),
+                f"x {base}": cell(row.speedup, "{:.2f}" + "?" * bool(noise(table, row))),
+                "host twice as fast": cell(table.over(base, row.variant, 2) if calls else None, "{:.2f}"),
+                f"yours, x {base}": cell(yours, "{:.2f}"),
                 "ms": cell(row.ms, "{:.4g}"),
                 "spread": cell((row.p80 - row.p20) / row.ms, "{:.0%}"),
                 "GPU ms": cell(row.gpu_ms, "{:.4g}"),
@@ -297,9 +305,6 @@ def grid(tables: list[Table], others: list[Table] | None) -> dict:
                 "TB/s": cell(row.tbps, "{:.3g}"),
                 "TFLOP/s": cell(row.tflops, "{:.0f}" if (row.tflops or 0) >= 100 else "{:.3g}"),
                 "% of ceiling": cell(row.of_ceiling, "{:.0%}"),
-                f"x {base}": cell(row.speedup, "{:.2f}" + "?" * bool(noise(table, row))),
-                "host twice as fast": cell(table.over(base, row.variant, 2) if calls else None, "{:.2f}"),
-                f"yours, x {base}": cell(yours, "{:.2f}"),
             }
             ours = "told" if row.variant == told and row.ours else "peer" if row.peer else ""
             lines.append(("base" if row.variant == base else ours, cells))

@@ -59,7 +59,7 @@ def _read(source: bytes) -> tuple[bytes, tuple[str, ...]]:
             found += [alias.name for alias in node.names]
         elif isinstance(node, ast.ImportFrom) and node.module:
             found += [node.module, *(f"{node.module}.{alias.name}" for alias in node.names)]
-    return b"".join(word.encode() + b"\0" for word in _words(tree)), tuple(found)
+    return "".join(f"{word}\0" for word in _words(tree, [])).encode(), tuple(found)
 
 
 def _file_of(module: str, root: Path) -> Path | None:
@@ -69,19 +69,20 @@ def _file_of(module: str, root: Path) -> Path | None:
     return next((each for each in (path.with_suffix(".py"), path / "__init__.py") if each.is_file()), None)
 
 
-def _words(node: ast.AST) -> Iterator[str]:
-    """The tree in words: the type of each node, and its fields that hold something."""
-    yield type(node).__name__
+def _words(node: ast.AST, into: list[str]) -> list[str]:
+    """The tree in words, added to `into`: the type of each node, and its fields that hold something."""
+    into.append(type(node).__name__)
     for name, value in ast.iter_fields(node):
         if value is None or value == []:
             continue
-        yield name
+        into.append(name)
         for each in value if isinstance(value, list) else [value]:
             alone = each.value if isinstance(each, ast.Expr) else None
             if isinstance(alone, ast.Constant) and isinstance(alone.value, str):
                 continue  # a docstring, or any other text that stands for itself
             if isinstance(each, ast.AST):
-                yield from _words(each)
+                _words(each, into)
             else:
-                yield repr(each)
-    yield ")"
+                into.append(repr(each))
+    into.append(")")
+    return into

@@ -34,29 +34,54 @@ for (const when of ["load", "resize"]) addEventListener(when, later);
 document.addEventListener("toggle", later, true);
 
 // Search: words are compared by their stems and by what is written for them here; a rare one counts for more, and so does one
-// of a technique's name, question, symptom or answer. Found is what has half of the words asked for, and a quarter of the most.
+// of a technique's name, question, symptom or answer. What nobody wrote is taken for the nearest word of a name, question or
+// symptom. Found is what has half of the words asked for, and a quarter of the most.
 const field = document.getElementById("q"), found = document.getElementById("found"), list = found.querySelector("ul");
+const spaced = within => {  // what neighbours say, apart: a cell of a table touches the next one
+  const walk = document.createTreeWalker(within, NodeFilter.SHOW_TEXT), said = [];
+  while (walk.nextNode()) said.push(walk.currentNode.data);
+  return said.join(" ");
+};
 const text = (query, within) => all(query, within).map(each => each.textContent).join(" ");
 const split = text => text.toLowerCase().replace(/(\d),(?=\d{3})|(\d) (?=[kmgtb]\b)/g, "$1$2").match(/[a-z0-9]+(\.\d+[a-z]*)?/g) ?? [];
 const stem = word => word.replace(/(?<=...)(ations?|ings?|e[dr]s?|est|ies|es?|s|y)$/, "").replace(/([a-z])\1$/, "$1");
 const minor = new Set(split("a an and are as at be by can do does for from has have how i in is it me my of on or should than that the to use what when which why with"));
-const alike = ["size shape length", "different another varying variable changing", "one single 1 1x1", "decode generation token", "latency time speed",
-  "fp8 float8", "bf16 bfloat16", "gemm matmul product", "ordinary plain pointer", "identical same bits", "optimizer adamw"].map(group => split(group).map(stem));
+const alike = ["size shape length", "different another varying variable changing", "one single 1 1x1", "decode generation token inference", "latency time speed",
+  "fp8 float8", "bf16 bfloat16", "gemm matmul product", "ordinary plain pointer", "identical same bits", "optimizer adamw", "norm normalize",
+  "attention sdpa", "quantize quantization int4 int8"].map(group => split(group).map(stem));
 const known = all("article").map(each => ({
-  href: "#" + each.id, name: each.id, says: text(".question", each), leads: "", words: text(".answer, figcaption, .line.wins", each), rest: each.textContent,
+  href: "#" + each.id, name: each.id, says: text(".question", each), leads: [], words: text(".answer, figcaption, .line.wins", each), of: each,
 }));
 for (const way of all(".ways li")) for (const link of all("a", way)) {
-  const hit = known.find(each => each.href === link.getAttribute("href"));
-  if (hit) hit.leads += " " + way.firstElementChild.textContent;
+  known.find(each => each.href === link.getAttribute("href"))?.leads.push(way.firstElementChild.textContent);
 }
 for (const claim of all("tr[id]")) {
-  known.push({href: "#" + claim.id, name: "claim", says: claim.cells[0].textContent, leads: "", words: claim.cells[2].textContent, rest: ""});
+  const [says, verdict, measured] = claim.cells;
+  known.push({href: "#" + claim.id, name: "claim", says: says.textContent, leads: [], words: spaced(measured), verdict: verdict.firstElementChild});
 }
 const parts = each => each.parts ??= [
-  [4, each.name + " " + each.name.replaceAll("_", "")], [3, each.says], [3, each.leads], [2, each.words], [.5, each.rest],
+  [4, each.name + " " + each.name.replaceAll("_", "")], [3, each.says], [3, each.leads.join(" ")], [2, each.words],
+  [2, each.of?.dataset.group ?? ""], [.5, each.of ? spaced(each.of) : ""],
 ].map(([weight, text]) => [weight, split(text).map(word => [word, stem(word)])]);
 const points = (each, asked) => parts(each).reduce((sum, [weight, held]) => sum + weight * Math.max(0, ...held.map(([word, stem]) =>
   stem === asked ? 1 : asked.length > 2 && word.startsWith(asked) ? .6 : 0)), 0);
+const apart = (a, b) => {  // letters that differ: one more, one less, another, or two in each other's place
+  let old, row = [...Array(b.length + 1).keys()];
+  for (let i = 1; i <= a.length; i++) {
+    const next = [i];
+    for (let j = 1; j <= b.length; j++) {
+      next[j] = Math.min(row[j] + 1, next[j - 1] + 1, row[j - 1] + (a[i - 1] !== b[j - 1]));
+      if (old && a[i - 1] === b[j - 2] && a[i - 2] === b[j - 1]) next[j] = Math.min(next[j], old[j - 2] + 1);
+    }
+    [old, row] = [row, next];
+  }
+  return row[b.length];
+};
+const nearest = asked => {
+  const words = new Set(known.filter(each => each.of).flatMap(each => parts(each).slice(0, 3)).flatMap(([, held]) => held.flat()));
+  const near = [...words].map(word => [apart(asked, word), word]).sort(([a], [b]) => a - b)[0];
+  return asked.length > 4 && near[0] <= (asked.length > 6 ? 2 : 1) ? near[1] : "";
+};
 const score = word => {
   const asked = stem(word), others = alike.filter(group => group.includes(asked)).flat();
   const scores = known.map(each => Math.max(points(each, asked), ...others.map(other => .7 * points(each, other))));
@@ -64,17 +89,22 @@ const score = word => {
   return scores.map((one, i) => rare * one * (known[i].name === "claim" ? .6 : 1));
 };
 const look = () => {
-  const asked = [...new Set(split(field.value))], major = asked.filter(word => !minor.has(word)), words = major.length ? major : asked;
-  const scores = words.map(score), sums = known.map((_, i) => scores.reduce((sum, each) => sum + each[i], 0)), most = Math.max(...sums);
+  const asked = [...new Set(split(field.value))], major = asked.filter(word => !minor.has(word)), words = major.length ? major : asked, taken = [];
+  const scores = words.map(word => {
+    const own = score(word), near = own.some(Boolean) ? "" : nearest(word);
+    if (near) taken.push(near);
+    return near ? score(near) : own;
+  });
+  const sums = known.map((_, i) => scores.reduce((sum, each) => sum + each[i], 0)), most = Math.max(...sums);
   const hits = known.map((each, i) => [sums[i], each, scores.filter(each => each[i]).length])
     .filter(([sum, , count]) => sum > most / 4 && 2 * count >= words.length).sort((a, b) => b[0] - a[0]).map(([, each]) => each);
   found.hidden = !words.length;
-  document.getElementById("count").textContent = words.length ? `${hits.length} found` : "";
+  document.getElementById("count").textContent = words.length ? `${hits.length} found` + (taken.length ? `, with ${taken.join(", ")}` : "") : "";
   list.replaceChildren(...hits.slice(0, 12).map(hit => {
     const item = document.createElement("li"), link = document.createElement("a"), says = document.createElement("small");
     link.href = hit.href;
-    says.textContent = hit.says + hit.leads;
-    link.append(hit.name, says);
+    says.textContent = [hit.says, ...hit.leads].join(" \u00b7 ");
+    link.append(hit.name, ...(hit.verdict ? [": ", hit.verdict.cloneNode(true)] : []), says);
     item.append(link);
     return item;
   }));

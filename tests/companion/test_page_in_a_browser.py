@@ -132,10 +132,11 @@ def test_no_text_of_a_picture_is_cut_or_covers_another(visit, width, which, tmp_
     assert visit(width, url=url).evaluate(TEXTS) == []
 
 
-def test_on_a_phone_the_chapters_fit_and_a_shadow_tells_that_a_box_scrolls(visit):
+def test_on_a_phone_chapters_and_pictures_fit_and_a_shadow_tells_that_a_box_scrolls(visit):
     page = visit(360)
     assert page.locator("nav a").evaluate_all("all => Math.max(...all.map(a => a.getBoundingClientRect().right))") < 360
-    page.wait_for_selector("#matmul figure .wide[tabindex]")
+    page.wait_for_selector("#matmul .wide[tabindex]")
+    assert page.locator("figure .wide[tabindex]").count() == 0
     styles = (
         "all => all.map(box => [box.scrollWidth > box.clientWidth, getComputedStyle(box).backgroundImage !== 'none'])"
     )
@@ -196,12 +197,25 @@ def test_search_finds_by_name_question_and_symptom(visit, words, leads_to):
         ("is TMA faster than ordinary loads", {"tma_matmul", "tma_copy"}), ("pad or dynamic", {"dynamic_shapes"}),
         ("mode for one token", {"modes"}), ("FP8 at 4096", {"fp8_matmul"}), ("num_stages", {"pipelined_matmul"}),
         ("varying sequence lengths", {"dynamic_shapes"}), ("softm", {"softmax"}), ("layernorm", {"layer_norm"}),
+        ("sotfmax", {"softmax"}), ("recompilaton", {"recompilation"}), ("int4 weights", {"weight_only_matmul"}),
     ],
 )  # fmt: skip
 def test_search_tells_first_what_answers(visit, words, first):
     page = visit()
     page.locator("#q").fill(words)
     assert page.locator("#found a").first.get_attribute("href").removeprefix("#") in first
+
+
+def test_search_finds_all_of_decoding_and_tells_the_verdict_of_a_claim(visit):
+    page = visit()
+    page.locator("#q").fill("decoding")
+    found = page.locator("#found a").evaluate_all("all => all.map(a => a.hash)")
+    assert {"#decode_attention", "#weight_only_matmul", "#modes", "#large_models"} <= {*found}
+    page.locator("#q").fill("dynmaic shapes")
+    assert page.get_by_role("status").inner_text().endswith("with dynamic")
+    claim = page.locator("#found a[href='#claim-dynamic-recompiles']")
+    assert claim.locator("b").inner_text() == page.locator("#claim-dynamic-recompiles td b").inner_text()
+    assert claim.inner_text().startswith("claim: ")
 
 
 def test_what_is_not_found_is_said_and_escape_closes(visit):

@@ -139,6 +139,30 @@ def test_the_sentence_of_a_picture_follows_its_values():
     assert max(before.series[0].points, key=before.series[0].points.get) in before.sees
 
 
+@pytest.mark.parametrize(
+    ("over", "told", "sees"),
+    [
+        ({"a": {"1": 8.5, "2": 17.3}, "b": {"1": 8.0}}, "a", "8.50 to 17.30x as fast as torch; in no"),
+        ({"a": {"1": 0.9, "2": 1.2}, "b": {"1": 1.8}}, "a", "1 of 2 cases; b is up to 2.00x as fast as that (1)"),
+        ({"a": {"1": 1.2}, "b": {"1": 1.5}}, None, "b is 1.50x as fast as torch; no other bar is longer."),
+        ({"a": {"1": 0.5}}, "a", "a is 0.50x as fast as torch."),
+    ],
+)  # fmt: skip
+def test_bars_tell_where_the_answer_wins_and_what_beats_it(over, told, sees):
+    assert sees in charts.outcome("torch", over, told)
+
+
+def test_a_roofline_draws_every_technique_that_it_counts_and_names_the_others():
+    for path in sorted(H200.glob("t*.json")):
+        parts = load(path)["examples"]
+        chart = charts.roofline(parts)
+        drawn = {name for series in chart.series for name in series.points}
+        assert chart.sees.startswith(f"Of {len(drawn)} techniques")
+        named = set(re.findall(r"\w+", chart.sees.partition("Not drawn")[2]))
+        assert {part["name"] for part in parts} - drawn <= named
+        assert not named & drawn
+
+
 def test_whole_models_are_drawn_where_they_are_recorded():
     path = ROOT / "results/h100/triton_fp8_advanced.json"
     example = next(each for each in load(path)["examples"] if each["name"] == "fp8_matmul")
