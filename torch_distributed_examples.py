@@ -1,6 +1,13 @@
 """torch.distributed: what the compiler and Triton kernels do on more than one GPU.
 
-python torch_distributed_examples.py ddp
+The engines are those that a reader who outgrows one GPU uses: torchrun, NCCL, DistributedDataParallel. The script
+starts its own ranks, one for each GPU, or two by gloo on a CPU; under torchrun it is one of them. Where DDP breaks the
+compiled graph, and whether its communication is hidden (ddp).
+
+    python torch_distributed_examples.py                        all of them, sized for this machine
+    python torch_distributed_examples.py ddp --ranks 2          only this, in two ranks
+    python torch_distributed_examples.py --list                 what there is
+    torchrun --nproc-per-node 2 torch_distributed_examples.py   the same ranks, started by torchrun
 """
 
 from harness.cli import main

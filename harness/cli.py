@@ -348,7 +348,7 @@ def _run_one(technique: Technique, session, how: dict, files: list[Path], functi
     except BaseException as error:  # a technique must not end the run, not even by sys.exit
         record.status, record.reason, lines = _outcome(error)
         if record.status == "failed" and ranks.world() > 1 and not isinstance(error, KeyboardInterrupt):
-            place = "".join(f"\n  {line}" for line in where(error)[-1:])
+            place = "".join(f"\n  {line}" for line in where(error)[1:][-1:])
             ranks.give_up(f"{technique.name}: {record.reason}{place}")
         session.finish(passed=False)
         for line, style in lines:

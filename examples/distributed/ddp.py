@@ -1,38 +1,133 @@
-"""A stand-in.
+"""DistributedDataParallel and torch.compile: one graph, or one that lets gradients go while backward still runs.
 
-Question   does it run?
+Each rank has the whole model and its part of the batch. DDP reduces gradients in buckets (25 MiB), each as soon as
+backward has filled it, so that communication hides behind the backward of the layers before. A ring moves
+2 (n - 1) / n times the gradients' bytes through each rank's link: 4 GB for 1 billion float32 gradients and two ranks.
+
+A compiled backward hands out all gradients when it ends: nothing is left to hide behind. Dynamo's DDPOptimizer
+therefore cuts the graph where DDP's buckets end, one compiled graph for each. Compiled autograd instead traces the
+all-reduces into one graph of the whole backward, where Inductor orders them.
+
+Question   Where does DDP break the compiled graph, and is communication still overlapped with backward?
 Needs      torch, 2 ranks
+Wins when  the model and its gradients fit each GPU. Compile the DDP module, not the module within: only then does
+           Dynamo see the buckets.
+Study      studies/distributed/ddp.py (size of the buckets against graphs, calls and bytes)
+Source     goes beyond the chapter; torch.distributed's notes on DDP and on DDPOptimizer
 """
 
-import os, time, signal
-from harness import Harness, Work, run
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+from functools import partial
+
+from harness import Harness, Timing, Work, run
+
 import torch
-import torch.distributed as dist
+from torch._inductor import config as inductor
+from torch.nn.parallel import DistributedDataParallel
+
+from compile_inspect import logs
+from examples.common.collectives import traced
+from examples.common.transformer import TINY, WIDE
+from examples.compiler.training_step_model import LanguageModel
+
+EAGER, PLAIN, PLAIN_COMPILED = "torch DDP", "torch, no communication", "torch.compile, no communication"
+BUCKETS, ONE_GRAPH, AUTOGRAD = "torch.compile, DDPOptimizer", "torch.compile, one graph", "torch.compile, autograd too"
+# torch._dynamo.config for each way to compile the DDP module, where it is compiled.
+CONFIGS = {
+    BUCKETS: {"optimize_ddp": "ddp_optimizer"},
+    ONE_GRAPH: {"optimize_ddp": "no_optimization"},
+    AUTOGRAD: {"optimize_ddp": "python_reducer", "compiled_autograd": True},
+}
+
+
+class Step:
+    """tokens of all ranks -> the losses of this rank's part, and the gradients of the first and the last norm.
+
+    `graphs` counts what Dynamo has handed to the compiler. The optimizer would add the same to each way, and is left
+    out. Without a GPU the graphs run as they are (aot_eager): where they are cut is the same.
+    """
+
+    def __init__(self, model: LanguageModel, ranks: int, rank: int, how: str, bucket_mib: float = 25) -> None:
+        self.ranks, self.rank, self.how, self.bucket_mib, self.graphs = ranks, rank, how, bucket_mib, 0
+        self.norms = model.body.blocks[0].attention_norm.weight, model.body.norm.weight
+        self.compiler = torch._dynamo.lookup_backend("inductor" if model.body.cos.is_cuda else "aot_eager")
+        with self.settings():
+            self.model = model
+            if how not in (PLAIN, PLAIN_COMPILED):
+                options = {"broadcast_buffers": False, "gradient_as_bucket_view": True}
+                self.model = DistributedDataParallel(model, bucket_cap_mb=bucket_mib, **options)
+        self.run = self.model if how in (EAGER, PLAIN) else torch.compile(self.model, dynamic=False, backend=self.count)
+
+    def count(self, graph: torch.fx.GraphModule, inputs: list) -> Callable:
+        self.graphs += 1
+        return self.compiler(graph, inputs)
+
+    @contextmanager
+    def settings(self) -> Iterator[None]:
+        fuse = (
+            {"_fuse_ddp_communication": True, "_fuse_ddp_bucket_size": self.bucket_mib} if self.how == AUTOGRAD else {}
+        )
+        with torch._dynamo.config.patch(**CONFIGS.get(self.how, {})), inductor.patch(**fuse):
+            yield
+
+    def __call__(self, tokens: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        self.model.zero_grad(set_to_none=True)
+        with self.settings():
+            losses = self.run(tokens.chunk(self.ranks)[self.rank])
+            losses.mean().backward()
+        return losses.detach(), *(norm.grad.clone() for norm in self.norms)
+
+
+def reference(model: LanguageModel, tokens: torch.Tensor, ranks: int, rank: int, alone: bool = False) -> tuple:
+    """What a Step returns, in float64, one row at a time; `alone` is a rank that reduces nothing."""
+    exact = model.float64().requires_grad_(False)
+    norms = [exact.body.blocks[0].attention_norm.weight.requires_grad_(), exact.body.norm.weight.requires_grad_()]
+    own, losses = tokens.chunk(ranks)[rank], []
+    for row in own if alone else tokens:
+        losses.append(exact(row[None]))
+        losses[-1].mean().backward()
+        losses[-1] = losses[-1].detach()
+    first = 0 if alone else rank * len(own)
+    return torch.cat(losses[first : first + len(own)]), *(norm.grad / len(losses) for norm in norms)
 
 
 def demo(h: Harness) -> None:
-    how = os.environ.get("FAULT", "")
-    x = h.randn(8, 16)
+    gpu = h.machine.mode == "gpu"
+    config, rows, length = h.pick((TINY, 2, 65), (WIDE, 8, 2049)) if gpu else (replace(TINY, layers=2), 1, 33)
+    new, tokens = partial(LanguageModel, config, h.device, gpu), h.randint(config.vocab, rows * h.ranks, length)
+    wants = {alone: reference(new(), tokens, h.ranks, h.rank, alone) for alone in (False, True)}
+    names = (EAGER, PLAIN, PLAIN_COMPILED, *CONFIGS)
+    steps = {name: Step(new(), h.ranks, h.rank, name, 25 if gpu else 1) for name in names}
+    with logs():  # Dynamo warns that it leaves out torch's profiler marks
+        table = h.compare(
+            steps, lambda _: wants[False], tokens, baseline=EAGER, work=Work(), title="forward, backward, all-reduce",
+            references=dict.fromkeys((PLAIN, PLAIN_COMPILED), lambda _: wants[True]), max_error_ratio=2.0,
+            case=f"{rows}x{length - 1} tokens a rank", timing=Timing(end_to_end=True), dtype=torch.float32,
+        )  # fmt: skip
+        if h.profile:
+            return
+        traces = {name: traced(steps[name], tokens) for name in (EAGER, *CONFIGS)}
+    shown, gradients = {}, 4 * sum(p.numel() for p in steps[EAGER].model.parameters())
+    for name, trace in traces.items():
+        calls, reduced = trace.sent["all_reduce"]
+        shown[name] = {"graphs": steps[name].graphs, "all-reduces": calls, "bytes": reduced}
+        if trace.overlap is not None:
+            shown[name] |= {"NCCL ms": round(trace.communicating, 2), "overlapped": f"{trace.overlap:.0%}"}
+    h.table(f"what is reduced, of {gradients} bytes of gradients", shown)
 
-    def total(x):
-        rows = x.shape[0] // h.ranks
-        y = x[h.rank * rows : (h.rank + 1) * rows].sum(0)
-        if how == "raise" and h.rank == 1:
-            raise ValueError("rank one does not like it")
-        if how == "kill" and h.rank == 1:
-            os.kill(os.getpid(), signal.SIGKILL)
-        if how == "shape" and h.rank == 1:
-            y = y[:5]
-        if how == "hang" and h.rank == 1:
-            time.sleep(1000)
-        if how == "sleep":
-            time.sleep(20)
-        dist.all_reduce(y)
-        return y
+    def answer() -> str:
+        graphs = "; ".join(f"{steps[name].graphs} graphs {traces[name].overlap:.0%}" for name in CONFIGS)
+        best = min(CONFIGS, key=lambda name: table[name].ms)
+        return (
+            f"Overlapped: eager {traces[EAGER].overlap:.0%}, DDPOptimizer's {graphs}. "
+            f"{best}: {table.over(EAGER, best):.2f}x eager DDP, efficiency {table.over(PLAIN_COMPILED, best):.2f}"
+        )
 
-    h.check(total, lambda x: x.double().sum(0), x, terms=8)
-    h.compare({"torch": total}, lambda x: x.double().sum(0), x, baseline="torch", work=Work(bytes=4), terms=8)
-    h.answer(lambda: "yes")
+    h.answer(answer)
 
 
 if __name__ == "__main__":
