@@ -31,9 +31,9 @@ class Trace:
     overlapped: float | None
 
     @property
-    def overlap(self) -> float | None:
+    def overlap(self) -> float:
         """The part of the time of NCCL's kernels that is hidden behind others, 0 to 1."""
-        return self.overlapped / self.communicating if self.communicating else None
+        return self.overlapped / self.communicating if self.communicating else 0.0
 
 
 def traced(fn: Callable, *args) -> Trace:

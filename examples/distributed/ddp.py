@@ -51,15 +51,15 @@ class Step:
     out. Without a GPU the graphs run as they are (aot_eager): where they are cut is the same.
     """
 
-    def __init__(self, model: LanguageModel, ranks: int, rank: int, how: str, bucket_mib: float = 25) -> None:
-        self.ranks, self.rank, self.how, self.bucket_mib, self.graphs = ranks, rank, how, bucket_mib, 0
+    def __init__(self, model: LanguageModel, ranks: int, rank: int, how: str, bucket_mib: float = 0) -> None:
+        self.ranks, self.rank, self.how, self.graphs = ranks, rank, how, 0
+        self.bucket_mib = bucket_mib or (25 if model.body.cos.is_cuda else 1)  # DDP's own; for a small model, its first
         self.norms = model.body.blocks[0].attention_norm.weight, model.body.norm.weight
         self.compiler = torch._dynamo.lookup_backend("inductor" if model.body.cos.is_cuda else "aot_eager")
         with self.settings():
             self.model = model
             if how not in (PLAIN, PLAIN_COMPILED):
-                options = {"broadcast_buffers": False, "gradient_as_bucket_view": True}
-                self.model = DistributedDataParallel(model, bucket_cap_mb=bucket_mib, **options)
+                self.model = DistributedDataParallel(model, bucket_cap_mb=self.bucket_mib, gradient_as_bucket_view=True)
         self.run = self.model if how in (EAGER, PLAIN) else torch.compile(self.model, dynamic=False, backend=self.count)
 
     def count(self, graph: torch.fx.GraphModule, inputs: list) -> Callable:
@@ -95,18 +95,26 @@ def reference(model: LanguageModel, tokens: torch.Tensor, ranks: int, rank: int,
     return torch.cat(losses[first : first + len(own)]), *(norm.grad / len(losses) for norm in norms)
 
 
-def demo(h: Harness) -> None:
+def sizes(h: Harness) -> tuple[Callable[[], LanguageModel], torch.Tensor]:
+    """What makes the model, always with the same weights, and the tokens of all ranks: 8x2048 a rank at full size."""
     gpu = h.machine.mode == "gpu"
-    config, rows, length = h.pick((TINY, 2, 65), (WIDE, 8, 2049)) if gpu else (replace(TINY, layers=2), 1, 33)
-    new, tokens = partial(LanguageModel, config, h.device, gpu), h.randint(config.vocab, rows * h.ranks, length)
+    config, rows, length = h.pick((TINY, 2, 65), (WIDE, 8, 2049)) if gpu else (replace(TINY, layers=1), 1, 33)
+    return partial(LanguageModel, config, h.device, gpu), h.randint(config.vocab, rows * h.ranks, length)
+
+
+def case_of(h: Harness, tokens: torch.Tensor) -> str:
+    return f"{len(tokens) // h.ranks}x{tokens.shape[1] - 1} tokens a rank"
+
+
+def demo(h: Harness) -> None:
+    new, tokens = sizes(h)
     wants = {alone: reference(new(), tokens, h.ranks, h.rank, alone) for alone in (False, True)}
-    names = (EAGER, PLAIN, PLAIN_COMPILED, *CONFIGS)
-    steps = {name: Step(new(), h.ranks, h.rank, name, 25 if gpu else 1) for name in names}
+    steps = {name: Step(new(), h.ranks, h.rank, name) for name in (EAGER, PLAIN, PLAIN_COMPILED, *CONFIGS)}
     with logs():  # Dynamo warns that it leaves out torch's profiler marks
         table = h.compare(
             steps, lambda _: wants[False], tokens, baseline=EAGER, work=Work(), title="forward, backward, all-reduce",
             references=dict.fromkeys((PLAIN, PLAIN_COMPILED), lambda _: wants[True]), max_error_ratio=2.0,
-            case=f"{rows}x{length - 1} tokens a rank", timing=Timing(end_to_end=True), dtype=torch.float32,
+            case=case_of(h, tokens), timing=Timing(end_to_end=True), dtype=torch.float32,
         )  # fmt: skip
         if h.profile:
             return
@@ -115,7 +123,7 @@ def demo(h: Harness) -> None:
     for name, trace in traces.items():
         calls, reduced = trace.sent["all_reduce"]
         shown[name] = {"graphs": steps[name].graphs, "all-reduces": calls, "bytes": reduced}
-        if trace.overlap is not None:
+        if trace.communicating:
             shown[name] |= {"NCCL ms": round(trace.communicating, 2), "overlapped": f"{trace.overlap:.0%}"}
     h.table(f"what is reduced, of {gradients} bytes of gradients", shown)
 

@@ -2,32 +2,25 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
-from functools import partial
-
 from harness import Harness, Timing, Work
 
 import torch
 
 from compile_inspect import logs
 from examples.common.collectives import traced
-from examples.common.transformer import TINY, WIDE
-from examples.compiler.training_step_model import LanguageModel
-from examples.distributed.ddp import BUCKETS, Step, reference
+from examples.distributed.ddp import BUCKETS, Step, case_of, reference, sizes
 
 
 def study(h: Harness) -> None:
-    gpu = h.machine.mode == "gpu"
-    config, rows, length = h.pick((TINY, 2, 65), (WIDE, 8, 2049)) if gpu else (replace(TINY, layers=2), 1, 33)
-    new, tokens = partial(LanguageModel, config, h.device, gpu), h.randint(config.vocab, rows * h.ranks, length)
+    new, tokens = sizes(h)
     want = reference(new(), tokens, h.ranks, h.rank)
-    sizes = (25, 100, 400, 1600) if gpu else (1, 4)
-    steps = {f"torch DDPOptimizer, {size} MiB": Step(new(), h.ranks, h.rank, BUCKETS, size) for size in sizes}
+    buckets = (25, 100, 400, 1600) if h.machine.mode == "gpu" else (1, 4)
+    steps = {f"torch DDPOptimizer, {size} MiB": Step(new(), h.ranks, h.rank, BUCKETS, size) for size in buckets}
     first = next(iter(steps))
     with logs():
         table = h.compare(
             steps, lambda _: want, tokens, baseline=first, work=Work(), title="size of the buckets",
-            case=f"{rows}x{length - 1} tokens a rank", timing=Timing(end_to_end=True), max_error_ratio=2.0,
+            case=case_of(h, tokens), timing=Timing(end_to_end=True), max_error_ratio=2.0,
             dtype=torch.float32,
         )  # fmt: skip
         if h.profile:
@@ -40,7 +33,7 @@ def study(h: Harness) -> None:
         if reduced != gradients:
             raise AssertionError(f"{name}: {reduced} bytes were reduced, of {gradients} bytes of gradients")
         rows[name] = {"graphs": steps[name].graphs, "all-reduces": calls}
-        if trace.overlap is not None:
+        if trace.communicating:
             rows[name]["overlapped"] = f"{trace.overlap:.0%}"
     h.table("by size of the buckets", rows)
     h.answer(lambda: f"{table.best.variant} is the fastest: {table.over(first):.2f}x {first}")
