@@ -1,8 +1,8 @@
 """torch.distributed: what the compiler and Triton kernels do on more than one GPU.
 
-The engines are those that a reader who outgrows one GPU uses: torchrun, NCCL, DistributedDataParallel. The script
-starts its own ranks, one for each GPU, or two by gloo on a CPU; under torchrun it is one of them. Where DDP breaks the
-compiled graph, and whether its communication is hidden (ddp).
+The engines are those that a reader who outgrows one GPU uses: torchrun, NCCL, DDP, FSDP2. The script starts its own
+ranks, one for each GPU, or two by gloo on a CPU; under torchrun it is one of them. Where DDP breaks the compiled graph,
+and whether its communication is hidden (ddp); what is compiled before weights are sharded, or after (fsdp2).
 
     python torch_distributed_examples.py                        all of them, sized for this machine
     python torch_distributed_examples.py ddp --ranks 2          only this, in two ranks
@@ -14,6 +14,7 @@ from harness.cli import main
 
 TECHNIQUES = [
     "examples/distributed/ddp.py",
+    "examples/distributed/fsdp2.py",
 ]
 TOUR = ("ddp",)
 

@@ -31,6 +31,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from compile_inspect import logs
 from examples.common.collectives import traced
+from examples.common.data_parallel import Compiler, first_and_last_norm, reference
 from examples.common.transformer import TINY, WIDE
 from examples.compiler.training_step_model import LanguageModel
 
@@ -47,24 +48,20 @@ CONFIGS = {
 class Step:
     """tokens of all ranks -> the losses of this rank's part, and the gradients of the first and the last norm.
 
-    `graphs` counts what Dynamo has handed to the compiler. The optimizer would add the same to each way, and is left
-    out. Without a GPU the graphs run as they are (aot_eager): where they are cut is the same.
+    The optimizer would add the same to each way, and is left out.
     """
 
     def __init__(self, model: LanguageModel, ranks: int, rank: int, how: str, bucket_mib: float = 0) -> None:
-        self.ranks, self.rank, self.how, self.graphs = ranks, rank, how, 0
+        self.ranks, self.rank, self.how, self.norms = ranks, rank, how, first_and_last_norm(model)
         self.bucket_mib = bucket_mib or (25 if model.body.cos.is_cuda else 1)  # DDP's own; for a small model, its first
-        self.norms = model.body.blocks[0].attention_norm.weight, model.body.norm.weight
-        self.compiler = torch._dynamo.lookup_backend("inductor" if model.body.cos.is_cuda else "aot_eager")
+        self.compiler = Compiler(model.body.cos.is_cuda)
         with self.settings():
             self.model = model
             if how not in (PLAIN, PLAIN_COMPILED):
                 self.model = DistributedDataParallel(model, bucket_cap_mb=self.bucket_mib, gradient_as_bucket_view=True)
-        self.run = self.model if how in (EAGER, PLAIN) else torch.compile(self.model, dynamic=False, backend=self.count)
-
-    def count(self, graph: torch.fx.GraphModule, inputs: list) -> Callable:
-        self.graphs += 1
-        return self.compiler(graph, inputs)
+        self.run = (
+            self.model if how in (EAGER, PLAIN) else torch.compile(self.model, dynamic=False, backend=self.compiler)
+        )
 
     @contextmanager
     def settings(self) -> Iterator[None]:
@@ -79,20 +76,7 @@ class Step:
         with self.settings():
             losses = self.run(tokens.chunk(self.ranks)[self.rank])
             losses.mean().backward()
-        return losses.detach(), *(norm.grad.clone() for norm in self.norms)
-
-
-def reference(model: LanguageModel, tokens: torch.Tensor, ranks: int, rank: int, alone: bool = False) -> tuple:
-    """What a Step returns, in float64, one row at a time; `alone` is a rank that reduces nothing."""
-    exact = model.float64().requires_grad_(False)
-    norms = [exact.body.blocks[0].attention_norm.weight.requires_grad_(), exact.body.norm.weight.requires_grad_()]
-    own, losses = tokens.chunk(ranks)[rank], []
-    for row in own if alone else tokens:
-        losses.append(exact(row[None]))
-        losses[-1].mean().backward()
-        losses[-1] = losses[-1].detach()
-    first = 0 if alone else rank * len(own)
-    return torch.cat(losses[first : first + len(own)]), *(norm.grad / len(losses) for norm in norms)
+        return losses.detach(), *(norm.weight.grad.clone() for norm in self.norms)
 
 
 def sizes(h: Harness) -> tuple[Callable[[], LanguageModel], torch.Tensor]:
@@ -122,13 +106,13 @@ def demo(h: Harness) -> None:
     shown, gradients = {}, 4 * sum(p.numel() for p in steps[EAGER].model.parameters())
     for name, trace in traces.items():
         calls, reduced = trace.sent["all_reduce"]
-        shown[name] = {"graphs": steps[name].graphs, "all-reduces": calls, "bytes": reduced}
+        shown[name] = {"graphs": steps[name].compiler.graphs, "all-reduces": calls, "bytes": reduced}
         if trace.communicating:
             shown[name] |= {"NCCL ms": round(trace.communicating, 2), "overlapped": f"{trace.overlap:.0%}"}
     h.table(f"what is reduced, of {gradients} bytes of gradients", shown)
 
     def answer() -> str:
-        graphs = "; ".join(f"{steps[name].graphs} graphs {traces[name].overlap:.0%}" for name in CONFIGS)
+        graphs = "; ".join(f"{steps[name].compiler.graphs} graphs {traces[name].overlap:.0%}" for name in CONFIGS)
         best = min(CONFIGS, key=lambda name: table[name].ms)
         return (
             f"Overlapped: eager {traces[EAGER].overlap:.0%}, DDPOptimizer's {graphs}. "

@@ -8,7 +8,8 @@ import torch
 
 from compile_inspect import logs
 from examples.common.collectives import traced
-from examples.distributed.ddp import BUCKETS, Step, case_of, reference, sizes
+from examples.common.data_parallel import reference
+from examples.distributed.ddp import BUCKETS, Step, case_of, sizes
 
 
 def study(h: Harness) -> None:
@@ -32,7 +33,7 @@ def study(h: Harness) -> None:
         calls, reduced = trace.sent["all_reduce"]
         if reduced != gradients:
             raise AssertionError(f"{name}: {reduced} bytes were reduced, of {gradients} bytes of gradients")
-        rows[name] = {"graphs": steps[name].graphs, "all-reduces": calls}
+        rows[name] = {"graphs": steps[name].compiler.graphs, "all-reduces": calls}
         if trace.communicating:
             rows[name]["overlapped"] = f"{trace.overlap:.0%}"
     h.table("by size of the buckets", rows)
