@@ -131,7 +131,8 @@ def demo(h: Harness) -> None:
         best = min(SHARDED, key=lambda name: table[name].ms)
         return (
             f"Over eager FSDP2 (first call): compiled {speeds}. Efficiency {table.over(PLAIN_COMPILED, best):.2f}; "
-            f"hidden {min(hidden):.0%} to {max(hidden):.0%}; peak GiB eager {memory[0]}, {memory[1]}, {memory[-1]}."
+            f"hidden {min(hidden):.0%} to {max(hidden):.0%}; "
+            f"peak GiB: eager {memory[0]}, compiled {memory[1]}, checkpointed {memory[-1]}."
         )
 
     h.answer(answer)

@@ -33,10 +33,10 @@ def study(h: Harness) -> None:
     whole, blocks = (sum(p.numel() for p in part.parameters()) for part in (model, model.body.blocks))
     norms = 4 * sum(norm.weight.numel() for norm in first_and_last_norm(model))  # the gradients that Step looks at
     for name, keep in kept.items():
-        theory = (gathered * (whole + (0 if keep else blocks)) + norms) // h.ranks
-        rows[name]["gathered by theory"] = theory
+        theory = gathered * (whole + (0 if keep else blocks)) // h.ranks
+        rows[name]["gathered by theory"] = f"{theory / 1e6:.1f} MB"
         found = sum(total for kind, (_, total) in sent[name].items() if "gather" in kind)
-        if h.ranks > 1 and found != theory:
+        if h.ranks > 1 and not 0 <= found - theory <= norms // h.ranks:
             raise AssertionError(f"{name}: a rank gave {found} bytes to be gathered, {theory} by theory")
     h.table("bytes that a rank sends", rows)
     h.answer(lambda: f"Kept until backward: {table.over(twice, once):.2f}x gathered twice.")
