@@ -15,6 +15,7 @@ from harness.cli import main
 TECHNIQUES = [
     "examples/distributed/ddp.py",
     "examples/distributed/fsdp2.py",
+    "examples/distributed/compile_time.py",
 ]
 TOUR = ("ddp",)
 
