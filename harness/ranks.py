@@ -15,6 +15,7 @@ import os
 import re
 import signal
 import sys
+import threading
 import time
 import uuid
 from datetime import timedelta
@@ -120,7 +121,30 @@ def begin() -> None:
     backend, options = "gloo", {}
     if torch.cuda.is_available():
         backend, options = "cpu:gloo,cuda:nccl", {"device_id": torch.device("cuda", local())}
+    for name in ("TORCH_NCCL_DUMP_ON_TIMEOUT", "TORCH_NCCL_PROPAGATE_ERROR"):  # which delay the end of the process
+        os.environ.setdefault(name, "0")
     torch.distributed.init_process_group(backend, timeout=timedelta(seconds=TIMEOUT_S), **options)
+    if torch.cuda.is_available():  # while NCCL connects, which it does in the first call, nothing ends the wait
+        threading.Thread(target=_guard, daemon=True).start()
+        align()
+        torch.cuda.synchronize()
+
+
+def _guard() -> None:
+    """NCCL's own watchdog may not bring the process down: where the main thread has stood at one place for longer than
+    TIMEOUT_S, in a collective or with a GPU that does not finish, this rank ends."""
+    stood, since = None, time.monotonic()
+    while True:
+        time.sleep(1)
+        frame = sys._current_frames().get(threading.main_thread().ident)
+        here = frame and (id(frame), frame.f_lasti)
+        if here != stood or not (
+            frame.f_code.co_filename.endswith("distributed_c10d.py") or not torch.cuda.current_stream().query()
+        ):
+            stood, since = here, time.monotonic()
+        elif time.monotonic() - since > TIMEOUT_S + END_S:
+            place = f"{Path(frame.f_code.co_filename).name}:{frame.f_lineno}"
+            give_up(f"{place}: waited in vain for another rank, which did not join a collective, or with another shape")
 
 
 def end() -> None:
