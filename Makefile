@@ -17,7 +17,8 @@ BACKENDS_VENV ?= .venv-backends
 BACKENDS_READY := $(BACKENDS_VENV)/.ready
 XLA_VENV ?= .venv-xla
 XLA_READY := $(XLA_VENV)/.ready
-TOPICS := torch_compiler_examples.py triton_examples.py triton_fp8_advanced.py triton_tma_blackwell.py torch_xla_examples.py
+TOPICS := torch_compiler_examples.py triton_examples.py triton_fp8_advanced.py triton_tma_blackwell.py
+TOPICS += torch_distributed_examples.py torch_xla_examples.py
 PYTEST_ARGS ?= -m "not slow"
 # One process for each core, unless there is a GPU, which one process at a time should have.
 WORKERS ?= $(shell nvidia-smi -L >/dev/null 2>&1 && echo 0 || echo auto)

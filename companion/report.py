@@ -389,7 +389,8 @@ def render(said: dict, base: str) -> str:
 def report(paths: list[Path], output: Path | None, beside: list[Path], check: bool) -> int:
     """Make the page of records, by default of those that README shows; or say (`check`) whether docs/index.html is up
     to date with them, 1 when it is not. Raises ValueError where a record cannot be read, or the page not written."""
-    records = gather(paths or [ROOT / "results" / name for name in REFERENCES])
+    recorded = [ROOT / "results" / name for name in REFERENCES]
+    records = gather(paths or [folder for folder in recorded if folder.is_dir()])
     said = content(records, gather(beside))
     if check:
         path = output or PAGE

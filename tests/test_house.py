@@ -2,6 +2,7 @@
 
 import ast
 import statistics
+from contextlib import nullcontext
 from pathlib import Path
 
 from harness import Harness, Table
@@ -14,6 +15,8 @@ from harness.sources import imported
 
 import pytest
 from rich.console import Console
+
+from tests.alone import alone
 
 MEDIAN = 150  # lines of a lesson
 LONGER = {}  # at most five lessons of up to 320 lines: name -> why
@@ -135,7 +138,7 @@ def answers_of(lesson) -> tuple[str, str, bool]:
 
         xla.device()
     h, module = MadeUp(lesson), load_module(lesson.path)
-    with settings_kept(lesson.name, 0):
+    with alone() if lesson.needs.ranks > 1 else nullcontext(), settings_kept(lesson.name, 0):
         module.demo(h)
     assert h._answer, "demo(h) reaches h.answer"
     h.finish()

@@ -1,0 +1,104 @@
+"""What the ranks of a step send each other, and whether the GPU computes meanwhile, read from torch.profiler."""
+
+from __future__ import annotations
+
+import json
+import math
+import re
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from pathlib import Path
+from tempfile import TemporaryDirectory
+
+import torch
+from torch.profiler import ProfilerActivity, profile
+
+# Bytes of an element, by the names that the trace has for dtypes.
+BYTES = {"double": 8, "long int": 8, "float": 4, "int": 4, "c10::BFloat16": 2, "c10::Half": 2}
+Spans = list[tuple[float, float]]
+
+
+@dataclass(frozen=True)
+class Trace:
+    """One call: `sent` has for each collective how often it was called and the bytes that a rank put into all of them.
+
+    `communicating` and `overlapped` are milliseconds of NCCL's kernels, and those in which another kernel ran too; None
+    where there is no GPU. The largest input of each call counts, as backends list its outputs too.
+    """
+
+    sent: dict[str, tuple[int, int]]
+    communicating: float | None
+    overlapped: float | None
+
+    @property
+    def overlap(self) -> float:
+        """The part of the time of NCCL's kernels that is hidden behind others, 0 to 1."""
+        return self.overlapped / self.communicating if self.communicating else 0.0
+
+
+def traced(fn: Callable, *args) -> Trace:
+    """Call fn(*args) once under the profiler, on every rank alike. Warm it up before."""
+    kinds = [ProfilerActivity.CPU] + [ProfilerActivity.CUDA] * torch.cuda.is_available()
+    with TemporaryDirectory() as folder:
+        with profile(activities=kinds, record_shapes=True, acc_events=True) as held:
+            fn(*args)
+            if torch.cuda.is_available():
+                torch.cuda.synchronize()
+        path = Path(folder, "trace.json")
+        held.export_chrome_trace(str(path))
+        return read(json.loads(path.read_text(encoding="utf-8", errors="replace"))["traceEvents"])
+
+
+def read(events: Iterable[dict]) -> Trace:
+    """What the events of a Chrome trace say."""
+    sent: dict[str, tuple[int, int]] = {}
+    nccl: Spans = []
+    others: Spans = []
+    for event in events:
+        kind, name, args = event.get("cat"), event.get("name", ""), event.get("args", {})
+        if kind == "user_annotation" and (match := re.fullmatch(r"(?:nccl|gloo):_?(\w+)", name)):
+            sizes = zip(args.get("Input Dims", ()), args.get("Input type", ()), strict=False)
+            held = max((_bytes(dims, dtype) for dims, dtype in sizes), default=0)
+            calls, total = sent.get(match[1], (0, 0))
+            sent[match[1]] = calls + 1, total + held
+        elif kind == "kernel":
+            span = event["ts"], event["ts"] + event["dur"]
+            (nccl if name.startswith("ncclDevKernel") else others).append(span)
+    communicating, computing = united(nccl), united(others)
+    if not communicating:
+        return Trace(sent, None, None)
+    return Trace(sent, length(communicating) / 1e3, length(shared(communicating, computing)) / 1e3)
+
+
+def _bytes(dims: list, dtype: str) -> int:
+    whole = dims if all(isinstance(each, int) for each in dims) else ()
+    return math.prod(whole) * BYTES.get(dtype, 1) if whole else 0
+
+
+def united(spans: Spans) -> Spans:
+    """The same times without overlaps, in order."""
+    out: Spans = []
+    for start, end in sorted(spans):
+        if out and start <= out[-1][1]:
+            out[-1] = out[-1][0], max(out[-1][1], end)
+        else:
+            out.append((start, end))
+    return out
+
+
+def shared(a: Spans, b: Spans) -> Spans:
+    """The times in both; each is in order and has no overlaps."""
+    out, i, j = [], 0, 0
+    while i < len(a) and j < len(b):
+        start, end = max(a[i][0], b[j][0]), min(a[i][1], b[j][1])
+        if start < end:
+            out.append((start, end))
+        if a[i][1] < b[j][1]:
+            i += 1
+        else:
+            j += 1
+    return out
+
+
+def length(spans: Spans) -> float:
+    return sum(end - start for start, end in spans)

@@ -1,0 +1,127 @@
+"""DistributedDataParallel and torch.compile: one graph, or one that lets gradients go while backward still runs.
+
+Each rank has the whole model and its part of the batch. DDP reduces gradients in buckets (25 MiB), each as soon as
+backward has filled it, so that communication hides behind the backward of the layers before. A ring moves
+2 (n - 1) / n times the gradients' bytes through each rank's link: 4 GB for 1 billion float32 gradients and two ranks.
+
+A compiled backward hands out all gradients when it ends: nothing is left to hide behind. Dynamo's DDPOptimizer
+therefore cuts the graph where DDP's buckets end, one compiled graph for each. Compiled autograd instead traces the
+all-reduces into one graph of the whole backward, where Inductor orders them.
+
+Question   Where does DDP break the compiled graph, and is communication still overlapped with backward?
+Needs      torch, 2 ranks
+Wins when  the model and its gradients fit each GPU. Compile the DDP module, not the module within: only then does
+           Dynamo see the buckets.
+Study      studies/distributed/ddp.py (size of the buckets against graphs, calls and bytes)
+Source     goes beyond the chapter; torch.distributed's notes on DDP and on DDPOptimizer
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+from functools import partial
+
+from harness import Harness, Timing, Work, run
+
+import torch
+from torch._inductor import config as inductor
+from torch.nn.parallel import DistributedDataParallel
+
+from compile_inspect import logs
+from examples.common.collectives import traced
+from examples.common.data_parallel import Compiler, first_and_last_norm, reference
+from examples.common.transformer import TINY, WIDE
+from examples.compiler.training_step_model import LanguageModel
+
+EAGER, PLAIN, PLAIN_COMPILED = "torch DDP", "torch, no communication", "torch.compile, no communication"
+BUCKETS, ONE_GRAPH, AUTOGRAD = "torch.compile, DDPOptimizer", "torch.compile, one graph", "torch.compile, autograd too"
+# torch._dynamo.config for each way to compile the DDP module, where it is compiled.
+CONFIGS = {
+    BUCKETS: {"optimize_ddp": "ddp_optimizer"},
+    ONE_GRAPH: {"optimize_ddp": "no_optimization"},
+    AUTOGRAD: {"optimize_ddp": "python_reducer", "compiled_autograd": True},
+}
+
+
+class Step:
+    """tokens of all ranks -> the losses of this rank's part, and the gradients of the first and the last norm.
+
+    The optimizer would add the same to each way, and is left out.
+    """
+
+    def __init__(self, model: LanguageModel, ranks: int, rank: int, how: str, bucket_mib: float = 0) -> None:
+        self.ranks, self.rank, self.how, self.norms = ranks, rank, how, first_and_last_norm(model)
+        self.bucket_mib = bucket_mib or (25 if model.body.cos.is_cuda else 1)  # DDP's own; for a small model, its first
+        self.compiler = Compiler(model.body.cos.is_cuda)
+        with self.settings():
+            self.model = model
+            if how not in (PLAIN, PLAIN_COMPILED):
+                self.model = DistributedDataParallel(model, bucket_cap_mb=self.bucket_mib, gradient_as_bucket_view=True)
+        self.run = (
+            self.model if how in (EAGER, PLAIN) else torch.compile(self.model, dynamic=False, backend=self.compiler)
+        )
+
+    @contextmanager
+    def settings(self) -> Iterator[None]:
+        fuse = (
+            {"_fuse_ddp_communication": True, "_fuse_ddp_bucket_size": self.bucket_mib} if self.how == AUTOGRAD else {}
+        )
+        with torch._dynamo.config.patch(**CONFIGS.get(self.how, {})), inductor.patch(**fuse):
+            yield
+
+    def __call__(self, tokens: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        self.model.zero_grad(set_to_none=True)
+        with self.settings():
+            losses = self.run(tokens.chunk(self.ranks)[self.rank])
+            losses.mean().backward()
+        return losses.detach(), *(norm.weight.grad.clone() for norm in self.norms)
+
+
+def sizes(h: Harness) -> tuple[Callable[[], LanguageModel], torch.Tensor]:
+    """What makes the model, always with the same weights, and the tokens of all ranks: 8x2048 a rank at full size."""
+    gpu = h.machine.mode == "gpu"
+    config, rows, length = h.pick((TINY, 2, 65), (WIDE, 8, 2049)) if gpu else (replace(TINY, layers=1), 1, 33)
+    return partial(LanguageModel, config, h.device, gpu), h.randint(config.vocab, rows * h.ranks, length)
+
+
+def case_of(h: Harness, tokens: torch.Tensor) -> str:
+    return f"{len(tokens) // h.ranks}x{tokens.shape[1] - 1} tokens a rank"
+
+
+def demo(h: Harness) -> None:
+    new, tokens = sizes(h)
+    wants = {alone: reference(new(), tokens, h.ranks, h.rank, alone) for alone in (False, True)}
+    steps = {name: Step(new(), h.ranks, h.rank, name) for name in (EAGER, PLAIN, PLAIN_COMPILED, *CONFIGS)}
+    with logs():  # Dynamo warns that it leaves out torch's profiler marks
+        table = h.compare(
+            steps, lambda _: wants[False], tokens, baseline=EAGER, work=Work(), title="forward, backward, all-reduce",
+            references=dict.fromkeys((PLAIN, PLAIN_COMPILED), lambda _: wants[True]), max_error_ratio=2.0,
+            case=case_of(h, tokens), timing=Timing(end_to_end=True), dtype=torch.float32,
+        )  # fmt: skip
+        if h.profile:
+            return
+        traces = {name: traced(steps[name], tokens) for name in (EAGER, *CONFIGS)}
+    shown, gradients = {}, 4 * sum(p.numel() for p in steps[EAGER].model.parameters())
+    for name, trace in traces.items():
+        calls, reduced = trace.sent["all_reduce"]
+        shown[name] = {"graphs": steps[name].compiler.graphs, "all-reduces": calls, "bytes": reduced}
+        if trace.communicating:
+            shown[name] |= {"NCCL ms": round(trace.communicating, 2), "overlapped": f"{trace.overlap:.0%}"}
+    h.table(f"what is reduced, of {gradients} bytes of gradients", shown)
+
+    def answer() -> str:
+        eager, buckets, one, autograd = (f"{traces[name].overlap:.0%}" for name in (EAGER, *CONFIGS))
+        best = min(CONFIGS, key=lambda name: table[name].ms)
+        return (
+            f"Overlapped: eager {eager}, DDPOptimizer ({steps[BUCKETS].compiler.graphs} graphs) {buckets}, "
+            f"one graph {one}, compiled autograd {autograd}. {best}: {table.over(EAGER, best):.2f}x eager DDP, "
+            f"efficiency {table.over(PLAIN_COMPILED, best):.2f}."
+        )
+
+    h.answer(answer)
+
+
+if __name__ == "__main__":
+    run(demo)

@@ -1,0 +1,142 @@
+"""FSDP2 and torch.compile: fully_shard keeps a part of each weight, and gathers a block's weights where it runs.
+
+Each rank holds 1/n of the parameters, gradients and optimizer state. Before a block runs forward, and again before it
+runs backward, its weights are all-gathered; after backward its gradients are reduce-scattered. That is 3 times the
+parameters over the links where DDP has 2, and all of it can hide behind the blocks before: fully_shard prefetches.
+
+Its hooks stand around a module's forward, and Dynamo traces none of them. A block that is compiled before fully_shard
+has them outside of its graph; the whole model compiled after it breaks at each of them. With a mixed precision policy
+weights are gathered in bfloat16, and gradients reduced in float32; checkpointed blocks keep only their inputs.
+
+Question   What does compiling each block before or after fully_shard change: memory, overlap, the first call?
+Needs      torch, 2 ranks
+Wins when  parameters, gradients and optimizer state do not fit each GPU, and a block computes longer than its weights
+           travel.
+Study      studies/distributed/fsdp2.py (bytes on the links against theory, by what is sharded together)
+Source     goes beyond the chapter; torch.distributed.fsdp's documentation of fully_shard
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from functools import partial
+
+from harness import Harness, Timing, Work, run
+
+import torch
+from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
+from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+from torch.distributed.tensor import DTensor
+
+from compile_inspect import logs
+from examples.common.collectives import traced
+from examples.common.data_parallel import Compiler, first_and_last_norm, reference
+from examples.common.transformer import TINY, WIDE
+from examples.compiler.training_step_model import LanguageModel
+
+PLAIN, PLAIN_COMPILED, EAGER = "torch, one process", "torch.compile, one process", "torch FSDP2"
+BEFORE, AFTER, WHOLE = "torch.compile, then fully_shard", "torch.compile after fully_shard", "torch.compile, whole"
+CHECKPOINTED = "torch.compile, checkpointed"
+SHARDED = (EAGER, BEFORE, AFTER, WHOLE, CHECKPOINTED)
+POLICY = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
+
+
+class Step:
+    """tokens of all ranks -> the losses of this rank's part, and the gradients of the first and the last norm.
+
+    On a GPU the policy makes blocks compute in bfloat16, and one process does so too. `keep` leaves a block's weights
+    gathered between forward and backward.
+    """
+
+    def __init__(self, model: LanguageModel, ranks: int, rank: int, how: str, keep: bool = False) -> None:
+        self.ranks, self.rank, self.model, self.norms = ranks, rank, model, first_and_last_norm(model)
+        body, on_gpu = model.body, model.body.cos.is_cuda
+        self.compiler = Compiler(on_gpu)
+        shard = partial(fully_shard, **({"mp_policy": POLICY} if on_gpu else {}))
+        if how in (PLAIN, PLAIN_COMPILED) and on_gpu:
+            model.bfloat16()
+        for i, block in enumerate(body.blocks):
+            if how == CHECKPOINTED:
+                block = checkpoint_wrapper(block)
+            if how in (BEFORE, PLAIN_COMPILED, CHECKPOINTED):
+                block = self.compiled(block)
+            if how in SHARDED:
+                shard(block, reshard_after_forward=not keep)
+            if how == AFTER:
+                block = self.compiled(block)
+            body.blocks[i] = block
+        if how in SHARDED:
+            shard(model)
+        self.run = self.compiled(model) if how == WHOLE else model
+
+    def compiled(self, module: torch.nn.Module) -> torch.nn.Module:
+        return torch.compile(module, dynamic=False, backend=self.compiler)
+
+    def __call__(self, tokens: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        self.model.zero_grad(set_to_none=True)
+        losses = self.run(tokens.chunk(self.ranks)[self.rank])
+        losses.mean().backward()
+        grads = [norm.weight.grad for norm in self.norms]
+        whole = (grad.full_tensor() if isinstance(grad, DTensor) else grad for grad in grads)
+        return losses.detach().float(), *(grad.float() for grad in whole)
+
+
+def sizes(h: Harness) -> tuple[Callable[[], LanguageModel], torch.Tensor]:
+    """What makes the model, always with the same weights, and the tokens of all ranks: 8x2048 a rank at full size."""
+    config, rows, length = h.pick((TINY, 2, 65), (WIDE, 8, 2049))
+    if h.machine.mode != "gpu":
+        config, rows, length = replace(TINY, layers=2), 1, 33
+    return partial(LanguageModel, config, h.device, mixed=False), h.randint(config.vocab, rows * h.ranks, length)
+
+
+def row_of(step: Step, tokens: torch.Tensor) -> dict:
+    """What is seen of one step: graphs, bytes that this rank sends, memory, and what of the communication is hidden."""
+    if tokens.is_cuda:
+        torch.cuda.reset_peak_memory_stats()
+        held = torch.cuda.memory_allocated()
+        step(tokens)
+        peak = torch.cuda.max_memory_allocated() - held
+    trace = traced(step, tokens)
+    row = {"graphs": step.compiler.graphs}
+    row |= {name: f"{calls} of {total / 1e6:.1f} MB" for name, (calls, total) in trace.sent.items()}
+    if trace.communicating:
+        hidden = round(trace.overlap, 3)
+        row |= {"peak GiB": round(peak / 2**30, 2), "NCCL ms": round(trace.communicating, 2), "hidden": hidden}
+    return row
+
+
+def demo(h: Harness) -> None:
+    new, tokens = sizes(h)
+    wants = {alone: reference(new(), tokens, h.ranks, h.rank, alone) for alone in (False, True)}
+    steps = {name: Step(new(), h.ranks, h.rank, name) for name in (PLAIN, PLAIN_COMPILED, *SHARDED)}
+    with logs():  # Dynamo warns that it leaves out torch's profiler marks
+        table = h.compare(
+            steps, lambda _: wants[False], tokens, baseline=PLAIN, work=Work(), title="forward and backward",
+            references=dict.fromkeys((PLAIN, PLAIN_COMPILED), lambda _: wants[True]), max_error_ratio=2.0,
+            case=f"{len(tokens) // h.ranks}x{tokens.shape[1] - 1} tokens a rank",
+            timing=Timing(end_to_end=True, cold=True), dtype=torch.float32,
+        )  # fmt: skip
+        if h.profile:
+            return
+        rows = {name: row_of(steps[name], tokens) for name in SHARDED}
+    h.table("what is compiled and sent", rows)
+
+    def answer() -> str:
+        speeds = ", ".join(
+            f"{what} {table.over(EAGER, name):.2f}x ({table[name].first_call_s:.0f} s)"
+            for what, name in {"before": BEFORE, "after": AFTER, "whole": WHOLE, "checkpointed": CHECKPOINTED}.items()
+        )
+        memory, hidden = ([rows[name].get(of, 0.0) for name in SHARDED] for of in ("peak GiB", "hidden"))
+        best = min(SHARDED, key=lambda name: table[name].ms)
+        return (
+            f"Over eager FSDP2 (first call): compiled {speeds}. Efficiency {table.over(PLAIN_COMPILED, best):.2f}; "
+            f"hidden {min(hidden):.0%} to {max(hidden):.0%}; "
+            f"peak GiB: eager {memory[0]}, compiled {memory[1]}, checkpointed {memory[-1]}."
+        )
+
+    h.answer(answer)
+
+
+if __name__ == "__main__":
+    run(demo)

@@ -1,0 +1,40 @@
+"""ddp: what the size of DDP's buckets does to the graphs, the all-reduces, their overlap and the time."""
+
+from __future__ import annotations
+
+from harness import Harness, Timing, Work
+
+import torch
+
+from compile_inspect import logs
+from examples.common.collectives import traced
+from examples.common.data_parallel import reference
+from examples.distributed.ddp import BUCKETS, Step, case_of, sizes
+
+
+def study(h: Harness) -> None:
+    new, tokens = sizes(h)
+    want = reference(new(), tokens, h.ranks, h.rank)
+    buckets = (25, 100, 400, 1600) if h.machine.mode == "gpu" else (1, 4)
+    steps = {f"torch DDPOptimizer, {size} MiB": Step(new(), h.ranks, h.rank, BUCKETS, size) for size in buckets}
+    first = next(iter(steps))
+    with logs():
+        table = h.compare(
+            steps, lambda _: want, tokens, baseline=first, work=Work(), title="size of the buckets",
+            case=case_of(h, tokens), timing=Timing(end_to_end=True), max_error_ratio=2.0,
+            dtype=torch.float32,
+        )  # fmt: skip
+        if h.profile:
+            return
+        traces = {name: traced(step, tokens) for name, step in steps.items()}
+    gradients = 4 * sum(p.numel() for p in steps[first].model.parameters())
+    rows = {}
+    for name, trace in traces.items():
+        calls, reduced = trace.sent["all_reduce"]
+        if reduced != gradients:
+            raise AssertionError(f"{name}: {reduced} bytes were reduced, of {gradients} bytes of gradients")
+        rows[name] = {"graphs": steps[name].compiler.graphs, "all-reduces": calls}
+        if trace.communicating:
+            rows[name]["overlapped"] = f"{trace.overlap:.0%}"
+    h.table("by size of the buckets", rows)
+    h.answer(lambda: f"{table.best.variant} is the fastest: {table.over(first):.2f}x {first}")

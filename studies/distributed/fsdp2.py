@@ -1,0 +1,42 @@
+"""fsdp2: the bytes that each rank sends against theory, and what keeping gathered weights until backward changes."""
+
+from __future__ import annotations
+
+from harness import Harness, Timing, Work
+
+import torch
+
+from compile_inspect import logs
+from examples.common.collectives import traced
+from examples.common.data_parallel import first_and_last_norm, reference
+from examples.distributed.fsdp2 import BEFORE, Step, row_of, sizes
+
+
+def study(h: Harness) -> None:
+    new, tokens = sizes(h)
+    want = reference(new(), tokens, h.ranks, h.rank)
+    kept = {"torch FSDP2, gathered twice": False, "torch FSDP2, kept until backward": True}
+    steps = {name: Step(new(), h.ranks, h.rank, BEFORE, keep) for name, keep in kept.items()}
+    twice, once = steps
+    with logs():
+        table = h.compare(
+            steps, lambda _: want, tokens, baseline=twice, work=Work(), title="gathered again for backward",
+            case=f"{len(tokens) // h.ranks}x{tokens.shape[1] - 1} tokens a rank", timing=Timing(end_to_end=True),
+            max_error_ratio=2.0, dtype=torch.float32,
+        )  # fmt: skip
+        if h.profile:
+            return
+        rows = {name: row_of(step, tokens) for name, step in steps.items()}
+        sent = {name: traced(step, tokens).sent for name, step in steps.items()}
+    gathered = 2 if tokens.is_cuda else 4  # bytes of an element: the policy's on a GPU
+    model = new()
+    whole, blocks = (sum(p.numel() for p in part.parameters()) for part in (model, model.body.blocks))
+    norms = 4 * sum(norm.weight.numel() for norm in first_and_last_norm(model))  # the gradients that Step looks at
+    for name, keep in kept.items():
+        theory = gathered * (whole + (0 if keep else blocks)) // h.ranks
+        rows[name]["gathered by theory"] = f"{theory / 1e6:.1f} MB"
+        found = sum(total for kind, (_, total) in sent[name].items() if "gather" in kind)
+        if h.ranks > 1 and not 0 <= found - theory <= norms // h.ranks:
+            raise AssertionError(f"{name}: a rank gave {found} bytes to be gathered, {theory} by theory")
+    h.table("bytes that a rank sends", rows)
+    h.answer(lambda: f"Kept until backward: {table.over(twice, once):.2f}x gathered twice.")

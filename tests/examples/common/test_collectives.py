@@ -1,0 +1,44 @@
+"""What a trace says of the collectives in it, and of the time in which they are hidden."""
+
+from examples.common.collectives import Trace, length, read, shared, united
+
+NCCL = "ncclDevKernel_AllReduce_Sum_f32_RING_LL(ncclDevKernelArgsStorage<4096ul>)"
+
+
+def kernel(name, start, end):
+    return {"cat": "kernel", "name": name, "ts": start, "dur": end - start}
+
+
+def call(name, dims, dtype, cat="user_annotation"):
+    return {"cat": cat, "name": name, "args": {"Input Dims": dims, "Input type": dtype}}
+
+
+def test_times_are_united_and_shared():
+    assert united([(5, 7), (0, 2), (1, 3), (3, 4)]) == [(0, 4), (5, 7)]
+    assert shared([(0, 4), (5, 7)], [(1, 2), (3, 6)]) == [(1, 2), (3, 4), (5, 6)]
+    assert length([(0, 4), (5, 7)]) == 6
+    assert united([]) == shared([], [(0, 1)]) == []
+
+
+def test_communication_is_hidden_where_another_kernel_runs():
+    """Two kernels at once hide it once; an annotation on the GPU is no kernel."""
+    events = [
+        kernel(NCCL, 1000, 5000), kernel("gemm", 0, 2000), kernel("triton_", 1500, 2500), kernel("gemm", 6000, 9000),
+        {"cat": "gpu_user_annotation", "name": "nccl:all_reduce", "ts": 1000, "dur": 4000},
+    ]  # fmt: skip
+    trace = read(events)
+    assert (trace.communicating, trace.overlapped, trace.overlap) == (4.0, 1.5, 0.375)
+    assert read(events[1:]) == Trace({}, None, None)
+    assert read([]).overlap == 0.0
+
+
+def test_bytes_are_counted_by_collective_and_dtype():
+    trace = read([
+        call("nccl:all_reduce", [[3, 5]], ["float"]), call("nccl:all_reduce", [[8]], ["c10::BFloat16"]),
+        call("gloo:_allgather_base", [[4], []], ["signed char", ""]), call("aten::mm", [[3, 5]], ["float"]),
+        call("nccl:all_reduce", [[3, 5]], ["float"], cat="gpu_user_annotation"),
+        call("nccl:all_gather_into_tensor_coalesced", [], []),
+    ])  # fmt: skip
+    assert trace.sent == {
+        "all_reduce": (2, 76), "allgather_base": (1, 4), "all_gather_into_tensor_coalesced": (1, 0)
+    }  # fmt: skip
