@@ -149,8 +149,8 @@ def _halves(bits, dtype: tl.constexpr):
     return low.to(dtype, bitcast=True).to(tl.float32), high.to(dtype, bitcast=True).to(tl.float32)
 
 
-# A thread has every 32nd word in each of its accesses, which a warp's then are adjacent; were the message read 16 bytes a
-# thread, as its alignment allows, the words would have to move between threads, through shared memory.
+# Each access of a warp is to adjacent words; were the message read 16 bytes a thread, as its alignment allows, the words
+# would have to move between threads, through shared memory.
 @triton.jit(do_not_specialize_on_alignment=["x_ptr", "y_ptr"])
 def one_shot_allreduce_mailbox_kernel(
     x_ptr, y_ptr, mail, calls_ptr, words,  # mail: the addresses of every rank's boxes

