@@ -26,13 +26,16 @@ class Needs:
     """What a technique needs, as its docstring says: `Needs  triton>=3.5, sm_90, 8 GiB`.
 
     A package must be importable at all times. `sm` and `gib` are asked of a GPU only: without one, Triton
-    kernels are interpreted, which any CPU can do. `gpu` says that nothing can be shown without one.
+    kernels are interpreted, which any CPU can do. `gpu` says that nothing can be shown without one. `2 ranks` are
+    processes of torch.distributed, which the topic script starts; `peers` that each GPU must reach the others' memory.
     """
 
     packages: tuple[tuple[str, str | None], ...] = ()
     sm: tuple[int, int] | None = None
     gib: float | None = None
     gpu: bool = False
+    ranks: int = 1
+    peers: bool = False
     text: str = "torch only"
 
     @property
@@ -46,10 +49,14 @@ class Needs:
     @classmethod
     def parse(cls, text: str, where: str = "Needs") -> Needs:
         packages: list[tuple[str, str | None]] = []
-        sm, gib, gpu = None, None, False
+        sm, gib, gpu, ranks, peers = None, None, False, 1, False
         for item in filter(None, (part.strip() for part in text.split(","))):
             if item in ("gpu", "GPU"):
                 gpu = True
+            elif item == "peers":
+                peers = True
+            elif match := re.fullmatch(r"(\d+) ranks", item):
+                ranks = int(match[1])
             elif match := re.fullmatch(r"sm_(\d+)(\d)", item):
                 sm = (int(match[1]), int(match[2]))
             elif match := re.fullmatch(r"(\d+(?:\.\d+)?) GiB", item):
@@ -58,9 +65,10 @@ class Needs:
                 packages.append((match[1], match[2]))
             else:
                 raise CatalogError(
-                    f"{where}: cannot read {item!r}; use package, package>=1.2, sm_90, 8 GiB, gpu, with commas between"
+                    f"{where}: cannot read {item!r}; "
+                    "use package, package>=1.2, sm_90, 8 GiB, gpu, 2 ranks, peers, with commas between"
                 )
-        return cls(tuple(packages), sm, gib, gpu, text or "torch only")
+        return cls(tuple(packages), sm, gib, gpu, ranks, peers, text or "torch only")
 
 
 @dataclass(frozen=True)

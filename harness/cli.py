@@ -80,9 +80,10 @@ def _order(topic: Topic) -> list[str]:
 def _missing(needs: Needs) -> str | None:
     """What keeps a technique from starting at all. Which GPU it needs is for the technique to say: without that
     one it may still compile its kernels offline and show them."""
+    from harness import ranks
     from harness.hardware import machine
 
-    return machine().lacks(Needs(packages=needs.packages, gpu=needs.gpu))
+    return machine().lacks(Needs(packages=needs.packages, gpu=needs.gpu)) or ranks.lacks(needs)
 
 
 def _xla():
@@ -122,7 +123,13 @@ def _parser(topic: Topic) -> argparse.ArgumentParser:
     parser.add_argument("-v", "--verbose", action="store_true", help="every check, every table, all generated code")
     parser.add_argument("--json", type=Path, metavar="PATH", help="record the run here; what it did not run is kept")
     parser.add_argument("--seed", type=int, default=0, metavar="N", help="seed of the inputs (default 0)")
+    if _needs_ranks(topic):
+        parser.add_argument("--ranks", type=int, metavar="N", help="processes (default: one for each GPU; 2 on a CPU)")
     return parser
+
+
+def _needs_ranks(topic: Topic) -> bool:
+    return any(technique.needs.ranks > 1 for technique in topic.techniques)
 
 
 def _list(title: str, techniques: tuple[Technique, ...]) -> None:
@@ -156,18 +163,52 @@ def _run_topic(topic: Topic, argv: list[str]) -> int:
         _list(topic.title, chosen)
         return 0
     path = options.json.resolve() if options.json else None  # now: a technique may change the working folder
+    if _needs_ranks(topic):
+        from harness import ranks
 
+        try:
+            number = ranks.wanted(options.ranks)
+        except ValueError as error:
+            return _usage(str(error))
+        if ranks.started():
+            ranks.enter()
+        elif number > 1 and any(technique.needs.ranks > 1 for technique in chosen):
+            return _in_ranks(topic, argv, number, path, options.verbose)
+    return _run_here(topic, argv, options, chosen, path)
+
+
+def _in_ranks(topic: Topic, argv: list[str], number: int, path: Path | None, verbose: bool) -> int:
+    """Run the script again in ranks of its own. Where one fails that is said here, once, and recorded."""
+    from harness import ranks
+    from harness.record import ExampleRecord, Record, load
+
+    status, message = ranks.launch(number, [str(topic.path), *argv], verbose)
+    if status == USAGE_ERROR:
+        return _usage(message)
+    if message:
+        print(message if status == INTERRUPTED else f"FAILED: {message}", file=sys.stderr)
+    if status == 1 and path and path.is_file():
+        held = load(path)
+        record = Record(path, topic.name, held["gpu"])
+        if held["running"]:
+            record.put(ExampleRecord(held["running"], "failed", message), _order(topic))
+        record.save()
+    return status
+
+
+def _run_here(topic: Topic, argv: list[str], options, chosen: tuple[Technique, ...], path: Path | None) -> int:
     from harness import console as show
+    from harness import ranks
     from harness.hardware import machine
     from harness.record import ExampleRecord, Record, git_state, recorded_answer
 
     this = machine()
     try:
-        record = Record(path, topic.name, this.gpu)
+        record = Record(None if ranks.rank() else path, topic.name, this.gpu)  # rank 0 records
         record.save()  # what cannot be written is known before anything runs
     except (ValueError, OSError) as error:
         return _usage(f"--json {error}")
-    console = show.make_console()
+    console = show.make_console(quiet=ranks.rank() > 0)
     commit, dirty = git_state()
     how = {"command": shlex.join(["python", topic.file, *argv]), "commit": commit, "dirty": dirty, "seed": options.seed}
     reasons = {technique.error or _missing(technique.needs) for technique in chosen}
@@ -182,6 +223,10 @@ def _run_topic(topic: Topic, argv: list[str]) -> int:
         done = "called for the profiler and not" if options.profile else "ours and the baseline are"
         note = f"No GPU: Triton kernels are interpreted, {done} checked, nothing is timed."
         show.paragraph(console, note, "yellow", indent="")
+    if ranks.world() > 1 and this.mode != "gpu":
+        show.paragraph(
+            console, f"No GPU: {ranks.world()} ranks by gloo, for results alone; nothing is timed.", "yellow", ""
+        )
     if this.mode != "gpu" and options.profile:
         console.print("  no GPU: each variant is warmed, then called once inside torch.profiler.record_function")
     ran, order, stopped = [], _order(topic), False
@@ -208,6 +253,7 @@ def _run_topic(topic: Topic, argv: list[str]) -> int:
         show.say(console, f"record: {options.json}")
     if stopped:
         return INTERRUPTED
+    ranks.end()
     return int(any("failed" in (each.status, each.study and each.study.status) for each in ran))
 
 
@@ -257,7 +303,9 @@ def _outcome(error: BaseException) -> tuple[str, str, list[tuple[str, str]]]:
 
 def _run_one(technique: Technique, session, how: dict, files: list[Path], function: str) -> None:
     """Run demo(h) or study(h) of these files; whatever goes wrong becomes its status, and the next one runs."""
+    from harness import ranks
     from harness.console import say
+    from harness.faults import where
     from harness.hardware import Skip, ceilings, machine
     from harness.settings import settings_kept
     from harness.sources import sources_hash
@@ -277,6 +325,8 @@ def _run_one(technique: Technique, session, how: dict, files: list[Path], functi
             raise CatalogError(technique.error)
         if reason := _missing(technique.needs):
             raise Skip(reason)
+        if technique.needs.ranks > 1:
+            ranks.begin()
         if technique.needs.xla:
             from examples.common import xla  # before torch_xla, which then knows its device
 
@@ -297,6 +347,9 @@ def _run_one(technique: Technique, session, how: dict, files: list[Path], functi
         record.status = "passed"
     except BaseException as error:  # a technique must not end the run, not even by sys.exit
         record.status, record.reason, lines = _outcome(error)
+        if record.status == "failed" and ranks.world() > 1 and not isinstance(error, KeyboardInterrupt):
+            place = "".join(f"\n  {line}" for line in where(error)[-1:])
+            ranks.give_up(f"{technique.name}: {record.reason}{place}")
         session.finish(passed=False)
         for line, style in lines:
             say(console, line, style)
@@ -305,6 +358,8 @@ def _run_one(technique: Technique, session, how: dict, files: list[Path], functi
     finally:
         record.seconds = round(time.perf_counter() - started, 3)
         record.machine = machine().record() | {"ceilings": ceilings().record()}
+        if technique.needs.ranks > 1:
+            record.machine["ranks"] = ranks.world()
         with suppress(OSError, SyntaxError):  # what cannot be read has failed above
             peers = [Path(peer.__file__).resolve() for peer in session.peers]
             record.peers = sorted(str(peer.relative_to(ROOT)) for peer in peers)

@@ -34,10 +34,10 @@ class _Console(Console):
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
 
-def make_console() -> Console:
+def make_console(quiet: bool = False) -> Console:
     """As wide as the terminal; in a pipe or a file as COLUMNS says, or 100 columns."""
     fits = sys.stdout.isatty() or os.environ.get("COLUMNS")
-    return _Console(highlight=False, width=None if fits else PIPE_WIDTH)
+    return _Console(highlight=False, quiet=quiet, width=None if fits else PIPE_WIDTH)
 
 
 def say(console: Console, text: str, style: str = "") -> None:

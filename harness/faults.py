@@ -152,6 +152,15 @@ FAULTS: tuple[tuple[str, str | Callable[[BaseException, re.Match], str | None]],
         f"torch_xla cannot be loaded with torch {torch.__version__}: it was built for "
         "another torch; `make xla` installs a pair that fits into .venv-xla and runs the topic there",
     ),
+    # torch.distributed, which waits for every rank; torchrun's own port, or one that the environment names.
+    (
+        r"port: (\d+).*EADDRINUSE|EADDRINUSE.*port: (\d+)",
+        "port {1} is in use by another process; choose another (MASTER_PORT, or torchrun's --master-port)",
+    ),
+    (
+        r"Timed out waiting \d+ms for (?:recv|send)|[Tt]imed out after \d+ seconds waiting for clients",
+        "a rank waited in vain for another one, which did not join a collective, or not with the same shape: {0}",
+    ),
     # PJRT_DEVICE, which is read when the first tensor goes to the device.
     (
         r"No PjRtPlugin registered for: (.*?)\. Make sure",

@@ -1,13 +1,212 @@
-"""What the processes of one run, the ranks of torch.distributed, do alike: without it one waits for ever for another.
+"""The processes of one run, the ranks of torch.distributed: how they are started and ended, and what they do alike.
 
-Where there is one process, all of this does nothing. Collectives are called by every rank, equally often.
+A topic script whose lessons need ranks starts them itself, through torch's own engine (that of torchrun --standalone),
+which ends the others when one fails. Under torchrun (RANK and WORLD_SIZE in the environment) it is a rank. Where there
+is one process, all of this does nothing. Collectives are called by every rank, equally often: else one waits for ever
+for another, which TIMEOUT_S ends.
 """
 
 from __future__ import annotations
 
+import ctypes
 import functools
+import logging
+import os
+import re
+import signal
+import sys
+import time
+import uuid
+from datetime import timedelta
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import NoReturn
+
+from harness.catalog import Needs
 
 import torch
+
+# Seconds that a rank waits in a collective for the others, and that torchrun waits for a rank that it asked to end.
+TIMEOUT_S, END_S = float(os.environ.get("RANKS_TIMEOUT_S", 40)), 5
+# What a rank meets when another one has ended: that one is the cause, and is waited for.
+LOST = r"Connection (?:closed by peer|reset|refused)|Broken pipe|[Rr]emote process|peer closed|DistNetworkError"
+
+
+class RankFailed(RuntimeError):
+    """What a rank died of: `rank 1 of 2, in ddp: ...`."""
+
+
+# --- which rank this is
+
+
+def started() -> bool:
+    """Whether this process is a rank that torchrun, or launch(), has started."""
+    return "RANK" in os.environ and "WORLD_SIZE" in os.environ
+
+
+def world() -> int:
+    """How many ranks there are to be, before their process group is there."""
+    return int(os.environ["WORLD_SIZE"]) if started() else 1
+
+
+def rank() -> int:
+    return int(os.environ["RANK"]) if started() else 0
+
+
+def local() -> int:
+    """This rank's number on its machine: the number of its GPU."""
+    return int(os.environ.get("LOCAL_RANK", rank()))
+
+
+def wanted(asked: int | None) -> int:
+    """How many ranks to run with: those that torchrun started, or `asked` for, or one for each GPU, or 2 on a CPU.
+
+    Raises ValueError for a number that cannot be had here.
+    """
+    gpus = torch.cuda.device_count()
+    if (alone := {"RANK", "WORLD_SIZE"} & os.environ.keys()) and not started():
+        (other,) = {"RANK", "WORLD_SIZE"} - alone
+        raise ValueError(f"{alone.pop()} is in the environment and {other} is not; unset it, or start with torchrun")
+    if started():
+        if asked not in (None, world()):
+            raise ValueError(f"--ranks {asked}, and torchrun has started {world()}; leave out --ranks")
+        if gpus and local() >= gpus:
+            raise ValueError(f"rank {rank()} has no GPU: this machine has {gpus}; lower torchrun's --nproc-per-node")
+        return world()
+    if asked is not None and asked < 1:
+        raise ValueError(f"--ranks {asked}: at least 1 is needed")
+    if asked and gpus and asked > gpus:
+        raise ValueError(f"--ranks {asked}: this machine has {gpus} GPU{'s' * (gpus > 1)}, and each rank needs its own")
+    return asked or gpus or 2
+
+
+def lacks(needs: Needs) -> str | None:
+    """Why a technique with these needs cannot run with the ranks of this run; None when it can."""
+    if needs.ranks == 1:
+        return None
+    if world() < needs.ranks:
+        why = "--ranks N starts N" if not torch.cuda.device_count() else "one GPU is one rank"
+        return f"needs {needs.ranks} ranks (this run has {world()}; {why})"
+    distributed = torch.distributed
+    if not distributed.is_available():
+        return "needs torch.distributed (this torch was built without it)"
+    if torch.cuda.is_available() and not distributed.is_nccl_available():
+        return "needs NCCL (this torch was built without it; on Linux: pip install torch)"
+    if needs.peers and torch.cuda.is_available():
+        here = range(torch.cuda.device_count())
+        for peer in here:
+            if peer != local() and not torch.cuda.can_device_access_peer(local(), peer):
+                return f"needs GPUs with peer access (GPU {local()} has none to GPU {peer}; see nvidia-smi topo -p2p r)"
+    return None
+
+
+# --- in a rank
+
+
+def enter() -> None:
+    """First thing in a rank: its GPU, and that it ends with the process that started it."""
+    if torch.cuda.is_available():
+        torch.cuda.set_device(local())
+    if sys.platform == "linux":
+        ctypes.CDLL(None).prctl(1, signal.SIGKILL)  # PR_SET_PDEATHSIG
+    if rank():
+        signal.signal(signal.SIGINT, signal.SIG_DFL)  # rank 0 says what was done
+
+
+def begin() -> None:
+    """Make the process group, once."""
+    if torch.distributed.is_initialized():
+        return
+    backend, options = "gloo", {}
+    if torch.cuda.is_available():
+        backend, options = "cpu:gloo,cuda:nccl", {"device_id": torch.device("cuda", local())}
+    torch.distributed.init_process_group(backend, timeout=timedelta(seconds=TIMEOUT_S), **options)
+
+
+def end() -> None:
+    """At the end of a run without an error; no rank leaves while another one still needs it."""
+    if count() > 1:
+        torch.distributed.barrier()
+        torch.distributed.destroy_process_group()
+
+
+def give_up(reason: str) -> NoReturn:
+    """Called while an exception is handled: leave it for the process that started the ranks, and end at once.
+
+    Nothing is cleaned up: that could wait for a rank that never comes.
+    """
+    from torch.distributed.elastic.multiprocessing.errors import get_error_handler
+
+    error = RankFailed(f"rank {rank()} of {world()}, in {reason}")
+    get_error_handler().record_exception(error)
+    print(error, file=sys.stderr)
+    if re.search(LOST, reason):
+        time.sleep(2)  # the rank that was lost is found first
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(1)
+
+
+# --- in the process that starts them
+
+
+def launch(ranks: int, command: list[str], verbose: bool = False) -> tuple[int, str]:
+    """Run `python command` in so many ranks: the exit status, and where one failed the one message about it.
+
+    Rank 0 prints to this process's output; what ranks write to standard error is kept for when one of them fails.
+    """
+    from torch.distributed.elastic.multiprocessing.api import DefaultLogsSpecs, SignalException, Std
+    from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
+    from torch.distributed.launcher.api import LaunchConfig, elastic_launch
+
+    logging.disable(logging.CRITICAL)  # the engine's own, in a process that does nothing else
+    if not torch.cuda.device_count():
+        os.environ.setdefault("OMP_NUM_THREADS", str(max(1, (os.cpu_count() or 1) // ranks)))
+    os.environ.setdefault("TORCH_ELASTIC_SHUTDOWN_TIMEOUT", str(END_S))
+    sys.stdout.flush()
+    with TemporaryDirectory(prefix="ranks-") as folder:
+        kept = {each: Std.ALL for each in range(ranks)} | {0: Std.NONE if verbose else Std.ERR}
+        config = LaunchConfig(
+            min_nodes=1, max_nodes=1, nproc_per_node=ranks, max_restarts=0, run_id=str(uuid.uuid4()),
+            rdzv_backend="c10d", rdzv_endpoint="localhost:0", local_addr="localhost",
+            logs_specs=DefaultLogsSpecs(folder, redirects=kept),
+        )  # fmt: skip
+        try:
+            elastic_launch(config, sys.executable)("-u", *command)
+        except ChildFailedError as failed:
+            return _first(failed.failures, ranks, Path(folder), verbose)
+        except SignalException:
+            return 130, "interrupted"
+        finally:
+            logging.disable(logging.NOTSET)
+    return 0, ""
+
+
+def _first(failures: dict, ranks: int, folder: Path, verbose: bool) -> tuple[int, str]:
+    """Of the ranks that failed the one that the others failed after, and what it died of; its traceback with -v."""
+    said = {}
+    for number, failure in failures.items():
+        text = failure.message["message"] if isinstance(failure.message, dict) else ""
+        said[number] = text.removeprefix("RankFailed: ")
+    # A rank that was killed; one that raised; one that lost another; those that were ended for it.
+    ended = {number: failures[number].exitcode == -signal.SIGTERM and not said[number] for number in said}
+    order = sorted(said, key=lambda n: (ended[n], bool(re.search(LOST, said[n])), failures[n].timestamp, n))
+    number = order[0]
+    if said[number]:
+        return 1, said[number] + f"\n{failures[number].message['extraInfo']['py_callstack']}" * verbose
+    words = "".join(path.read_text(errors="replace") for path in folder.glob(f"**/{number}/stderr.log"))
+    if failures[number].exitcode == 2:
+        return 2, words.strip().removeprefix("error: ")
+    exitcode = failures[number].exitcode
+    how = f"was ended by {signal.Signals(-exitcode).name}" if exitcode < 0 else f"ended with status {exitcode}"
+    if found := re.search("watchdog|preamble", words.lower()):  # NCCL's, and gloo's where another rank sends more
+        within = f" within {TIMEOUT_S:g} s" if found[0] == "watchdog" else ""
+        how += f": a collective was not joined by every rank with the same shape{within}"
+    last = [line for line in words.splitlines() if line.strip()][-3:] if exitcode > 0 else []
+    return 1, "\n  ".join([f"rank {number} of {ranks} {how}", *last])
+
+
+# --- what ranks do alike
 
 
 def count() -> int:

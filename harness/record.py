@@ -30,7 +30,7 @@ from pathlib import Path
 from harness.catalog import ROOT
 
 SCHEMA = 2
-REFERENCES = ("h200", "cpu")  # the folders of results/ in which a recorded answer is looked for
+REFERENCES = ("h200", "h200-x2", "cpu")  # the folders of results/ in which a recorded answer is looked for
 
 
 @dataclass
@@ -160,6 +160,8 @@ def recorded_answer(topic: str, name: str) -> str | None:
         return None
     machine = example["machine"]
     where = f"an {machine['gpu']}" if machine["gpu"] else f"{machine['host']['cores']} cores of a CPU"
+    if machine.get("ranks", 1) > 1 and machine["gpu"]:
+        where = f"{machine['ranks']} {machine['gpu']}"
     return f"recorded on {where}, {example['when'][:10]}: {example['answer']}"
 
 

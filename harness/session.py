@@ -10,6 +10,7 @@ from functools import partial
 from types import ModuleType
 
 from harness import console as show
+from harness import ranks
 from harness.bench import (
     Table,
     Timing,
@@ -39,6 +40,8 @@ LONGEST_ANSWER = 240  # characters: one or two sentences
 class Harness:
     """One technique's run. `device` is where its inputs live, `full` says whether sizes are those worth timing.
 
+    `ranks` is how many processes this run has, `rank` which of them this is; inputs are the same in each, which slices
+    its own part of them, and every one checks its own results. On a CPU they are not timed.
     `interpreted` says that its Triton kernels run in the interpreter; `half` is the 16-bit dtype to demonstrate with:
     bfloat16, or float16 where kernels are interpreted. In a study `lesson` has the tables of the lesson before it.
     """
@@ -51,13 +54,15 @@ class Harness:
         console: Console | None = None,
     ) -> None:  # fmt: skip
         self.name, self.topic, self.needs = name, topic, needs or Needs()
-        self.full, self.timing, self.profile, self.verbose = full, timing, profile, verbose
+        self.full, self.profile, self.verbose = full, profile, verbose
         self.lesson, self.is_study = list(lesson or ()), lesson is not None
         self.machine: Machine = machine()
         # XLA's programs run on the device of PJRT, and are put next to this process's CPU.
         self.device = torch.device("cpu" if self.needs.xla else self.machine.device)
         # Only Triton kernels are interpreted: a technique of torch alone runs for real, and is timed, on any CPU.
         self.interpreted = self.machine.mode == "interpreted" and self.needs.triton
+        # Ranks on a CPU share its cores.
+        self.timing = timing and (self.needs.ranks == 1 or self.machine.mode == "gpu")
         self.half = torch.float16 if self.interpreted else torch.bfloat16
         self.console = console or show.make_console()
         self.record = ExampleRecord(name)
@@ -70,6 +75,14 @@ class Harness:
         self._evidence: dict[int, dict[str, None]] = {}  # by architecture, the required instructions found
         self._lines: list[Callable[[], None]] = []  # what finish() prints, in the order in which it came
         self._cases: dict[tuple[str, str], list[Table]] = {}
+
+    @property
+    def ranks(self) -> int:
+        return ranks.count()
+
+    @property
+    def rank(self) -> int:
+        return torch.distributed.get_rank() if self.ranks > 1 else 0
 
     @property
     def shows_code(self) -> bool:
