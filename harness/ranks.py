@@ -165,7 +165,7 @@ def launch(ranks: int, command: list[str], verbose: bool = False) -> tuple[int, 
     os.environ.setdefault("TORCH_ELASTIC_SHUTDOWN_TIMEOUT", str(END_S))
     sys.stdout.flush()
     with TemporaryDirectory(prefix="ranks-") as folder:
-        kept = {each: Std.ALL for each in range(ranks)} | {0: Std.NONE if verbose else Std.ERR}
+        kept = dict.fromkeys(range(ranks), Std.ALL) | {0: Std.NONE if verbose else Std.ERR}
         config = LaunchConfig(
             min_nodes=1, max_nodes=1, nproc_per_node=ranks, max_restarts=0, run_id=str(uuid.uuid4()),
             rdzv_backend="c10d", rdzv_endpoint="localhost:0", local_addr="localhost",

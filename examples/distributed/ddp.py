@@ -4,9 +4,12 @@ Question   does it run?
 Needs      torch, 2 ranks
 """
 
-import os, time, signal
+import os
+import signal
+import time
+
 from harness import Harness, Work, run
-import torch
+
 import torch.distributed as dist
 
 

@@ -149,7 +149,7 @@ def _halves(bits, dtype: tl.constexpr):
     return low.to(dtype, bitcast=True).to(tl.float32), high.to(dtype, bitcast=True).to(tl.float32)
 
 
-# Each access of a warp is to adjacent words; were the message read 16 bytes a thread, as its alignment allows, the words
+# Each access of a warp is to adjacent words. Were the message read 16 bytes a thread, as its alignment allows, words
 # would have to move between threads, through shared memory.
 @triton.jit(do_not_specialize_on_alignment=["x_ptr", "y_ptr"])
 def one_shot_allreduce_mailbox_kernel(
