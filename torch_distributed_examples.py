@@ -7,6 +7,7 @@ from harness.cli import main
 
 TECHNIQUES = [
     "examples/distributed/ddp.py",
+    "examples/distributed/fused_collectives.py",
     "examples/distributed/one_shot_allreduce.py",
 ]
 TOUR = ("ddp",)

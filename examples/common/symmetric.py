@@ -122,9 +122,9 @@ def pointer(address, dtype: tl.constexpr):
 
 @triton.jit
 def signal(ptrs, value, mask=None):
-    """Write `value` to the int64 words at `ptrs`, after everything that this program has written before."""
+    """Write `value` to the int32 words at `ptrs`, after everything that this program has written before."""
     tl.debug_barrier()  # the stores of all threads come before the release of one
-    tl.atomic_xchg(ptrs, value, mask=mask, sem="release", scope="sys")
+    tl.atomic_xchg(ptrs, value.to(tl.int32), mask=mask, sem="release", scope="sys")
 
 
 @triton.jit
@@ -134,28 +134,30 @@ def signal_peers(addresses, offset, value, RANK: tl.constexpr, WORLD: tl.constex
     starts = tl.zeros((WORLD_POW2,), tl.int64)
     for rank in tl.static_range(WORLD):
         starts = tl.where(ranks == rank, addresses[rank], starts)
-    signal(starts.to(tl.pointer_type(tl.int64)) + offset, value, mask=(ranks < WORLD) & (ranks != RANK))
+    signal(starts.to(tl.pointer_type(tl.int32)) + offset, value, mask=(ranks < WORLD) & (ranks != RANK))
 
 
 @triton.jit
 def wait_for(ptr, value):
-    """Wait until the int64 word at `ptr` is `value` or more: what its writer wrote before is then visible.
+    """Wait until the int32 word at `ptr` has reached `value`: what its writer wrote before is then visible.
 
-    Every thread waits for itself. Assembly, because a loop of Triton's own polls by an atomic.
+    Words count calls and may wrap around. Every thread waits for itself. Assembly, as a loop of Triton's own would poll
+    by an atomic.
     """
     if ASSEMBLY:
         tl.inline_asm_elementwise(
             """{
             .reg .pred behind;
-            .reg .b64 seen;
+            .reg .s32 ahead;
             again:
-            ld.acquire.sys.global.b64 seen, [$1];
-            setp.lt.s64 behind, seen, $2;
+            ld.acquire.sys.global.b32 ahead, [$1];
+            sub.s32 ahead, ahead, $2;
+            setp.lt.s32 behind, ahead, 0;
             @behind bra again;
             mov.b32 $0, 0;
             }""",
-            "=r,l,l", [ptr.to(tl.int64), value.to(tl.int64)], dtype=tl.int32, is_pure=False, pack=1,
+            "=r,l,r", [ptr.to(tl.int64), value.to(tl.int32)], dtype=tl.int32, is_pure=False, pack=1,
         )  # fmt: skip
     else:
-        while tl.atomic_add(ptr, 0, sem="acquire", scope="sys") < value:
+        while tl.atomic_add(ptr, 0, sem="acquire", scope="sys") - value.to(tl.int32) < 0:
             pass

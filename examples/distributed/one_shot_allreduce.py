@@ -56,7 +56,7 @@ def one_shot_allreduce_kernel(
         tl.store(own + at, tl.load(x_ptr + at, mask=at < n), mask=at < n)
 
     signal_peers(signals, program * WORLD + RANK, call, RANK, WORLD, WORLD_POW2)
-    mine = pointer(signals[RANK], tl.int64) + program * WORLD
+    mine = pointer(signals[RANK], tl.int32) + program * WORLD
     for rank in tl.static_range(WORLD):
         if rank != RANK:
             wait_for(mine + rank, call)

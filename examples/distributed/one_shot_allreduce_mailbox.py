@@ -34,7 +34,7 @@ class Workspace(NamedTuple):
     """Memory of one shape of message. `calls` counts those of each variant and program, on the GPU."""
 
     data: Symmetric  # [2, n] of the message's dtype: pull's two halves
-    signals: Symmetric  # int64 [programs, ranks]: the last call that a rank's program has signalled
+    signals: Symmetric  # int32 [programs, ranks]: the last call that a rank's program has signalled
     mail: Symmetric  # int64 [2, ranks, n / 2]: a box for each sender and for even and odd calls
     calls: torch.Tensor  # int64 [2, programs]
     shape: torch.Size
@@ -53,7 +53,7 @@ def workspace(x: torch.Tensor, group=None) -> Workspace:
     programs = PER_SM * sms_to_wait_on(x.device)
     return Workspace(
         symmetric("workspace", (2, x.numel()), x.dtype, x.device, group),
-        symmetric("workspace", (programs, world), torch.int64, x.device, group),
+        symmetric("workspace", (programs, world), torch.int32, x.device, group),
         symmetric("workspace", (2, world, x.numel() // 2), torch.int64, x.device, group),
         torch.zeros(2, programs, dtype=torch.int64, device=x.device),
         x.shape,
