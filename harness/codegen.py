@@ -68,6 +68,9 @@ INSTRUCTIONS = {
     "kind::mxf4nvf4": r"kind::mxf4nvf4",
     "setmaxnreg": r"\bsetmaxnreg\.",
     "atom": r"\batom\.",
+    "ld.acquire.sys": r"\bld\.acquire\.sys\b",
+    "ld.relaxed.sys": r"\bld\.relaxed\.sys\b",
+    "release.sys": r"\b(?:st|atom|red)\.\S*(?:release\.sys|sys\.release)\b",
     "mul.hi": r"\bmul\.hi\.[su]32\b",
     "fma.f32": r"\bfma\.rn(?:\.ftz)?\.f32(?:x2)?\b",
 }

@@ -1,0 +1,209 @@
+"""One-shot all-reduce by mailboxes: 4 bytes of the message and the number of the call in one 8-byte word.
+
+A rank writes its message into a mailbox in every peer's memory. A store of 8 bytes is single: whoever sees the call's
+number has the 4 bytes beside it. So there is no barrier and no fence, which would wait until the peers have all that
+was written; a message is one trip over NVLink, of twice its bytes. NCCL's protocol LL does the same.
+docs/memory_ordering.md, "Ranks that wait for each other", says why two boxes for each sender are enough.
+
+Here are also what the lesson's two kernels share: the workspace and the checks; and NCCL as it is put beside them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import NamedTuple
+
+import torch
+import triton
+import triton.language as tl
+
+from examples.common.device import require_triton_device, sms_to_wait_on
+from examples.common.operands import check_choice
+from examples.common.rows import ASSEMBLY
+from examples.common.symmetric import Symmetric, pointer, symmetric
+
+DTYPES = (torch.bfloat16, torch.float16)
+VARIANTS = ("pull", "mailbox")
+PER_SM = 2  # programs that wait, on an eighth of the SMs (sms_to_wait_on): WARPS of either kernel leave room for them
+WARPS = 8
+BLOCK = WARPS * 32 * 4  # words of 4 bytes that a program sends at a time: four a thread
+MAILBOX_BYTES = 256 * 1024  # sent in all, up to which mailboxes are faster: they send every byte twice
+
+
+class Workspace(NamedTuple):
+    """Memory of one shape of message. `calls` counts those of each variant and program, on the GPU."""
+
+    data: Symmetric  # [2, n] of the message's dtype: pull's two halves
+    signals: Symmetric  # int32 [programs, ranks]: the last call that a rank's program has signalled
+    mail: Symmetric  # int64 [2, ranks, n / 2]: a box for each sender and for even and odd calls
+    calls: torch.Tensor  # int64 [2, programs]
+    shape: torch.Size
+
+    def programs(self, n: int, block: int) -> int:
+        return min(triton.cdiv(n, block), self.calls.shape[1])
+
+
+def workspace(x: torch.Tensor, group=None) -> Workspace:
+    """What one_shot_allreduce needs for messages like x, on the ranks of `group`. A collective.
+
+    Raises what check_message and symmetric() do.
+    """
+    check_message("workspace", x)
+    world = torch.distributed.get_world_size(group) if torch.distributed.is_initialized() else 1
+    programs = PER_SM * sms_to_wait_on(x.device)
+    return Workspace(
+        symmetric("workspace", (2, x.numel()), x.dtype, x.device, group),
+        symmetric("workspace", (programs, world), torch.int32, x.device, group),
+        symmetric("workspace", (2, world, x.numel() // 2), torch.int64, x.device, group),
+        torch.zeros(2, programs, dtype=torch.int64, device=x.device),
+        x.shape,
+    )
+
+
+def check_message(name: str, *tensors: torch.Tensor) -> None:
+    """Raises what require_triton_device does; TypeError for a dtype that is not one of DTYPES; ValueError for a layout
+    that is not contiguous, a start that is no multiple of 16 bytes, or elements that are no multiple of 8."""
+    require_triton_device(name, *tensors)
+    for x in tensors:
+        if x.dtype not in DTYPES:
+            raise TypeError(f"{name}: dtype {x.dtype} is not one of {DTYPES}")
+        if not x.is_contiguous():
+            raise ValueError(f"{name}: strides {x.stride()}; call x.contiguous() first")
+        if x.numel() % 8 or not x.numel() or x.data_ptr() % 16:
+            raise ValueError(
+                f"{name}: {x.numel()} elements from an address {x.data_ptr() % 16} past a multiple of 16; need a "
+                "multiple of 8 elements at a multiple of 16 bytes: pad x, or clone it"
+            )
+
+
+def check_operands(
+    name: str, x: torch.Tensor, work: Workspace, out: torch.Tensor | None, variant: str | None
+) -> torch.Tensor:
+    """The checks of one_shot_allreduce, and its output."""
+    check_choice(name, (None, *VARIANTS), variant=variant)
+    check_message(name, x, *([] if out is None else [out]))
+    for label, each in (("x", x), ("out", x if out is None else out)):
+        if each.shape != work.shape or each.dtype != work.data.own.dtype or each.device != work.calls.device:
+            raise ValueError(
+                f"{name}: {label} is {tuple(each.shape)} {each.dtype} on {each.device}, the workspace is for "
+                f"{tuple(work.shape)} {work.data.own.dtype} on {work.calls.device}; call workspace(x) in every rank"
+            )
+    return torch.empty_like(x) if out is None else out
+
+
+def mailbox_is_faster(x: torch.Tensor, work: Workspace) -> bool:
+    return x.nbytes * (work.data.world - 1) <= MAILBOX_BYTES
+
+
+@triton.jit
+def _send(ptrs, bits, call, inside):
+    """Store each 4 bytes with the low half of the call's number above them; relaxed, 8 bytes at a time."""
+    words = (call.to(tl.int32).to(tl.int64) << 32) | (bits.to(tl.int64) & 0xFFFFFFFF)
+    if ASSEMBLY:
+        tl.inline_asm_elementwise(
+            """{
+            .reg .pred inside;
+            setp.ne.s32 inside, $3, 0;
+            @inside st.relaxed.sys.global.b64 [$1], $2;
+            mov.b32 $0, 0;
+            }""",
+            "=r,l,l,r", [ptrs.to(tl.int64), words, inside.to(tl.int32)], dtype=tl.int32, is_pure=False, pack=1,
+        )  # fmt: skip
+    else:
+        tl.store(ptrs, words, mask=inside)
+
+
+@triton.jit
+def _receive(ptrs, call, inside):
+    """The 4 bytes of each word, once it is this call's. Every thread waits for its own words."""
+    if ASSEMBLY:
+        return tl.inline_asm_elementwise(
+            """{
+            .reg .pred other;
+            .reg .b32 number;
+            .reg .b64 word;
+            mov.b32 $0, 0;
+            setp.eq.s32 other, $3, 0;
+            @other bra done;
+            again:
+            ld.relaxed.sys.global.b64 word, [$1];
+            mov.b64 {$0, number}, word;
+            setp.ne.s32 other, number, $2;
+            @other bra again;
+            done:
+            }""",
+            "=&r,l,r,r", [ptrs.to(tl.int64), call.to(tl.int32), inside.to(tl.int32)], dtype=tl.int32, is_pure=False,
+            pack=1,
+        )  # fmt: skip
+    else:
+        words = tl.load(ptrs, mask=inside, other=0)
+        while tl.max(((words >> 32).to(tl.int32) != call.to(tl.int32)).to(tl.int32) * inside.to(tl.int32), axis=0) > 0:
+            words = tl.load(ptrs, mask=inside, other=0)
+        return words.to(tl.int32)
+
+
+@triton.jit
+def _halves(bits, dtype: tl.constexpr):
+    """The two 16-bit numbers in each 32 bits, as float32."""
+    low, high = (bits & 0xFFFF).to(tl.uint16), ((bits >> 16) & 0xFFFF).to(tl.uint16)
+    return low.to(dtype, bitcast=True).to(tl.float32), high.to(dtype, bitcast=True).to(tl.float32)
+
+
+# Each access of a warp is to adjacent words. Were the message read 16 bytes a thread, as its alignment allows, words
+# would have to move between threads, through shared memory.
+@triton.jit(do_not_specialize_on_alignment=["x_ptr", "y_ptr"])
+def one_shot_allreduce_mailbox_kernel(
+    x_ptr, y_ptr, mail, calls_ptr, words,  # mail: the addresses of every rank's boxes
+    RANK: tl.constexpr, WORLD: tl.constexpr, BLOCK: tl.constexpr, DTYPE: tl.constexpr,
+):  # fmt: skip
+    program, programs = tl.program_id(0), tl.num_programs(0)
+    call = tl.load(calls_ptr + program) + 1
+    box = (call % 2) * WORLD * words
+    for start in range(program * BLOCK, words, programs * BLOCK):
+        at = start + tl.arange(0, BLOCK)
+        bits = tl.load(x_ptr + at, mask=at < words, other=0)
+        for step in tl.static_range(1, WORLD):  # each rank begins with another peer
+            peer = pointer(mail[(RANK + step) % WORLD], tl.int64)
+            _send(peer + box + RANK * words + at, bits, call, at < words)
+
+    own = pointer(mail[RANK], tl.int64) + box
+    for start in range(program * BLOCK, words, programs * BLOCK):
+        at = start + tl.arange(0, BLOCK)
+        low, high = tl.zeros((BLOCK,), tl.float32), tl.zeros((BLOCK,), tl.float32)
+        for rank in tl.static_range(WORLD):
+            if rank == RANK:
+                bits = tl.load(x_ptr + at, mask=at < words, other=0)
+            else:
+                bits = _receive(own + rank * words + at, call, at < words)
+            more_low, more_high = _halves(bits, DTYPE)
+            low, high = low + more_low, high + more_high
+        low_bits = low.to(DTYPE).to(tl.uint16, bitcast=True).to(tl.int32)
+        high_bits = high.to(DTYPE).to(tl.uint16, bitcast=True).to(tl.int32)
+        tl.store(y_ptr + at, (high_bits << 16) | low_bits, mask=at < words)
+    tl.debug_barrier()  # all threads have read the number of the call
+    tl.store(calls_ptr + program, call)
+
+
+def launch_mailbox(x: torch.Tensor, y: torch.Tensor, work: Workspace, block: int = BLOCK, warps: int = WARPS) -> None:
+    words = x.numel() // 2
+    one_shot_allreduce_mailbox_kernel[(work.programs(words, block),)](
+        x.view(-1).view(torch.int32), y.view(-1).view(torch.int32), work.mail.addresses, work.calls[1], words,
+        RANK=work.data.rank, WORLD=work.data.world, BLOCK=block,
+        DTYPE=tl.bfloat16 if x.dtype is torch.bfloat16 else tl.float16, num_warps=warps,
+    )  # fmt: skip
+
+
+def all_reduce_in_place() -> Callable[[torch.Tensor], torch.Tensor]:
+    """all_reduce as it is called where speed counts: in place. The copy that a check needs is not in the timed calls.
+
+    The tensor is filled when x is another one or has been written to; the calls after that add up what is in it.
+    """
+    kept = {}
+
+    def call(x: torch.Tensor) -> torch.Tensor:
+        if kept.get("of") != (found := (x.data_ptr(), x._version)):
+            kept.update(of=found, y=x.clone())
+        torch.distributed.all_reduce(kept["y"])
+        return kept["y"]
+
+    return call
