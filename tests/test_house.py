@@ -4,6 +4,7 @@ import ast
 import statistics
 from contextlib import nullcontext
 from pathlib import Path
+from unittest.mock import patch
 
 from harness import Harness, Table
 from harness.bench import Row
@@ -138,7 +139,8 @@ def answers_of(lesson) -> tuple[str, str, bool]:
 
         xla.device()
     h, module = MadeUp(lesson), load_module(lesson.path)
-    with alone() if lesson.needs.ranks > 1 else nullcontext(), settings_kept(lesson.name, 0):
+    one_rank = patch("examples.common.symmetric.check_ranks")  # no kernel runs: it will do
+    with alone() if lesson.needs.ranks > 1 else nullcontext(), settings_kept(lesson.name, 0), one_rank:
         module.demo(h)
     assert h._answer, "demo(h) reaches h.answer"
     h.finish()

@@ -50,8 +50,7 @@ def symmetric(name: str, shape: tuple[int, ...], dtype: torch.dtype, device: tor
         raise RuntimeError(f"{name}: there is no process group; start it by torchrun and call init_process_group first")
     group = group or distributed.group.WORLD
     rank, world = distributed.get_rank(group), distributed.get_world_size(group)
-    if world < 2:
-        raise ValueError(f"{name}: one rank only, and it needs two or more: torchrun --nproc-per-node 2")
+    check_ranks(name, world)
     asked = gathered((tuple(shape), str(dtype), device.type), group)
     other = next((r for r in range(world) if asked[r] != asked[0]), None)
     if other is not None:
@@ -66,6 +65,12 @@ def symmetric(name: str, shape: tuple[int, ...], dtype: torch.dtype, device: tor
     peers = _map_gpus(name, nbytes, device, group) if device.type == "cuda" else _map_file(nbytes, group)
     tensors = tuple(peer[: math.prod(shape) * dtype.itemsize].view(dtype).view(shape) for peer in peers)
     return Symmetric(tensors[rank], tensors, tuple(peer.data_ptr() for peer in peers), rank)
+
+
+def check_ranks(name: str, world: int) -> None:
+    """Raises ValueError for one rank only."""
+    if world < 2:
+        raise ValueError(f"{name}: one rank only, and it needs two or more: torchrun --nproc-per-node 2")
 
 
 def describe(asked: tuple) -> str:

@@ -100,9 +100,7 @@ def demo(h: Harness) -> None:
             references=dict.fromkeys((PLAIN, PLAIN_COMPILED), lambda _: wants[True]), max_error_ratio=2.0,
             case=case_of(h, tokens), timing=Timing(end_to_end=True), dtype=torch.float32,
         )  # fmt: skip
-        if h.profile:
-            return
-        traces = {name: traced(steps[name], tokens) for name in (EAGER, *CONFIGS)}
+        traces = {} if h.profile else {name: traced(steps[name], tokens) for name in (EAGER, *CONFIGS)}
     shown, gradients = {}, 4 * sum(p.numel() for p in steps[EAGER].model.parameters())
     for name, trace in traces.items():
         calls, reduced = trace.sent["all_reduce"]

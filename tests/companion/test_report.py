@@ -77,6 +77,7 @@ def test_a_page_is_out_of_date_when_what_it_says_changes_but_not_by_the_mark_of_
     tmp_path, monkeypatch, undrawn
 ):
     path = tmp_path / "page.html"
+    monkeypatch.setattr(report, "is_stale", lambda *_: False)
     page = made(path, TMA)
     assert main(["report", str(TMA), "-o", str(path), "--check"]) == 0
     monkeypatch.setattr(report, "is_stale", lambda *_: True)
@@ -264,7 +265,9 @@ def test_without_what_a_picture_needs_there_is_none(name):
 
 def test_every_link_and_anchor_leads_somewhere(whole):
     assert len(whole.ids) == len({*whole.ids} | {*()}), "an id twice"
-    names = {technique.name for topic in topics() for technique in topic.techniques}
+    shown = {path.stem for folder in (H200, CPU) for path in folder.glob("*.json")}  # topics that have a record
+    names = {technique.name for topic in topics() if topic.path.stem in shown for technique in topic.techniques}
+    assert len(shown) > 4
     assert names <= {*whole.ids}
     assert {f"claim-{each.claim.id}" for group in judge(CLAIMS, topics()).values() for each in group} <= {*whole.ids}
     for link in whole.links:
