@@ -3,7 +3,7 @@
 A row's statistics are known when all of it was read, and a program that waits for them should have the next rows in
 flight. As in layer_norm_backward_split.py each program owns a slice of the columns for good, so weight and bias stay in
 its registers; it sends two numbers of its slice as one 64-bit word, and writes a row one iteration later, when the
-words of the others have arrived. The slice is kept packed, 16 registers a thread; the next two are on their way to
+words of the others have arrived. The slice is kept packed, 16 registers a thread; the next ones are on their way to
 shared memory. docs/memory_ordering.md says why no wait is for ever.
 
 Source  Chan, Golub and LeVeque 1983 (merging means and squares).

@@ -3,7 +3,7 @@
 Where a program waits for the others of its row, the next rows must be in flight. As in layer_norm_backward_split.py
 each program owns a slice of the columns for good and goes from row to row. It sends the maximum and the sum of its
 slice as one 64-bit word, and writes the slice one iteration later, when the words of the others have arrived; the next
-two slices are on their way to shared memory. Exponentials are taken once, against the slice's own maximum, and stay in
+slices are on their way to shared memory. Exponentials are taken once, against the slice's own maximum, and stay in
 registers until then. docs/memory_ordering.md says why the words are never torn and no wait is for ever.
 
 Source  Milakov and Gimelshein 2018 (merging maxima and sums).
