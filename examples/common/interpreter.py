@@ -3,9 +3,8 @@
 Triton 3.6 and 3.7 lose the carry when a float32 is rounded to FP8 (-7.94 becomes -4), read the codes of NaN as numbers,
 and truncate to bfloat16. Here torch converts, which rounds to nearest even; beyond the range of an FP8 format comes
 its largest number, also for an infinity, as from cvt.rn.satfinite. Arithmetic on bfloat16 stays wrong there. Triton 3.9
-refuses a mask that has a comparison of two scalars in it, of which it makes an int32: here it is a bool again. Operands
-on the CPU are not copied onto themselves at the end, which would undo what another process writes to shared memory
-meanwhile. And torch.compile, which would trace into the interpreter and fail, leaves each launch to it.
+refuses a mask that has a comparison of two scalars in it, of which it makes an int32: here it is a bool again. And
+torch.compile, which would trace into the interpreter and fail, leaves each launch to it.
 """
 
 from __future__ import annotations
@@ -61,6 +60,5 @@ def mend_interpreter() -> None:
     builder.create_masked_load = with_masks_of_bool(builder.create_masked_load, at=1)
     builder.create_masked_store = with_masks_of_bool(builder.create_masked_store, at=2)
     interpreter._convert_float = convert_as_gpus_do
-    interpreter.GridExecutor._restore_args_dev = lambda *_: None
     interpreter.GridExecutor.__call__ = untraced(interpreter.GridExecutor.__call__)
     Autotuner.run = untraced(Autotuner.run)
