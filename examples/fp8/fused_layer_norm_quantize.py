@@ -192,7 +192,8 @@ def answer(tables: dict[str, list]) -> str:
     pays = "more" if min(gains.values()) > 7 / 3 else "less"
     return (
         f"Not writing y in 16 bits saves 4 of 7 bytes, 2.33x; in time it is {pays}: {gains['row']:.2f}x per row, "
-        f"{gains['group']:.2f}x per group over torch.compile's fastest, be it two kernels or one function."
+        f"{gains['group']:.2f}x per group over torch.compile's fastest, be it two kernels or one function "
+        f"(rows and columns: {' and '.join(table.case.split()[0] for table in tables['row'])})."
     )
 
 

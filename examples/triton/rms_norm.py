@@ -29,7 +29,7 @@ from examples.common.training import forward_backward, in_float64
 from examples.triton.rms_norm_backward import RmsNorm
 from examples.triton.rms_norm_long import check_input, launch_long
 
-ROWS_BYTES = 16384  # of a row that a program holds in registers; longer ones wait for their end at the cost of loads
+ROWS_BYTES = 32768  # of a row that a program holds in registers; longer ones wait for their end at the cost of loads
 
 
 @triton.jit
@@ -80,7 +80,7 @@ def rms_norm(x: torch.Tensor, weight: torch.Tensor, residual: torch.Tensor | Non
 
     With a residual, like x, the norm of x + residual as rounded: returns (y, x + residual). x: float32, float16 or
     bfloat16, last dimension contiguous; y has its dtype. weight: x's dtype or float32. The arithmetic is float32, in
-    which squares of values beyond 1e19 overflow. Beyond 16 KiB a row programs wait for each other, as layer_norm's do.
+    which squares of values beyond 1e19 overflow. Beyond 32 KiB a row programs wait for each other, as layer_norm's do.
 
     Raises TypeError for another dtype, a missing weight or an eps that is no number; ValueError for sizes, strides or
     an eps that do not fit; RuntimeError for a device without Triton and a second derivative.
@@ -125,7 +125,7 @@ def compare_all(h: Harness, rows: int, cols: int):
 
 
 def demo(h: Harness) -> None:
-    for shape in [(3, 781), (4, 5, 1025), (6, 8193)]:  # a prime; just beyond where one kernel ends and the next begins
+    for shape in [(3, 781), (4, 5, 1025), (6, 16385)]:  # a prime; just beyond where one kernel ends and the next begins
         x, residual = h.rows(*shape, dtype=h.half), h.rows(*shape, dtype=h.half)
         weight, dy = h.randn(shape[-1], dtype=h.half), h.randn(*shape, dtype=h.half)
         h.check(forward_backward(rms_norm), reference_step, x, weight, dy, terms=shape[-1], what=f"{shape}")

@@ -138,7 +138,7 @@ def demo(h: Harness) -> None:
         ahead = ", ".join(f"{over_library([tables[M, size] for size in sizes]):.2f}x with {M}" for M in rows)
         fma = one.over("MMAs for one row", "triton")
         return (
-            f"Rows: {ahead}, over the faster of {one.baseline} and max-autotune. Weights come at "
+            f"Rows: {ahead}, over the faster of {one.baseline} and max-autotune. Weights of {one.case[2:]} come at "
             f"{one['triton'].tbps:.2f} TB/s for one row, {some['triton'].tbps:.2f} for 16; for one row FMAs "
             f"{f'are {fma:.2f}x as fast as' if fma > 1.02 else 'do not beat'} MMAs."
         )

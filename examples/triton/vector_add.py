@@ -81,7 +81,7 @@ def demo(h: Harness) -> None:
         if near(table["triton"], table["torch"]):
             speed = "as fast as torch.add: memory is the limit of both"
         why = " (which writes once per read, this once per two)" if share >= 1.005 else ""
-        return f"{share:.0%} of the bandwidth of a plain copy{why}, {speed}"
+        return f"At {n} elements, {share:.0%} of the bandwidth of a plain copy{why}, {speed}"
 
     h.answer(answer)
 
