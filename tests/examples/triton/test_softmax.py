@@ -64,17 +64,19 @@ def test_extreme_rows(h, kernel):
 @pytest.mark.filterwarnings("ignore:All-NaN slice")  # what the first of two runs finds in empty mailboxes
 @pytest.mark.skipif(not interpreted(), reason="compiled kernels cannot be given another way to receive")
 def test_the_split_kernel_interpreted(h, monkeypatch):
-    """Slices and rows that are not full, rows of nothing and slices of nothing."""
+    """Slices and rows that are not full, rows of nothing and slices of nothing, with what is kept of either kind."""
     run = twice_in_turn(monkeypatch, softmax_long, 64)
-    for i, shape in enumerate([(2, 64), (5, 320), (7, 100), (1, 65)]):
-        x = h.randn(*shape, dtype=(torch.float32, torch.float16)[i % 2], scale=2.0)
-        h.check(partial(run, softmax_split), reference, x, what=f"{shape}", **BUDGET)
-    x = h.randn(8, 100, scale=2.0)
-    x[0] = x[6] = -INF
-    x[1, :64] = x[7, :64] = x[2, 64:] = -INF
-    x[3, 7], x[4, 11], x[5, -1] = INF, NAN, NAN
-    x[6, 3], x[7, 5] = -1000.0, NAN
-    h.check(partial(run, softmax_split), reference, x, what="extreme rows", **BUDGET)
+    for keep in (True, False):
+        monkeypatch.setattr(softmax_long, "KEEP", keep)
+        for i, shape in enumerate([(2, 64), (5, 320), (7, 100), (1, 65)]):
+            x = h.randn(*shape, dtype=(torch.float32, torch.float16)[i % 2], scale=2.0)
+            h.check(partial(run, softmax_split), reference, x, what=f"{shape} {keep}", **BUDGET)
+        x = h.randn(8, 100, scale=2.0)
+        x[0] = x[6] = -INF
+        x[1, :64] = x[7, :64] = x[2, 64:] = -INF
+        x[3, 7], x[4, 11], x[5, -1] = INF, NAN, NAN
+        x[6, 3], x[7, 5] = -1000.0, NAN
+        h.check(partial(run, softmax_split), reference, x, what=f"extreme rows {keep}", **BUDGET)
 
 
 def longest(h) -> int:
