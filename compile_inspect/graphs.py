@@ -31,7 +31,8 @@ def is_own(file: str) -> bool:
 
 
 def at(file: str, line: int) -> str:
-    return f"{Path(file).name}:{line}"
+    """As model.py:41; a line of an installed package, whose files share names, as package/utils/loop.py:113."""
+    return f"{file.partition('site-packages/')[2] or Path(file).name}:{line}"
 
 
 def own_line(node: torch.fx.Node) -> tuple[str, int] | None:

@@ -4,7 +4,8 @@ import pytest
 import torch
 
 from compile_inspect.breaks import Break
-from compile_inspect.graph_breaks import fix_of
+from compile_inspect.graph_breaks import fix_of, proposed
+from compile_inspect.graphs import at
 from compile_inspect.inspecting import run_phase
 from compile_inspect.subject import Subject
 from tests.compile_inspect import models_of_users as users
@@ -45,3 +46,10 @@ def test_a_whole_graph_has_no_finding():
 def test_each_cause_has_its_fix(source, reason, word, monkeypatch):
     monkeypatch.setattr(Break, "source", property(lambda self: source))
     assert word in fix_of(Break("f.py", 1, reason, ""))[0]
+
+
+def test_of_a_package_s_line_the_setting_is_proposed_and_its_path_is_told(monkeypatch):
+    monkeypatch.setattr(Break, "source", "y = y / t.item()")
+    file = "/venv/lib/python3.12/site-packages/package/utils/loop.py"
+    assert proposed(Break(file, 1, "", "")).startswith("torch._dynamo.config.capture_scalar_outputs = True")
+    assert at(file, 113) == "package/utils/loop.py:113"
