@@ -56,11 +56,11 @@ def fix_of(found: Break) -> tuple[str, dict[str, bool]]:
 
 
 def proposed(found: Break) -> str:
-    """The mended form; of an installed package's line only what its user can do, where that is known."""
-    fix, settings = fix_of(found)
-    if "site-packages" in found.file and settings:
-        return " and ".join(f"torch._dynamo.config.{key} = True" for key in settings) + " (it is a package's line)"
-    return fix
+    """The mended form; of an installed package's line what its user can set, where there is such a setting."""
+    (fix, settings), package = fix_of(found), found.file.partition("site-packages/")[2].partition("/")[0]
+    if package and settings:
+        fix = "set " + " and ".join(f"torch._dynamo.config.{key} = True" for key in settings)
+    return f"{fix} (the line is one of {package})" if package else fix
 
 
 def look(subject: Subject, phase: Phase) -> None:

@@ -31,8 +31,7 @@ def is_own(file: str) -> bool:
 
 
 def at(file: str, line: int) -> str:
-    """As model.py:41; a line of an installed package, whose files share names, as package/utils/loop.py:113."""
-    return f"{file.partition('site-packages/')[2] or Path(file).name}:{line}"
+    return f"{Path(file).name}:{line}"
 
 
 def own_line(node: torch.fx.Node) -> tuple[str, int] | None:

@@ -5,7 +5,6 @@ import torch
 
 from compile_inspect.breaks import Break
 from compile_inspect.graph_breaks import fix_of, proposed
-from compile_inspect.graphs import at
 from compile_inspect.inspecting import run_phase
 from compile_inspect.subject import Subject
 from tests.compile_inspect import models_of_users as users
@@ -48,8 +47,8 @@ def test_each_cause_has_its_fix(source, reason, word, monkeypatch):
     assert word in fix_of(Break("f.py", 1, reason, ""))[0]
 
 
-def test_of_a_package_s_line_the_setting_is_proposed_and_its_path_is_told(monkeypatch):
+def test_of_a_package_s_line_the_setting_is_proposed_and_whose_it_is(monkeypatch):
     monkeypatch.setattr(Break, "source", "y = y / t.item()")
     file = "/venv/lib/python3.12/site-packages/package/utils/loop.py"
-    assert proposed(Break(file, 1, "", "")).startswith("torch._dynamo.config.capture_scalar_outputs = True")
-    assert at(file, 113) == "package/utils/loop.py:113"
+    said = "set torch._dynamo.config.capture_scalar_outputs = True (the line is one of package)"
+    assert proposed(Break(file, 1, "", "")) == said
