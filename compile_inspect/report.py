@@ -213,7 +213,9 @@ class Report:
         for each in self.findings[:1]:
             what = each.what.partition(" `")[0]  # without the source line, which stands above
             lines.append(f"Change first: {what} ({each.cost}): {each.fix}")
-        return lines if self.findings else [*lines, "Nothing to change was found."]
+        whole = all(phase.status in ("passed", "skipped") for phase in self.phases)
+        seen = "" if whole else ", but not every phase came to its end"
+        return lines if self.findings else [*lines, f"Nothing to change was found{seen}."]
 
     def html(self, path: str | Path) -> None:
         """Write the page: one self-contained file. Raises OSError."""

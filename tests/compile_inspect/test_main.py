@@ -168,7 +168,8 @@ def test_the_page_stands_alone_and_escapes():
     for said in ("one <line>", "numbers & words", "if a < b:", "1,234", *report.verdict()):
         assert said in read.text
     assert Report("nothing").verdict()
-    assert "Nothing to change" in page(Report("nothing"))
+    assert "Nothing to change was found." in page(Report("nothing"))
+    assert "not every phase" in Report("hangs", phases=[Phase("guards", status="timed out")]).verdict()[-1]
 
 
 def test_every_phase_has_a_module_with_a_question():
