@@ -77,6 +77,8 @@ def look(subject: Subject, phase: Phase) -> None:
         return
     columns = {"at": "line", "source": "source", "lost": "left to eager", "reason": "torch's reason"}
     phase.table("graph breaks", columns, breaks)
+    for row in breaks:  # before they are timed, which may take longer than there is time
+        phase.finding(f"graph break at {row['at']} `{row['source']}`", row["fix"], where=row["at"])
     whole, outside = time_outside(subject)
     phase.facts |= {"compiled_ms": whole, "outside_ms": outside, "share": outside / whole, "at_most": True}
     saved, tried = outside, try_settings(subject, phase, found.breaks)
@@ -84,10 +86,9 @@ def look(subject: Subject, phase: Phase) -> None:
     if trial and not trial["breaks"]:  # what mending them all saved, which is less than what lies outside the graphs
         saved = max(trial["before_ms"] - trial["ms"], 0.0)
         phase.facts |= {"share": saved / trial["before_ms"], "at_most": False}
-    cost = {"ms": saved / count, "share": phase.facts["share"] / count, "at_most": phase.facts["at_most"]}
-    for each, row in zip(found.breaks, breaks, strict=True):
-        what, said = f"graph break at {row['at']} `{row['source']}`", tried if fix_of(each)[1] else ""
-        phase.finding(what, row["fix"], where=row["at"], tried=said, **cost)
+    for each, finding in zip(found.breaks, phase.findings, strict=True):
+        finding.ms, finding.share = saved / count, phase.facts["share"] / count
+        finding.at_most, finding.tried = phase.facts["at_most"], tried if fix_of(each)[1] else ""
     worst = "" if all(each.lost == SPLIT for each in found.breaks) else "; after some, eager takes all that follows"
     phase.answer = (
         f"{counted(count, 'break')}, {counted(found.graphs, 'graph')}; {outside / whole:.0%} of a compiled call "

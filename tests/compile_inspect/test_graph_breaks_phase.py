@@ -3,6 +3,7 @@
 import pytest
 import torch
 
+from compile_inspect import graph_breaks
 from compile_inspect.breaks import Break
 from compile_inspect.graph_breaks import fix_of, proposed
 from compile_inspect.inspecting import run_phase
@@ -23,6 +24,14 @@ def test_an_item_is_found_priced_and_mended():
     saved = max(phase.facts["tried"]["before_ms"] - phase.facts["tried"]["ms"], 0)
     assert (phase.findings[0].ms, phase.findings[0].at_most) == (saved, False)
     assert not torch._dynamo.config.capture_scalar_outputs
+
+
+def test_breaks_whose_time_cannot_be_had_are_findings_with_their_fix(monkeypatch):
+    monkeypatch.setattr(graph_breaks, "time_outside", lambda subject: 1 / 0)
+    phase = run_phase("graph_breaks", Subject(users.step, (torch.randn(64, 64), 2.0)))
+    (finding,) = phase.findings
+    assert (phase.status, finding.cost) == ("failed", "not measured")
+    assert "capture_scalar_outputs" in finding.fix
 
 
 def test_a_whole_graph_has_no_finding():
