@@ -171,7 +171,7 @@ def time_autograd(subject: Subject, phase: Phase) -> dict:
     fn, args, kwargs = subject.fresh()
     compiled = torch.compile(fn, backend=aot_backend(lambda graph: None, partition_fn=default_partition))
     steps, started = {"eager": [], "aot": []}, time.perf_counter()
-    while len(steps["aot"]) < 5 or (len(steps["aot"]) < ROUNDS and time.perf_counter() - started < BUDGET):
+    while len(steps["aot"]) < 3 or (len(steps["aot"]) < ROUNDS and time.perf_counter() - started < BUDGET):
         for name, call in (("eager", fn), ("aot", compiled)):
             if not (step := one_step(lambda call=call: call(*args, **kwargs), subject)):
                 return {}

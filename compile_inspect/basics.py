@@ -82,12 +82,12 @@ def look(subject: Subject, phase: Phase) -> None:
     phase.facts |= {"compiled_ms": inductor.ms, "speedup": eager.ms / inductor.ms, "break_even_calls": paid,
                     "first_call_s": first, "parts": parts}  # fmt: skip
     phase.bars(f"the first call's {first:.3g} s, with an empty cache; a process's first imports apart", "s", parts)
-    one_block(subject, phase)
     most, after = max(parts, key=parts.get), "never paid" if paid is None else f"paid after {paid:,} calls"
     phase.answer = (
         f"{right}; the first call takes {first:.3g} s, {parts[most] / first:.0%} of it {most}; "
         f"later ones {inductor.ms:.3g} ms, eager {eager.ms:.3g} ms: {after}"
     )
+    one_block(subject, phase)  # last: a large model may not have the time for it
 
 
 def run(subject: Subject, backend: str | Callable) -> Run:

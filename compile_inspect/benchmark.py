@@ -33,6 +33,7 @@ COLUMNS = {
     "roofline_compiled_ms": "compiled", "roofline_speedup": "x eager", "bound": "by",
 }  # fmt: skip
 
+KEPT = ("batch", "eager_ms", "compiled_ms", "speedup", "break_even_calls")
 ROWS = {"embedding", "index", "index_select", "gather"}  # of their first tensor they read as much as they return
 # torch 2.11 has no formula for it.
 LIKE = {"_scaled_dot_product_flash_attention_for_cpu": torch.ops.aten._scaled_dot_product_flash_attention}
@@ -60,7 +61,8 @@ def look(subject: Subject, phase: Phase) -> None:
         raise Skip("Dynamo captures no graph: torch.compile leaves the whole model to eager")
     started = time.perf_counter()
     for size in sizes_around(given):
-        compiles = first_s if size == 1 else 0.0  # a dynamic graph is for sizes from 2 on
+        # A dynamic graph is for sizes from 2 on: size 1 compiles again, or after it the next size.
+        compiles = first_s if size == 1 or given == len(rows) == 1 else 0.0
         if rows and time.perf_counter() - started + compiles > SECONDS:
             left_out.append(f"{size} (no time left)")
             continue
@@ -79,16 +81,17 @@ def look(subject: Subject, phase: Phase) -> None:
         rows.append({"batch": size, "eager_ms": eager.ms, "compiled_ms": timed.ms, "speedup": times, "from": low,
                      "to": high, "break_even_calls": paid,
                      "recompiled": seen.graphs})  # fmt: skip
+        # Kept, should the phase run out of time at another size; the given one is the first.
+        phase.facts |= {key: rows[0][key] for key in KEPT} | {"first_call_s": first_s, "sizes": rows}
+        phase.changed(phase)
         with phase.noted("No roofline"):  # tensors without storage, an operator that a dispatch mode cannot see
             with in_eager():
                 work = count(subject, model, *inputs(size))
             top = top or ceilings(subject, work["compiled_bytes"])
             rows[-1] |= roofline(work, launches, top, subject.on_gpu)
-    here = rows[0]  # the given size is the first
+    here = rows[0]
     rows.sort(key=lambda row: row["batch"] or 0)
-    phase.facts |= {key: here[key] for key in ("batch", "eager_ms", "compiled_ms", "speedup", "break_even_calls")}
-    phase.facts |= {"first_call_s": first_s, "launches": launches, "graphs": graphs, "sizes": rows,
-                    "ceilings": top, "left_out": left_out}  # fmt: skip
+    phase.facts |= {"launches": launches, "graphs": graphs, "ceilings": top, "left_out": left_out}
     show(phase, here, rows)
 
 

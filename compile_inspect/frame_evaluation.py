@@ -10,6 +10,9 @@ from types import CodeType
 from unittest.mock import patch
 
 import torch
+from torch._dynamo.convert_frame import register_bytecode_hook
+from torch._dynamo.eval_frame import _debug_get_cache_entry_list as entries_of
+from torch._dynamo.symbolic_convert import InstructionTranslatorBase
 
 from compile_inspect.graphs import at, is_own
 from compile_inspect.main import main
@@ -40,8 +43,6 @@ KINDS: dict[str, tuple[str, Callable]] = {
 @contextmanager
 def converted() -> Iterator[list[tuple[CodeType, CodeType]]]:
     """(code, rewritten code) of each frame that Dynamo compiles within."""
-    from torch._dynamo.convert_frame import register_bytecode_hook
-
     frames: list[tuple[CodeType, CodeType]] = []
     handle = register_bytecode_hook(lambda old, new: frames.append((old, new)))
     try:
@@ -50,17 +51,9 @@ def converted() -> Iterator[list[tuple[CodeType, CodeType]]]:
         handle.remove()
 
 
-def entries_of(code: CodeType) -> list:
-    from torch._dynamo.eval_frame import _debug_get_cache_entry_list
-
-    return _debug_get_cache_entry_list(code)
-
-
 @contextmanager
 def tracked() -> Iterator[dict[str, dict[str, str]]]:
     """{function of the user's: {local: class of its VariableTracker}}, as last seen before an instruction is traced."""
-    from torch._dynamo.symbolic_convert import InstructionTranslatorBase
-
     found: dict[str, dict[str, str]] = {}
     step = InstructionTranslatorBase.step
 

@@ -9,7 +9,7 @@ from compile_inspect.breaks import SPLIT, Break, Breaks, find_breaks
 from compile_inspect.graphs import at
 from compile_inspect.main import main
 from compile_inspect.report import Phase, counted, reason_of
-from compile_inspect.subject import Subject
+from compile_inspect.subject import BUDGET, Subject
 
 QUESTION = "Which lines break the graph, what does that cost, and how are they written without?"
 CALLS = 15  # whose median is told
@@ -55,13 +55,21 @@ def fix_of(found: Break) -> tuple[str, dict[str, bool]]:
     return f"torch says: {found.reason.rstrip('.')}; move it out of the compiled function", {}
 
 
+def proposed(found: Break) -> str:
+    """The mended form; of an installed package's line what its user can set, where there is such a setting."""
+    (fix, settings), package = fix_of(found), found.file.partition("site-packages/")[2].partition("/")[0]
+    if package and settings:
+        fix = "set " + " and ".join(f"torch._dynamo.config.{key} = True" for key in settings)
+    return f"{fix} (the line is one of {package})" if package else fix
+
+
 def look(subject: Subject, phase: Phase) -> None:
     found = breaks_of(subject)
     count = len(found.breaks)
     phase.facts |= {"graphs": found.graphs, "operations": found.operations}
     phase.facts["breaks"] = breaks = [
         {"at": at(each.file, each.line), "source": each.source, "reason": each.reason, "lost": each.lost,
-         "fix": fix_of(each)[0]} for each in found.breaks
+         "fix": proposed(each)} for each in found.breaks
     ]  # fmt: skip
     if not breaks:
         none = "" if found.graphs else ": Dynamo finds no operation on tensors, or leaves the whole model to eager"
@@ -69,6 +77,8 @@ def look(subject: Subject, phase: Phase) -> None:
         return
     columns = {"at": "line", "source": "source", "lost": "left to eager", "reason": "torch's reason"}
     phase.table("graph breaks", columns, breaks)
+    for row in breaks:  # before they are timed, which may take longer than there is time
+        phase.finding(f"graph break at {row['at']} `{row['source']}`", row["fix"], where=row["at"])
     whole, outside = time_outside(subject)
     phase.facts |= {"compiled_ms": whole, "outside_ms": outside, "share": outside / whole, "at_most": True}
     saved, tried = outside, try_settings(subject, phase, found.breaks)
@@ -76,10 +86,9 @@ def look(subject: Subject, phase: Phase) -> None:
     if trial and not trial["breaks"]:  # what mending them all saved, which is less than what lies outside the graphs
         saved = max(trial["before_ms"] - trial["ms"], 0.0)
         phase.facts |= {"share": saved / trial["before_ms"], "at_most": False}
-    cost = {"ms": saved / count, "share": phase.facts["share"] / count, "at_most": phase.facts["at_most"]}
-    for each, row in zip(found.breaks, breaks, strict=True):
-        what, said = f"graph break at {row['at']} `{row['source']}`", tried if fix_of(each)[1] else ""
-        phase.finding(what, row["fix"], where=row["at"], tried=said, **cost)
+    for each, finding in zip(found.breaks, phase.findings, strict=True):
+        finding.ms, finding.share = saved / count, phase.facts["share"] / count
+        finding.at_most, finding.tried = phase.facts["at_most"], tried if fix_of(each)[1] else ""
     worst = "" if all(each.lost == SPLIT for each in found.breaks) else "; after some, eager takes all that follows"
     phase.answer = (
         f"{counted(count, 'break')}, {counted(found.graphs, 'graph')}; {outside / whole:.0%} of a compiled call "
@@ -131,7 +140,7 @@ def time_outside(subject: Subject) -> tuple[float, float]:
         return run
 
     call, times = subject.compiled(backend=timed), []
-    for _ in range(3 + CALLS):
+    while len(times) < 6 or (len(times) < 3 + CALLS and sum(whole for whole, _ in times[3:]) < BUDGET * 1e3):
         inside = 0.0
         whole = subject.once(call)[0]
         times.append((whole, whole - inside))

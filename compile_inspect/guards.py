@@ -160,7 +160,7 @@ def compile_symbolic(fn: Callable, raw: list[str], symbols: dict[str, dict]) -> 
 
     def backend(graph: torch.fx.GraphModule, inputs: list):
         env = torch._guards.TracingContext.get().fake_mode.shape_env
-        raw.extend(str(guard.expr) for guard in env.guards)
+        raw.extend(text for text in map(str, (guard.expr for guard in env.guards)) if "zf" not in text)  # no floats
         ranges = {str(symbol): f"{span.lower} to {span.upper}" for symbol, span in env.var_to_range.items()}
         for node, value in zip(graph.graph.find_nodes(op="placeholder"), inputs, strict=False):
             for i, size in enumerate(getattr(node.meta.get("example_value"), "shape", ())):
@@ -232,7 +232,8 @@ def look_at_recompilation(subject: Subject, phase: Phase, batch: int, dynamic: l
         mark, wrap = torch._dynamo.mark_dynamic, lambda fn: torch.compile(fn, backend="eager")
         counts["mark_dynamic"] = [frames_of(seen) for seen in three_sizes(subject, batch, wrap, mark)[0]]
     counts |= {"dynamic=True": dynamic} if dynamic else {}
-    reason, seconds = calls[1].recompiles[0].splitlines()[0], sum(frame.seconds for frame in calls[1].frames)
+    reason = re.sub(r"^\d+/\d+: ", "", calls[1].recompiles[0].splitlines()[0])  # without the frame's number
+    seconds = sum(frame.seconds for frame in calls[1].frames)
     phase.facts["recompilation"] = {"reason": reason, "seconds": seconds, "dynamic": not frames_of(calls[2]),
                                     "counts": counts}  # fmt: skip
     columns = ["frames compiled", *(f"batch {batch + extra}" for extra in range(3))]

@@ -15,7 +15,7 @@ from compile_inspect.report import Phase, Skip, counted
 from compile_inspect.subject import Subject
 
 QUESTION = "Which operations become one kernel, which do not, and which are left to a library?"
-CODES = 40  # listings
+CODES, LEAST = 40, 0.01  # listings; share of an eager call from which on an operator is a finding
 LIBRARY = re.compile(
     r"^extern_kernels\.|attention|conv|mkldnn|onednn|cudnn|quantized|_scaled_mm|lstm|gru|_fft|linalg|cholesky"
     r"|rand|normal|bernoulli|DeviceCopy|copy_|view_as"
@@ -149,17 +149,20 @@ def in_words(index, sizes: dict) -> str:
 
 
 def fallbacks(subject: Subject, phase: Phase, steps: dict[str, Step]) -> None:
-    """A finding for each ATen operator without loops, with its time in a call of the model in eager."""
+    """A finding for each ATen operator without loops that takes 1 % of a call of the model in eager, or who knows."""
     if not steps:
         return
     call = subject.caller(*subject.fresh())
     call()
+    least = LEAST * subject.once(call)[0]
     averages = subject.profiled(call).key_averages()
     times = {e.key: (e.device_time_total if subject.on_gpu else e.cpu_time_total) / 1e3 for e in averages}
     for name, step in steps.items():
         operator = re.sub(r"^(torch\.ops\.)?aten\.|\.\w+$", "", name)
-        cost = {"where": ", ".join(step.lines), "ms": times.get(f"aten::{operator}")}
-        phase.finding(f"{operator} is not compiled", NO_LOOPS, **cost)
+        ms = times.get(f"aten::{operator}")
+        if ms is None or ms > least:
+            where = ", ".join(step.lines)
+            phase.finding(f"{operator} is not compiled", NO_LOOPS, where=where, ms=ms, at_most=True)
 
 
 def examples(subject: Subject, phase: Phase) -> None:

@@ -69,6 +69,9 @@ def main(argv: list[str] | None = None, phase: str | None = None) -> int:
         if not path.absolute().parent.is_dir():
             return complain(f"{path}: its folder does not exist; make it, or name another file")
     report = Report(options.model)
+    # What a worker leaves when it is killed is no news to the user, though Python's resource tracker says so.
+    ignored = ",".join(filter(None, [os.environ.get("PYTHONWARNINGS"), "ignore:resource_tracker:UserWarning"]))
+    os.environ["PYTHONWARNINGS"] = ignored
     with tempfile.TemporaryDirectory(prefix="compile-inspect-", ignore_cleanup_errors=True) as folder:
         try:
             status = supervise(options, report, Path(folder) / "printed")
@@ -119,6 +122,7 @@ def supervise(options: argparse.Namespace, report: Report, log: Path) -> int:
                     current = Phase.from_dict(held)
                 else:
                     current.status, current.reason = held
+                    current.seconds = round(time.monotonic() - began, 2)
                 if current.status != "running":
                     report.phases.append(current)
                     todo.remove(current.name)

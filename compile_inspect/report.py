@@ -6,7 +6,7 @@ import textwrap
 import traceback
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 from compile_inspect.breaks import NOT_THE_USERS
@@ -16,6 +16,7 @@ PHASES = (
     "cuda_graphs", "benchmark", "triage",
 )  # fmt: skip
 ROWS, LINES, BAR = 40, 1000, 40  # of a table, of a text, and characters of a bar
+BOUND = 4  # a cost that is an upper bound counts as a quarter of it: what the fix gives is not known
 TRIAGE = "run the phase triage: it finds the operation"
 SHOWN = 8  # rows of a table on the terminal, unless asked for all
 
@@ -54,7 +55,8 @@ class Finding:
     @property
     def rank(self) -> tuple:
         # What costs nothing measurable in a call comes after what costs seconds once.
-        return (not self.urgent, not self.ms, -(self.ms or 0.0), self.seconds is None, -(self.seconds or 0.0))
+        ms = (self.ms or 0.0) / (BOUND if self.at_most else 1)
+        return (not self.urgent, not ms, -ms, self.seconds is None, -(self.seconds or 0.0))
 
 
 @dataclass
@@ -184,6 +186,8 @@ class Report:
     def findings(self) -> list[Finding]:
         """What to change, the dearest first: a cost in each call before a cost paid once."""
         found = (finding for phase in self.phases for finding in phase.findings)
+        if call := (self.facts("benchmark") or self.facts("basics")).get("compiled_ms"):
+            found = (replace(each, share=each.ms / call) if each.ms and each.share is None else each for each in found)
         if self.facts("triage").get("stage"):
             found = (finding for finding in found if finding.fix != TRIAGE)
         return sorted(found, key=lambda each: each.rank)
@@ -209,7 +213,9 @@ class Report:
         for each in self.findings[:1]:
             what = each.what.partition(" `")[0]  # without the source line, which stands above
             lines.append(f"Change first: {what} ({each.cost}): {each.fix}")
-        return lines if self.findings else [*lines, "Nothing to change was found."]
+        whole = all(phase.status in ("passed", "skipped") for phase in self.phases)
+        seen = "" if whole else ", but not every phase came to its end"
+        return lines if self.findings else [*lines, f"Nothing to change was found{seen}."]
 
     def html(self, path: str | Path) -> None:
         """Write the page: one self-contained file. Raises OSError."""

@@ -33,7 +33,10 @@ def test_one_graph_serves_every_batch(monkeypatch):
 
 def test_a_size_that_fails_is_left_out(monkeypatch):
     monkeypatch.setattr(benchmark, "SIZES", 2)
-    phase = run_phase("benchmark", Subject(lambda x: x.view(4, 4) + 1, (torch.ones(4, 4),)))
+    sent = []
+    subject = Subject(lambda x: x.view(4, 4) + 1, (torch.ones(4, 4),))
+    phase = run_phase("benchmark", subject, lambda phase: sent.append("speedup" in phase.facts))
+    assert sent[1], "the given size is told before another one may take too long"
     assert [row["batch"] for row in phase.facts["sizes"]] == [4]
     assert phase.facts["left_out"][0].startswith("8 (RuntimeError")
 

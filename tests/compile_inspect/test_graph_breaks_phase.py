@@ -3,8 +3,9 @@
 import pytest
 import torch
 
+from compile_inspect import graph_breaks
 from compile_inspect.breaks import Break
-from compile_inspect.graph_breaks import fix_of
+from compile_inspect.graph_breaks import fix_of, proposed
 from compile_inspect.inspecting import run_phase
 from compile_inspect.subject import Subject
 from tests.compile_inspect import models_of_users as users
@@ -23,6 +24,14 @@ def test_an_item_is_found_priced_and_mended():
     saved = max(phase.facts["tried"]["before_ms"] - phase.facts["tried"]["ms"], 0)
     assert (phase.findings[0].ms, phase.findings[0].at_most) == (saved, False)
     assert not torch._dynamo.config.capture_scalar_outputs
+
+
+def test_breaks_whose_time_cannot_be_had_are_findings_with_their_fix(monkeypatch):
+    monkeypatch.setattr(graph_breaks, "time_outside", lambda subject: 1 / 0)
+    phase = run_phase("graph_breaks", Subject(users.step, (torch.randn(64, 64), 2.0)))
+    (finding,) = phase.findings
+    assert (phase.status, finding.cost) == ("failed", "not measured")
+    assert "capture_scalar_outputs" in finding.fix
 
 
 def test_a_whole_graph_has_no_finding():
@@ -45,3 +54,10 @@ def test_a_whole_graph_has_no_finding():
 def test_each_cause_has_its_fix(source, reason, word, monkeypatch):
     monkeypatch.setattr(Break, "source", property(lambda self: source))
     assert word in fix_of(Break("f.py", 1, reason, ""))[0]
+
+
+def test_of_a_package_s_line_the_setting_is_proposed_and_whose_it_is(monkeypatch):
+    monkeypatch.setattr(Break, "source", "y = y / t.item()")
+    file = "/venv/lib/python3.12/site-packages/package/utils/loop.py"
+    said = "set torch._dynamo.config.capture_scalar_outputs = True (the line is one of package)"
+    assert proposed(Break(file, 1, "", "")) == said

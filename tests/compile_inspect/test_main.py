@@ -117,6 +117,12 @@ def test_the_verdict_is_three_lines_and_the_dearest_comes_first():
     assert report.findings[0].urgent
 
 
+def test_an_upper_bound_counts_less_and_a_share_is_of_the_compiled_call():
+    report = filled()
+    report.phases[1].finding("sort is not compiled", "move it", ms=1.0, at_most=True)
+    assert [each.cost for each in report.findings[:2]] == ["0.4 ms a call, 20%", "up to 1 ms a call, 50%"]
+
+
 def test_a_phase_survives_the_way_from_the_worker():
     phase = filled().phases[1]
     assert Phase.from_dict(json.loads(json.dumps(asdict(phase)))) == phase
@@ -162,7 +168,8 @@ def test_the_page_stands_alone_and_escapes():
     for said in ("one <line>", "numbers & words", "if a < b:", "1,234", *report.verdict()):
         assert said in read.text
     assert Report("nothing").verdict()
-    assert "Nothing to change" in page(Report("nothing"))
+    assert "Nothing to change was found." in page(Report("nothing"))
+    assert "not every phase" in Report("hangs", phases=[Phase("guards", status="timed out")]).verdict()[-1]
 
 
 def test_every_phase_has_a_module_with_a_question():

@@ -2,6 +2,7 @@
 
 import functools
 import threading
+import time
 import warnings
 
 import pytest
@@ -114,6 +115,13 @@ def test_a_phase_that_raises_keeps_what_it_saw(monkeypatch):
     assert "try smaller inputs" in phase.reason
     assert phase.facts["graphs"] == 2
     assert phase.blocks
+
+
+def test_a_slow_call_is_made_a_few_times_only(monkeypatch):
+    monkeypatch.setattr("compile_inspect.subject.BUDGET", 0.001)
+    calls = []
+    assert Subject(torch.sin).timed(lambda: calls.append(time.sleep(0.002))).ms >= 2
+    assert len(calls) == 4
 
 
 def test_tensors_are_found_in_what_models_return():
