@@ -137,11 +137,14 @@ def one_thread() -> Iterator[None]:
         torch.set_num_threads(before)
 
 
-def compared(found: tuple[torch.Tensor, torch.Tensor], saved: torch.Tensor, end: torch.Tensor) -> dict:
-    """Of a training that went on, beside one that was not stopped. Raises AssertionError where it began otherwise."""
+def compared(found: tuple, saved: torch.Tensor, end: torch.Tensor, same_ranks: bool = False) -> dict[str, str]:
+    """Of a training that went on, beside one that was not stopped. Raises AssertionError where it began otherwise, or
+    the same ranks did not go on bit by bit."""
     loaded, after = found
     if not torch.equal(loaded, saved):
         raise AssertionError(f"{int((loaded != saved).sum())} of {saved.numel()} numbers are not those that were saved")
+    if same_ranks and not torch.equal(after, end):
+        raise AssertionError(f"{int((after != end).sum())} of {end.numel()} numbers differ, on the same ranks")
     off = (after - end).abs().max().item() / end.abs().max().item()
     return {"bits that differ": "none" if torch.equal(after, end) else "some", "largest difference": f"{off:.1g}"}
 
@@ -184,7 +187,7 @@ def demo(h: Harness) -> None:
             saved = training.whole()
             training.train()
             end = training.whole()
-        rows = {f"{h.ranks} ranks": compared(resume(folder), saved, end)}
+        rows = {f"{h.ranks} ranks": compared(resume(folder), saved, end, same_ranks=True)}
         with h.progress("load on one rank and on four"):
             (one, in_parts), (four,) = resume_on_others(folder, {1: [1, h.ranks], 4: [1]}).values()
         dist.barrier()  # rank 0's folder goes when all have read

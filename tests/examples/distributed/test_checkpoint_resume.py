@@ -39,3 +39,5 @@ def test_a_training_that_begins_otherwise_is_refused():
     assert row == {"bits that differ": "some", "largest difference": "0.2"}
     with pytest.raises(AssertionError, match=r"^1 of 3 numbers are not those that were saved"):
         compared((torch.tensor([1.0, 1, 0]), end), saved, end)
+    with pytest.raises(AssertionError, match=r"^3 of 3 numbers differ, on the same ranks"):
+        compared((saved, end + 1), saved, end, same_ranks=True)
