@@ -123,6 +123,7 @@ def begin() -> None:
         backend, options = "cpu:gloo,cuda:nccl", {"device_id": torch.device("cuda", local())}
     for name in ("TORCH_NCCL_DUMP_ON_TIMEOUT", "TORCH_NCCL_PROPAGATE_ERROR"):  # which delay the end of the process
         os.environ.setdefault(name, "0")
+    os.environ.setdefault("TORCH_SYMM_MEM_DISABLE_MULTICAST", "1")  # here, so that no technique changes it
     torch.distributed.init_process_group(backend, timeout=timedelta(seconds=TIMEOUT_S), **options)
     if torch.cuda.is_available():  # while NCCL connects, which it does in the first call, nothing ends the wait
         threading.Thread(target=_guard, daemon=True).start()

@@ -26,7 +26,7 @@ TOPICS = sorted({lesson.path.parent.name for lesson in LESSONS})
 VARIANTS = [path for lesson in LESSONS for path in lesson.variants]
 STUDIES = [path for lesson in LESSONS for path in lesson.studies]
 by_name = pytest.mark.parametrize("lesson", LESSONS, ids=lambda lesson: f"{lesson.path.parent.name}-{lesson.name}")
-SLOW = ("caching", "logging_and_hints")  # what they are made of are processes
+SLOW = ("caching", "checkpoint_resume", "logging_and_hints")  # what they are made of are processes
 
 
 def lines(path: Path) -> int:

@@ -15,6 +15,8 @@ from torch.profiler import ProfilerActivity, profile
 
 # Bytes of an element, by the names that the trace has for dtypes.
 BYTES = {"double": 8, "long int": 8, "float": 4, "int": 4, "c10::BFloat16": 2, "c10::Half": 2}
+# What a rank sends in a ring for each byte that it puts into a collective, times the number of ranks.
+RING = {"all_reduce": lambda n: 2 * (n - 1), "all_gather": lambda n: n * (n - 1), "reduce_scatter": lambda n: n - 1}
 Spans = list[tuple[float, float]]
 
 
@@ -47,6 +49,21 @@ def traced(fn: Callable, *args) -> Trace:
         path = Path(folder, "trace.json")
         held.export_chrome_trace(str(path))
         return read(json.loads(path.read_text(encoding="utf-8", errors="replace"))["traceEvents"])
+
+
+def in_graph(graph: torch.fx.Graph) -> dict[str, tuple[int, int]]:
+    """What a compiled graph sends, in the form of Trace.sent: functional collectives and their inputs' bytes."""
+    sent: dict[str, tuple[int, int]] = {}
+    for node in graph.nodes:
+        if match := re.match(r"_c10d_functional\.(all_reduce|all_gather|reduce_scatter)", str(node.target)):
+            calls, total = sent.get(match[1], (0, 0))
+            sent[match[1]] = calls + 1, total + node.args[0].meta["val"].nbytes
+    return sent
+
+
+def sent_in_ring(sent: dict[str, tuple[int, int]], ranks: int) -> int:
+    """The bytes that a rank sends for what in_graph() has found, where each collective is a ring."""
+    return sum(total * RING[kind](ranks) // ranks for kind, (_, total) in sent.items())
 
 
 def read(events: Iterable[dict]) -> Trace:

@@ -166,7 +166,14 @@ def planted(fault: Fault, root: Path = ROOT) -> tuple[Path, str]:
 
 
 def all_planted() -> list[Fault]:
-    from . import planted_compiler, planted_fp8, planted_harness, planted_tma, planted_triton
+    from . import (
+        planted_compiler,
+        planted_distributed,
+        planted_fp8,
+        planted_harness,
+        planted_tma,
+        planted_triton,
+    )
 
-    modules = (planted_triton, planted_fp8, planted_tma, planted_compiler, planted_harness)
+    modules = (planted_triton, planted_fp8, planted_tma, planted_compiler, planted_distributed, planted_harness)
     return [fault for module in modules for fault in module.FAULTS]

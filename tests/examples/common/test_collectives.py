@@ -1,6 +1,8 @@
 """What a trace says of the collectives in it, and of the time in which they are hidden."""
 
-from examples.common.collectives import Trace, length, read, shared, united
+import torch
+
+from examples.common.collectives import Trace, in_graph, length, read, sent_in_ring, shared, united
 
 NCCL = "ncclDevKernel_AllReduce_Sum_f32_RING_LL(ncclDevKernelArgsStorage<4096ul>)"
 
@@ -42,3 +44,18 @@ def test_bytes_are_counted_by_collective_and_dtype():
     assert trace.sent == {
         "all_reduce": (2, 76), "allgather_base": (1, 4), "all_gather_into_tensor_coalesced": (1, 0)
     }  # fmt: skip
+
+
+def test_a_graph_says_what_it_sends():
+    graph, ops = torch.fx.Graph(), torch.ops._c10d_functional
+    x = graph.placeholder("x")
+    x.meta["val"] = torch.empty(6, 4, dtype=torch.bfloat16, device="meta")
+    for target, options in (
+        (ops.all_gather_into_tensor.default, (3, "0")), (ops.reduce_scatter_tensor.default, ("sum", 3, "0")),
+        (ops.all_reduce.default, ("sum", "0")), (ops.all_reduce.default, ("sum", "0")),
+    ):  # fmt: skip
+        graph.call_function(ops.wait_tensor.default, (graph.call_function(target, (x, *options)),))
+    sent = in_graph(graph)
+    assert sent == {"all_gather": (1, 48), "reduce_scatter": (1, 48), "all_reduce": (2, 96)}
+    assert sent_in_ring(sent, 3) == 2 * 48 + 2 * 48 // 3 + 2 * 2 * 96 // 3
+    assert sent_in_ring(sent, 1) == 0
