@@ -187,8 +187,7 @@ def answer(code: dict, table, ran: bool) -> str:
         return f"sm_{sm} {core}{where}, {warps}"
 
     by_hand = f"by hand {code['by hand', 100].warps}; {'run here' if ran else 'compiled, not run'}"
-    over = f"{table.over(table.baseline, 'specialized'):.2f}x {table.baseline}" if table.timed else ""
-    here = f" Here {over} at {table.case}." if over else ""
+    here = f" Here {table.over(table.baseline, 'specialized'):.2f}x {table.baseline}." if table.timed else ""
     return f"tl.dot with warp_specialize becomes on {made(90)}; {made(100)} ({by_hand}); {made(120)}.{here}"
 
 
