@@ -154,10 +154,10 @@ def demo(h: Harness) -> None:
     def answer() -> str:
         over = over_library([table])
         return (
-            f"At {n} elements, drawing the mask again {'saves' if over > 1 else 'costs'} time: {over:.2f}x as fast as "
-            f"torch's fastest call, which stores it, with 8 bytes kept instead of {n >> 20} MiB. It runs at "
+            f"Drawing the mask again {'saves' if over > 1 else 'costs'} time: {over:.2f}x as fast as torch's fastest "
+            f"call, which stores it, with 8 bytes kept instead of {n >> 20} MiB. It runs at "
             f"{table['triton'].of_ceiling:.0%} of a copy's speed; the rest goes into random numbers "
-            f"({table[BITS16].of_ceiling:.0%} of 16 bits)."
+            f"({table[BITS16].of_ceiling:.0%} if they have 16 bits)."
         )
 
     h.answer(answer)
