@@ -26,6 +26,7 @@ from importlib.metadata import version
 from multiprocessing.connection import Connection
 from multiprocessing.process import BaseProcess
 from pathlib import Path
+from unittest.mock import patch
 
 from compile_inspect.report import PHASES, Phase, Report, closing, phase_lines, reason_of
 
@@ -71,8 +72,10 @@ def main(argv: list[str] | None = None, phase: str | None = None) -> int:
     report = Report(options.model)
     # What a worker leaves when it is killed is no news to the user, though Python's resource tracker says so.
     ignored = ",".join(filter(None, [os.environ.get("PYTHONWARNINGS"), "ignore:resource_tracker:UserWarning"]))
-    os.environ["PYTHONWARNINGS"] = ignored
-    with tempfile.TemporaryDirectory(prefix="compile-inspect-", ignore_cleanup_errors=True) as folder:
+    with (
+        patch.dict(os.environ, PYTHONWARNINGS=ignored),
+        tempfile.TemporaryDirectory(prefix="compile-inspect-", ignore_cleanup_errors=True) as folder,
+    ):
         try:
             status = supervise(options, report, Path(folder) / "printed")
         except KeyboardInterrupt:  # what was seen until then is told, and written
