@@ -111,7 +111,7 @@ def push_rows(x: torch.Tensor, work: GatherWorkspace) -> int:
             flag = rank * CHUNKS + chunk
             if x.is_cuda:
                 write = torch._C._distributed_c10d._SymmetricMemory.stream_write_value32
-                write(work.signals.peers[peer].view(-1), flag, work.call)
+                write(work.signals.peers[peer].view(-1).view(torch.uint32), flag, work.call)
             else:
                 work.signals.peers[peer].view(-1)[flag] = work.call
     return chunk_rows
