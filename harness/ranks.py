@@ -137,15 +137,22 @@ def _guard() -> None:
     stood, since = None, time.monotonic()
     while True:
         time.sleep(1)
-        frame = sys._current_frames().get(threading.main_thread().ident)
-        here = frame and (id(frame), frame.f_lasti)
-        if here != stood or not (
-            frame.f_code.co_filename.endswith("distributed_c10d.py") or not torch.cuda.current_stream().query()
-        ):
-            stood, since = here, time.monotonic()
+        place = _main_thread()
+        waits = place and (place[0].endswith("distributed_c10d.py") or not torch.cuda.current_stream().query())
+        if place != stood or not waits:
+            stood, since = place, time.monotonic()
         elif time.monotonic() - since > TIMEOUT_S + END_S:
-            place = f"{Path(frame.f_code.co_filename).name}:{frame.f_lineno}"
-            give_up(f"{place}: waited in vain for another rank, which did not join a collective, or with another shape")
+            give_up(
+                f"{Path(place[0]).name}:{place[1]}: waited in vain for another rank, which did not join a collective, "
+                "or with another shape"
+            )
+
+
+def _main_thread() -> tuple[str, int, int, int] | None:
+    """Where it stands: file, line, and what tells one call from the next. No frame is kept beyond this: with it would
+    live whatever its callers hold, and DDPOptimizer, say, relies on an object that ends with a call."""
+    frame = sys._current_frames().get(threading.main_thread().ident)
+    return frame and (frame.f_code.co_filename, frame.f_lineno, id(frame), frame.f_lasti)
 
 
 def end() -> None:
