@@ -29,6 +29,7 @@ import torch
 
 # Seconds that a rank waits in a collective for the others, and that torchrun waits for a rank that it asked to end.
 TIMEOUT_S, END_S = float(os.environ.get("RANKS_TIMEOUT_S", 40)), 5
+AHEAD_CYCLES = 1_000_000  # of the SMs' clock, about half a millisecond: see align()
 # What a rank meets when another one has ended: that one is the cause, and is waited for.
 LOST = r"Connection (?:closed by peer|reset|refused)|Broken pipe|[Rr]emote process|peer closed|DistNetworkError"
 
@@ -256,8 +257,13 @@ def gathered(value) -> list:
 
 
 def align() -> None:
-    """On a GPU: what is launched after this begins on all ranks at about the same time."""
+    """On a GPU: what is launched after this begins on all ranks at about the same time.
+
+    Before that the GPU sleeps while the host launches the collective and what comes next: a rank whose host is behind
+    would let the others' GPUs wait within what is timed.
+    """
     if count() > 1:
+        torch.cuda._sleep(AHEAD_CYCLES)
         torch.distributed.all_reduce(_one_element())
 
 

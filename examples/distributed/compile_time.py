@@ -2,7 +2,9 @@
 
 Ranks of one program compile the same graphs at the same time, on the cores of one host. With one cache folder the first
 call still finds nothing, as all of them look before any has finished: let rank 0 compile first. To other hosts its
-artifacts are sent; torch's remote caches (TORCHINDUCTOR_FX_GRAPH_REMOTE_CACHE, in Redis) do that for a fleet.
+artifacts are sent; torch's remote caches (TORCHINDUCTOR_FX_GRAPH_REMOTE_CACHE, in Redis) do that for a fleet. But a
+graph's key names its GPU: what was compiled for cuda:0 serves rank 0 of each host and the next start, and never
+cuda:1. (Newer versions of torch have torch.compiler.config.compile_on_one_rank against it, which is not tried here.)
 
 A rank whose batch has another size compiles again, alone, while the others wait for it in a collective: for seconds at
 best, until their timeout at worst. Counting graphs on every rank finds it; one shape, or a dynamic one, avoids it.
@@ -138,7 +140,8 @@ def demo(h: Harness) -> None:
         times = f", {rows[OWN]['s']:.1f} s and {rows[FIRST]['s']:.1f} s" if h.device.type == "cuda" else ""
         compiled = ", ".join(f"{how} {len(row['compiled by ranks'])}" for how, row in rows.items())
         graphs = "; ".join(f"{name} {row['graphs of each rank']}" for name, row in alone.items())
-        return f"Of {h.ranks} ranks compile: {compiled}{times}. Fewer rows on rank 1, graphs by rank: {graphs}."
+        key = " (keys name the GPU)" if h.device.type == "cuda" and len(rows[FIRST]["compiled by ranks"]) > 1 else ""
+        return f"Of {h.ranks} ranks compile{key}: {compiled}{times}. Fewer rows on rank 1, graphs by rank: {graphs}."
 
     h.answer(answer, timed=False)
 
