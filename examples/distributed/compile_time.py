@@ -137,11 +137,11 @@ def demo(h: Harness) -> None:
     h.table("rank 1 has fewer rows", alone)
 
     def answer() -> str:
-        times = f", {rows[OWN]['s']:.1f} s and {rows[FIRST]['s']:.1f} s" if h.device.type == "cuda" else ""
+        times = f", {rows[OWN]['s']:.1f} and {rows[FIRST]['s']:.1f} s" if h.device.type == "cuda" else ""
         compiled = ", ".join(f"{how} {len(row['compiled by ranks'])}" for how, row in rows.items())
         graphs = "; ".join(f"{name} {row['graphs of each rank']}" for name, row in alone.items())
-        key = " (keys name the GPU)" if h.device.type == "cuda" and len(rows[FIRST]["compiled by ranks"]) > 1 else ""
-        return f"Of {h.ranks} ranks compile{key}: {compiled}{times}. Fewer rows on rank 1, graphs by rank: {graphs}."
+        key = " (keys name GPUs)" if h.device.type == "cuda" and len(rows[FIRST]["compiled by ranks"]) > 1 else ""
+        return f"Of {h.ranks} ranks compile{key}: {compiled}{times}. Fewer rows on rank 1, graphs: {graphs}."
 
     h.answer(answer, timed=False)
 
