@@ -459,6 +459,60 @@ def partitions(part: dict) -> Chart:
     return Chart("timeline", title, "cycles of the SM", "", series, sees)
 
 
+# --- torch.distributed
+
+
+def streams(part: dict) -> Chart:
+    """Both streams of rank 0 in one step, way by way."""
+    held = part["facts"][f"start and end in ms of kernels of rank 0, {DRAWN}"]
+    spans = {
+        what: {
+            f"{name}, {what}": [[a, b] for a, b in zip(each[what][::2], each[what][1::2], strict=True)]
+            for name, each in held.items()
+        }
+        for what in ("other kernels", "NCCL")
+    }
+    said = []
+    for name in held:
+        own, others = spans["NCCL"][f"{name}, NCCL"], spans["other kernels"][f"{name}, other kernels"]
+        alone = sum(b - a for a, b in own) - sum(max(0, min(b, d) - max(a, c)) for a, b in own for c, d in others)
+        said.append(f"{alone:.3g} ms ({name}, of {max(b for _, b in own + others):.3g})")
+    sees = f"NCCL runs with nothing beside it, or waits for the other rank, for {_list(said)}."
+    lanes = [(what, f"{name}, {what}") for name in held for what in spans]
+    series = [
+        Series(what, {lane: spans[what][lane] for of, lane in lanes if of == what}, look)
+        for what, look in {"other kernels": 1, "NCCL": 2}.items()
+    ]
+    return Chart("timeline", "Both streams of a step, rank 0", "ms from the first kernel", "", series, sees)
+
+
+def by_message(part: dict) -> Chart:
+    """How many times as fast as the library, by the size of the message."""
+    held = timed(part)
+    rows = [row.variant for row in held[0].rows if row.variant != held[0].baseline]
+    sizes_of = {table.case: _bytes(table.case) for table in held}
+    series = [
+        Series(name, {sizes_of[table.case]: table.over(held[0].baseline, name) for table in held}, i)
+        for i, name in enumerate(rows, 1)
+    ]
+    ratios = series[0].points
+    most, least = max(ratios, key=ratios.get), min(ratios, key=ratios.get)
+    at = {nbytes: case for case, nbytes in sizes_of.items()}
+    sees = (
+        f"{rows[0]} is {ratios[least]:.2f}x ({at[least]}) to {ratios[most]:.2f}x ({at[most]}) as fast as "
+        f"{held[0].baseline}."
+    )
+    return Chart(
+        "lines", f"Speed over {held[0].baseline} by size", "bytes of the message (1K = 1024)",
+        f"times as fast as {held[0].baseline}", series, sees, {}, True,
+    )  # fmt: skip
+
+
+def _bytes(case: str) -> int:
+    number, unit = case.split()
+    return int(number) * {"KiB": 2**10, "MiB": 2**20}[unit]
+
+
 # --- XLA
 
 
@@ -553,6 +607,8 @@ PICTURES: dict[str, tuple[Callable[[dict], Chart | None], ...]] = {
     "tma_copy": (in_flight, speedups),
     "tma_matmul": (gemm_steps,),
     "gluon_matmul": (partitions, speedups),
+    "ddp": (streams, speedups),
+    "one_shot_allreduce": (by_message,),
     "scan_layers": (compile_by_layers,),
     "static_shapes": (programs_by_padding, speedups),
     "compare": (totals,),

@@ -108,7 +108,9 @@ def phases_table(record: dict | None) -> str:
 
 
 def machine_name(machine: dict) -> str:
-    """A GPU by its name, a CPU with its cores."""
+    """A GPU by its name, several with their number, a CPU with its cores."""
+    if machine["gpu"] and machine.get("ranks", 1) > 1:
+        return f"{machine['ranks']} {machine['gpu']}"
     return f"an {machine['gpu']}" if machine["gpu"] else f"a CPU ({machine['cores']} cores, {machine['cpu']})"
 
 

@@ -389,8 +389,10 @@ def render(said: dict, base: str) -> str:
 def report(paths: list[Path], output: Path | None, beside: list[Path], check: bool) -> int:
     """Make the page of records, by default of those that README shows; or say (`check`) whether docs/index.html is up
     to date with them, 1 when it is not. Raises ValueError where a record cannot be read, or the page not written."""
-    recorded = [ROOT / "results" / name for name in REFERENCES]
-    records = gather(paths or [folder for folder in recorded if folder.is_dir()])
+    recorded: dict[str, Path] = {}  # of two records of a topic the one that README shows
+    for file in (file for name in REFERENCES for file in sorted((ROOT / "results" / name).glob("*.json"))):
+        recorded.setdefault(file.name, file)
+    records = gather(paths or list(recorded.values()))
     said = content(records, gather(beside))
     if check:
         path = output or PAGE

@@ -5,18 +5,19 @@ from __future__ import annotations
 import json
 import math
 import re
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
 import torch
-from torch.profiler import ProfilerActivity, profile
+from torch.profiler import ProfilerActivity, profile, record_function
 
 # Bytes of an element, by the names that the trace has for dtypes.
 BYTES = {"double": 8, "long int": 8, "float": 4, "int": 4, "c10::BFloat16": 2, "c10::Half": 2}
 # What a rank sends in a ring for each byte that it puts into a collective, times the number of ranks.
 RING = {"all_reduce": lambda n: 2 * (n - 1), "all_gather": lambda n: n * (n - 1), "reduce_scatter": lambda n: n - 1}
+MARK = "the call that is read"
 Spans = list[tuple[float, float]]
 
 
@@ -24,28 +25,36 @@ Spans = list[tuple[float, float]]
 class Trace:
     """One call: `sent` has for each collective how often it was called and the bytes that a rank put into all of them.
 
-    `communicating` and `overlapped` are milliseconds of NCCL's kernels, and those in which another kernel ran too; None
-    where there is no GPU. The largest input of each call counts, as backends list its outputs too.
+    `nccl` and `others` are when NCCL's kernels ran and when others did, in ms from the first of all; empty where there
+    is no GPU. The largest input of each call counts, as backends list its outputs too.
     """
 
     sent: dict[str, tuple[int, int]]
-    communicating: float | None
-    overlapped: float | None
+    nccl: Spans
+    others: Spans
+
+    @property
+    def communicating(self) -> float:
+        """Milliseconds of NCCL's kernels, in which they wait for the other ranks too."""
+        return length(self.nccl)
 
     @property
     def overlap(self) -> float:
         """The part of the time of NCCL's kernels that is hidden behind others, 0 to 1."""
-        return self.overlapped / self.communicating if self.communicating else 0.0
+        return length(shared(self.nccl, self.others)) / self.communicating if self.nccl else 0.0
 
 
 def traced(fn: Callable, *args) -> Trace:
-    """Call fn(*args) once under the profiler, on every rank alike. Warm it up before."""
+    """Call fn(*args) under the profiler, on every rank alike: twice, as the ranks do not start together while it
+    prepares itself. Warm it up before."""
     kinds = [ProfilerActivity.CPU] + [ProfilerActivity.CUDA] * torch.cuda.is_available()
     with TemporaryDirectory() as folder:
         with profile(activities=kinds, record_shapes=True, acc_events=True) as held:
-            fn(*args)
-            if torch.cuda.is_available():
-                torch.cuda.synchronize()
+            for name in ("first", MARK):
+                with record_function(name):
+                    fn(*args)
+                    if torch.cuda.is_available():
+                        torch.cuda.synchronize()
         path = Path(folder, "trace.json")
         held.export_chrome_trace(str(path))
         return read(json.loads(path.read_text(encoding="utf-8", errors="replace"))["traceEvents"])
@@ -66,25 +75,29 @@ def sent_in_ring(sent: dict[str, tuple[int, int]], ranks: int) -> int:
     return sum(total * RING[kind](ranks) // ranks for kind, (_, total) in sent.items())
 
 
-def read(events: Iterable[dict]) -> Trace:
-    """What the events of a Chrome trace say."""
+def read(events: list[dict]) -> Trace:
+    """What the events of a Chrome trace say: of those within the mark, where there is one."""
     sent: dict[str, tuple[int, int]] = {}
-    nccl: Spans = []
-    others: Spans = []
+    spans: dict[bool, Spans] = {True: [], False: []}
+    marks = [e for e in events if e.get("name") == MARK and e.get("cat") == "user_annotation"]
     for event in events:
         kind, name, args = event.get("cat"), event.get("name", ""), event.get("args", {})
-        if kind == "user_annotation" and (match := re.fullmatch(r"(?:nccl|gloo):_?(\w+)", name)):
+        if kind not in ("user_annotation", "kernel"):
+            continue
+        if not all(mark["ts"] <= event["ts"] <= mark["ts"] + mark["dur"] for mark in marks):
+            continue
+        if kind == "kernel":
+            spans[name.startswith("ncclDevKernel")].append((event["ts"], event["ts"] + event["dur"]))
+        elif match := re.fullmatch(r"(?:nccl|gloo):_?(\w+)", name):
             sizes = zip(args.get("Input Dims", ()), args.get("Input type", ()), strict=False)
             held = max((_bytes(dims, dtype) for dims, dtype in sizes), default=0)
             calls, total = sent.get(match[1], (0, 0))
             sent[match[1]] = calls + 1, total + held
-        elif kind == "kernel":
-            span = event["ts"], event["ts"] + event["dur"]
-            (nccl if name.startswith("ncclDevKernel") else others).append(span)
-    communicating, computing = united(nccl), united(others)
-    if not communicating:
-        return Trace(sent, None, None)
-    return Trace(sent, length(communicating) / 1e3, length(shared(communicating, computing)) / 1e3)
+    first = min((start for each in spans.values() for start, _ in each), default=0)
+    nccl, others = (
+        [((a - first) / 1e3, (b - first) / 1e3) for a, b in united(spans[which])] for which in (True, False)
+    )
+    return Trace(sent, nccl, others)
 
 
 def _bytes(dims: list, dtype: str) -> int:
@@ -115,6 +128,12 @@ def shared(a: Spans, b: Spans) -> Spans:
         else:
             j += 1
     return out
+
+
+def drawn(spans: Spans, gap: float = 0.05) -> list[float]:
+    """Starts and ends in turn, as a picture needs them: spans that are less than `gap` ms apart are one."""
+    wider = united([(start, end + gap) for start, end in spans])
+    return [round(each, 2) for start, end in wider for each in (start, end - gap)]
 
 
 def length(spans: Spans) -> float:

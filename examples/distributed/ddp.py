@@ -30,13 +30,14 @@ from torch._inductor import config as inductor
 from torch.nn.parallel import DistributedDataParallel
 
 from compile_inspect import logs
-from examples.common.collectives import traced
+from examples.common.collectives import Trace, drawn, traced
 from examples.common.data_parallel import Compiler, first_and_last_norm, reference
 from examples.common.transformer import TINY, WIDE
 from examples.compiler.training_step_model import LanguageModel
 
 EAGER, PLAIN, PLAIN_COMPILED = "torch DDP", "torch, no communication", "torch.compile, no communication"
 BUCKETS, ONE_GRAPH, AUTOGRAD = "torch.compile, DDPOptimizer", "torch.compile, one graph", "torch.compile, autograd too"
+EVENTS = "start and end in ms of kernels of rank 0, event by event"
 # torch._dynamo.config for each way to compile the DDP module, where it is compiled.
 CONFIGS = {
     BUCKETS: {"optimize_ddp": "ddp_optimizer"},
@@ -90,6 +91,21 @@ def case_of(h: Harness, tokens: torch.Tensor) -> str:
     return f"{len(tokens) // h.ranks}x{tokens.shape[1] - 1} tokens a rank"
 
 
+def show(h: Harness, steps: dict[str, Step], traces: dict[str, Trace]) -> None:
+    """What each way reduces; of the GPU's kernels when they ran, for the page's picture."""
+    rows, gradients = {}, 4 * sum(p.numel() for p in steps[EAGER].model.parameters())
+    for name, trace in traces.items():
+        calls, reduced = trace.sent["all_reduce"]
+        rows[name] = {"graphs": steps[name].compiler.graphs, "all-reduces": calls, "bytes": reduced}
+        if trace.nccl:
+            rows[name] |= {"NCCL ms": round(trace.communicating, 2), "overlapped": f"{trace.overlap:.0%}"}
+    h.table(f"what is reduced, of {gradients} bytes of gradients", rows)
+    if all(trace.nccl for trace in traces.values()):
+        h.record.facts[EVENTS] = {
+            name: {"NCCL": drawn(trace.nccl), "other kernels": drawn(trace.others)} for name, trace in traces.items()
+        }
+
+
 def demo(h: Harness) -> None:
     new, tokens = sizes(h)
     wants = {alone: reference(new(), tokens, h.ranks, h.rank, alone) for alone in (False, True)}
@@ -101,13 +117,7 @@ def demo(h: Harness) -> None:
             case=case_of(h, tokens), timing=Timing(end_to_end=True), dtype=torch.float32,
         )  # fmt: skip
         traces = {} if h.profile else {name: traced(steps[name], tokens) for name in (EAGER, *CONFIGS)}
-    shown, gradients = {}, 4 * sum(p.numel() for p in steps[EAGER].model.parameters())
-    for name, trace in traces.items():
-        calls, reduced = trace.sent["all_reduce"]
-        shown[name] = {"graphs": steps[name].compiler.graphs, "all-reduces": calls, "bytes": reduced}
-        if trace.communicating:
-            shown[name] |= {"NCCL ms": round(trace.communicating, 2), "overlapped": f"{trace.overlap:.0%}"}
-    h.table(f"what is reduced, of {gradients} bytes of gradients", shown)
+    show(h, steps, traces)
 
     def answer() -> str:
         eager, buckets, one, autograd = (f"{traces[name].overlap:.0%}" for name in (EAGER, *CONFIGS))

@@ -164,7 +164,7 @@ def row_of(step: Step, x: torch.Tensor, dy: torch.Tensor) -> dict:
     sent = step.sent if step.how in COMPILED else trace.sent
     row = {"MB by theory": round(theory / 1e6, 2)} | {kind: f"{n} of {b / 1e6:.2f} MB" for kind, (n, b) in sent.items()}
     if x.is_cuda:
-        ms, hidden = round(trace.communicating or 0.0, 2), round(trace.overlap, 3)
+        ms, hidden = round(trace.communicating, 2), round(trace.overlap, 3)
         row |= {"fused": step.fused, "peak GiB": round(peak / 2**30, 2), "NCCL ms": ms, "hidden": hidden}
     return row
 

@@ -2,7 +2,7 @@
 
 import torch
 
-from examples.common.collectives import Trace, in_graph, length, read, sent_in_ring, shared, united
+from examples.common.collectives import MARK, Trace, drawn, in_graph, length, read, sent_in_ring, shared, traced, united
 
 NCCL = "ncclDevKernel_AllReduce_Sum_f32_RING_LL(ncclDevKernelArgsStorage<4096ul>)"
 
@@ -11,8 +11,8 @@ def kernel(name, start, end):
     return {"cat": "kernel", "name": name, "ts": start, "dur": end - start}
 
 
-def call(name, dims, dtype, cat="user_annotation"):
-    return {"cat": cat, "name": name, "args": {"Input Dims": dims, "Input type": dtype}}
+def call(name, dims, dtype, cat="user_annotation", ts=0):
+    return {"cat": cat, "name": name, "ts": ts, "args": {"Input Dims": dims, "Input type": dtype}}
 
 
 def test_times_are_united_and_shared():
@@ -29,8 +29,33 @@ def test_communication_is_hidden_where_another_kernel_runs():
         {"cat": "gpu_user_annotation", "name": "nccl:all_reduce", "ts": 1000, "dur": 4000},
     ]  # fmt: skip
     trace = read(events)
-    assert (trace.communicating, trace.overlapped, trace.overlap) == (4.0, 1.5, 0.375)
-    assert read(events[1:]) == Trace({}, None, None)
+    assert (trace.communicating, trace.overlap) == (4.0, 0.375)
+    assert trace == Trace({}, [(1.0, 5.0)], [(0.0, 2.5), (6.0, 9.0)])
+    assert (read(events[1:]).nccl, read(events[1:]).communicating, read(events[1:]).overlap) == ([], 0, 0.0)
+
+
+def test_only_the_marked_call_is_read():
+    """Kernels and collectives before it belong to the call that warmed the profiler up."""
+    mark = {"cat": "user_annotation", "name": MARK, "ts": 5500, "dur": 4000}
+    events = [kernel(NCCL, 1000, 5000), kernel(NCCL, 6000, 7000), kernel("gemm", 6500, 9000), mark]
+    events += [call("nccl:all_reduce", [[8]], ["float"], ts=ts) for ts in (900, 5600)]
+    trace = read(events)
+    assert (trace.sent, trace.communicating, trace.overlap) == ({"all_reduce": (1, 32)}, 1.0, 0.5)
+    assert trace.others == [(0.5, 3.0)]
+
+
+def test_spans_that_nearly_touch_are_drawn_as_one():
+    assert drawn([(0, 1), (1.01, 2), (2.5, 3)]) == [0, 2, 2.5, 3]
+    assert drawn([]) == []
+
+
+def test_the_second_call_under_the_profiler_is_read():
+    calls = []
+    assert traced(calls.append, 0) == Trace({}, [], [])
+    assert calls == [0, 0]
+
+
+def test_a_trace_without_kernels():
     assert read([]).overlap == 0.0
 
 
