@@ -315,8 +315,8 @@ def test_each_picture_has_a_name_and_a_sentence(whole):
     assert "font-family" not in "".join(re.findall(r"<text[^>]*>", whole.text))
     assert not re.findall(r"#0[01]00[0-9a-f]{2}\b", whole.text), "a stand-in for a colour was left"
     roofs = [svg for svg in re.findall(r"<svg.*?</svg>", whole.text, re.S) if 'role="group"' in svg[:200]]
-    assert len(roofs) == 4  # of the GPU's topics
-    assert {"matmul", "softmax"} <= {*re.findall(r'<a href="#(\w+)"', roofs[1])}
+    assert len(roofs) == 5  # of the topics on GPUs
+    assert {"matmul", "softmax"} <= {*re.findall(r'<a href="#(\w+)"', roofs[2])}
 
 
 def test_the_page_is_one_file_without_network_and_small(whole):
