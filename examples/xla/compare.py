@@ -120,10 +120,10 @@ def demo(h: Harness) -> None:
             calls: dict[str, list[str]] = {}
             for n in CALLS:
                 calls.setdefault(least(totals(table, n)), []).append(f"{n:,}")
-            text = ", ".join(f"{name} at {' and '.join(ns)}" for name, ns in calls.items())
+            text = ", ".join(f"{name} for {', '.join(ns)} calls" for name, ns in calls.items())
             cases.setdefault(text, []).append(table.case.removesuffix(" tokens"))
         parts = (f"{', '.join(tokens)} tokens: {text}" for text, tokens in cases.items())
-        return f"Fastest in all, compiling included, by the number of calls. {'; '.join(parts)}."
+        return f"Fastest in all, compiling included. {'; '.join(parts)}."
 
     h.answer(answer)
 
