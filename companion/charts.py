@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from contextlib import suppress
 from itertools import cycle, islice, pairwise
 from typing import NamedTuple
@@ -463,27 +463,24 @@ def partitions(part: dict) -> Chart:
 
 
 def streams(part: dict) -> Chart:
-    """Both streams of rank 0 in one step, way by way."""
+    """One step on rank 0, a lane for each way: when NCCL's kernels ran, and over them when others did."""
     held = part["facts"][f"start and end in ms of kernels of rank 0, {DRAWN}"]
-    spans = {
-        what: {
-            f"{name}, {what}": [[a, b] for a, b in zip(each[what][::2], each[what][1::2], strict=True)]
-            for name, each in held.items()
-        }
-        for what in ("other kernels", "NCCL")
-    }
+    series = [
+        Series(what, {name: list(pairs(each[what])) for name, each in held.items()}, look)
+        for what, look in {"NCCL": 2, "other kernels": 0}.items()
+    ]
     said = []
     for name in held:
-        own, others = spans["NCCL"][f"{name}, NCCL"], spans["other kernels"][f"{name}, other kernels"]
+        own, others = (each.points[name] for each in series)
         alone = sum(b - a for a, b in own) - sum(max(0, min(b, d) - max(a, c)) for a, b in own for c, d in others)
         said.append(f"{alone:.3g} ms ({name}, of {max(b for _, b in own + others):.3g})")
     sees = f"NCCL runs with nothing beside it, or waits for the other rank, for {_list(said)}."
-    lanes = [(what, f"{name}, {what}") for name in held for what in spans]
-    series = [
-        Series(what, {lane: spans[what][lane] for of, lane in lanes if of == what}, look)
-        for what, look in {"other kernels": 1, "NCCL": 2}.items()
-    ]
     return Chart("timeline", "Both streams of a step, rank 0", "ms from the first kernel", "", series, sees)
+
+
+def pairs(numbers: list[float]) -> Iterator[list[float]]:
+    """In pairs, of start and end."""
+    return map(list, zip(numbers[::2], numbers[1::2], strict=True))
 
 
 def by_message(part: dict) -> Chart:
