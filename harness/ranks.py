@@ -232,10 +232,12 @@ def _first(failures: dict, ranks: int, folder: Path, verbose: bool) -> tuple[int
         return 2, words.strip().removeprefix("error: ")
     exitcode = failures[number].exitcode
     how = f"was ended by {signal.Signals(-exitcode).name}" if exitcode < 0 else f"ended with status {exitcode}"
-    if found := re.search("watchdog|preamble", words.lower()):  # NCCL's, and gloo's where another rank sends more
+    found = re.search("watchdog|preamble", words.lower())  # NCCL's, and gloo's where another rank sends more
+    if found:
         within = f" within {TIMEOUT_S:g} s" if found[0] == "watchdog" else ""
         how += f": a collective was not joined by every rank with the same shape{within}"
-    last = [line for line in words.splitlines() if line.strip()][-3:] if exitcode > 0 else []
+    spoke = exitcode > 0 or (exitcode == -signal.SIGABRT and not found)  # C++ says what it could not go on after
+    last = [line for line in words.splitlines() if line.strip()][-3:] if spoke else []
     return 1, "\n  ".join([f"rank {number} of {ranks} {how}", *last])
 
 

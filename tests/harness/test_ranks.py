@@ -5,7 +5,9 @@ import os
 import signal
 import subprocess
 import sys
+import threading
 import time
+import weakref
 from contextlib import suppress
 from pathlib import Path
 
@@ -38,6 +40,9 @@ def demo(h: Harness) -> None:
                 raise ValueError("this rank has no weights")
             if how == "killed":
                 os.kill(os.getpid(), signal.SIGKILL)
+            if how == "aborts":
+                os.write(2, b"terminate called: a stream that is gone\\n")
+                os.abort()
             if how == "smaller":
                 y = y[:5]
             if how in ("alone", "sleeps"):
@@ -103,6 +108,7 @@ def gone(pids: Path) -> bool:
     [
         pytest.param("raises", "rank 1 of 2, in made: ValueError: this rank has no weights", marks=pytest.mark.slow),
         ("killed", "FAILED: rank 1 of 2 was ended by SIGKILL"),
+        pytest.param("aborts", "ended by SIGABRT\n  terminate called: a stream that is gone", marks=pytest.mark.slow),
         pytest.param("smaller", "collective was not joined by every rank with the same", marks=pytest.mark.slow),
         ("alone", "in made: a rank waited in vain for another one"),
     ],
@@ -146,6 +152,21 @@ def test_under_torchrun_it_is_a_rank_and_rank_0_alone_speaks(start, tmp_path):
 
 
 # --- without processes
+
+
+def test_who_watches_the_main_thread_keeps_nothing_of_it():
+    """DDPOptimizer, for one, relies on an object that ends with the call that made it."""
+    seen = []
+
+    def call():
+        held = threading.Event()
+        watch = threading.Thread(target=lambda: seen.append(ranks._main_thread()))
+        watch.start()
+        watch.join()
+        return weakref.ref(held)
+
+    assert call()() is None
+    assert seen[0][0].endswith("threading.py")
 
 
 @pytest.fixture(autouse=True)
