@@ -133,11 +133,14 @@ def names_here() -> dict[str, str]:
 
 
 def _place(record: dict, folder: str | None, taken: dict[Path, dict], root: Path) -> Path:
-    """results/<machine>; of a GPU that has a folder with another Triton, results/<machine>-triton-X.Y.
+    """results/<machine>; of N GPUs results/<machine>-xN; of a GPU that has a folder with another Triton,
+    results/<machine>-triton-X.Y.
 
     Raises ValueError for a folder that holds another GPU. `taken` are the records that go with this one.
     """
-    name, triton = folder or folder_name(record["gpu"]), as_run(record)["machine"].get("triton")
+    machine = as_run(record)["machine"]
+    several = f"-x{machine['ranks']}" if record["gpu"] and machine.get("ranks", 1) > 1 else ""
+    name, triton = folder or folder_name(record["gpu"]) + several, machine.get("triton")
 
     def held(name: str) -> list[dict]:
         place = root / "results" / name

@@ -14,7 +14,7 @@ from pathlib import Path
 from harness.bench import Row, Table
 from harness.catalog import ROOT, Technique, Topic, topics
 from harness.console import noise, of_calls
-from harness.record import REFERENCES, as_run, load
+from harness.record import REFERENCES, as_run, gpus, load, reference_files
 from harness.sources import sources_hash
 
 from companion.compare import join
@@ -109,8 +109,9 @@ def phases_table(record: dict | None) -> str:
 
 def machine_name(machine: dict) -> str:
     """A GPU by its name, several with their number, a CPU with its cores."""
-    if machine["gpu"] and machine.get("ranks", 1) > 1:
-        return f"{machine['ranks']} {machine['gpu']}"
+    several = gpus(machine)
+    if several != machine["gpu"]:
+        return several
     return f"an {machine['gpu']}" if machine["gpu"] else f"a CPU ({machine['cores']} cores, {machine['cpu']})"
 
 
@@ -176,7 +177,7 @@ def coverage_table(found: list[Topic], records: dict[str, list[dict]]) -> str:
         for record in records.get(topic.name, []):
             m = record["machine"]
             own = "sm_{}{}".format(*m["capability"]) if m["gpu"] else None
-            where = f"{m['gpu']} ({own})" if own else f"{m['cpu']}, {m['cores']} cores"
+            where = f"{gpus(m)} ({own})" if own else f"{m['cpu']}, {m['cores']} cores"
             versions = [f"torch {m['torch']}"]
             versions += [f"torch_xla {m['torch_xla']}"] if m.get("torch_xla") else []
             versions += [f"Triton {m['triton']}"] if m.get("triton") and not m.get("torch_xla") else []
@@ -189,13 +190,13 @@ def coverage_table(found: list[Topic], records: dict[str, list[dict]]) -> str:
     return "\n".join(lines)
 
 
-def results_tables(folder: Path, study: bool = False) -> str:
-    """All cases of the recorded topics of one machine, or of their studies, a table a topic, for a file in docs/.
+def results_tables(paths: list[Path], study: bool = False) -> str:
+    """All cases of recorded topics, or of their studies, a table a topic, for a file in docs/.
 
     Whole calls on a GPU, whose ratios are the host's too, have a table of their own, with every row.
     """
     parts = []
-    for path in sorted(folder.glob("*.json")):
+    for path in paths:
         record = as_run(load(path))
         m = record["machine"]
         if "ceilings" not in m:  # of compile_inspect, which has no table of times
@@ -208,8 +209,8 @@ def results_tables(folder: Path, study: bool = False) -> str:
         versions = f"torch_xla {m['torch_xla']}, {versions}" if m.get("torch_xla") else versions
         commit = (record["commit"] or "unknown")[:12]
         parts.append(
-            f"**{record['topic']}** on {m['gpu'] or m['cpu']}{power}, torch {m['torch']}, {versions}{measured} "
-            f"([record](../results/{folder.name}/{path.name}), commit `{commit}`)\n"
+            f"**{record['topic']}** on {gpus(m) or m['cpu']}{power}, torch {m['torch']}, {versions}{measured} "
+            f"([record](../results/{path.parent.name}/{path.name}), commit `{commit}`)\n"
         )
         held = [(each["name"], each.get("study") if study else each) for each in record["examples"]]
         tables = [(name, table) for name, part in held if part for table in tables_of(part) if table.timed]
@@ -302,16 +303,17 @@ def documents(root: Path = ROOT) -> dict[Path, tuple[str, str]]:
     for path in (path for machine in (*REFERENCES, *machines) for path in (root / "results" / machine).glob("*.json")):
         ran.setdefault((record := as_run(load(path)))["topic"], []).append(record)
     records = {topic: of_topic[0] for topic, of_topic in ran.items()}
+    on_cpu, on_gpus = ([p for p in reference_files(root) if (p.parent.name == "cpu") == cpu] for cpu in (True, False))
     parts = {
         "techniques": techniques_table(found, records, root),
         "elsewhere": elsewhere_table(found, ran),
         "chapter": chapter_table(found, (root / OUTLINE).read_text(encoding="utf-8")),
         "coverage": coverage_table(found, ran),
         "phases": phases_table(records.get("compile_inspect")),
-        "results": results_tables(root / "results" / "h200"),
-        "results on a CPU": results_tables(root / "results" / "cpu"),
-        "studies": results_tables(root / "results" / "h200", study=True),
-        "studies on a CPU": results_tables(root / "results" / "cpu", study=True),
+        "results": results_tables(on_gpus),
+        "results on a CPU": results_tables(on_cpu),
+        "studies": results_tables(on_gpus, study=True),
+        "studies on a CPU": results_tables(on_cpu, study=True),
     }
     texts = {}
     for name, names in DOCUMENTS.items():

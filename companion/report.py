@@ -19,7 +19,7 @@ from pathlib import Path
 from harness.bench import Table
 from harness.catalog import ROOT, Technique, Topic, topics
 from harness.console import noise, of_calls
-from harness.record import REFERENCES, ExampleRecord, as_run, load, recorded_answer
+from harness.record import ExampleRecord, as_run, load, recorded_answer, reference_files
 
 from companion.charts import DRAWN, Chart, charts_of, roofline
 from companion.claims import judge, tally
@@ -389,10 +389,7 @@ def render(said: dict, base: str) -> str:
 def report(paths: list[Path], output: Path | None, beside: list[Path], check: bool) -> int:
     """Make the page of records, by default of those that README shows; or say (`check`) whether docs/index.html is up
     to date with them, 1 when it is not. Raises ValueError where a record cannot be read, or the page not written."""
-    recorded: dict[str, Path] = {}  # of two records of a topic the one that README shows
-    for file in (file for name in REFERENCES for file in sorted((ROOT / "results" / name).glob("*.json"))):
-        recorded.setdefault(file.name, file)
-    records = gather(paths or list(recorded.values()))
+    records = gather(paths or reference_files())
     said = content(records, gather(beside))
     if check:
         path = output or PAGE

@@ -143,6 +143,20 @@ def as_run(record: dict) -> dict:
     return record | run
 
 
+def reference_files(root: Path = ROOT) -> list[Path]:
+    """The records that README and the page show: of two of a topic the one of the first of REFERENCES."""
+    found: dict[str, Path] = {}
+    for path in (path for name in REFERENCES for path in sorted((root / "results" / name).glob("*.json"))):
+        found.setdefault(path.name, path)
+    return list(found.values())
+
+
+def gpus(machine: dict) -> str | None:
+    """The GPU of a recorded machine by its name, with their number where its ranks had one each; None for a CPU."""
+    several = f"{machine['ranks']} " if machine.get("ranks", 1) > 1 else ""
+    return machine["gpu"] and f"{several}{machine['gpu']}"
+
+
 def recorded(topic: str, name: str, root: Path = ROOT) -> dict | None:
     """The example of that name that README shows: of the first of REFERENCES that has recorded it; None of none."""
     for machine in REFERENCES:
@@ -159,9 +173,8 @@ def recorded_answer(topic: str, name: str) -> str | None:
     if not (example and example["answer"]):
         return None
     machine = example["machine"]
-    where = f"an {machine['gpu']}" if machine["gpu"] else f"{machine['host']['cores']} cores of a CPU"
-    if machine.get("ranks", 1) > 1 and machine["gpu"]:
-        where = f"{machine['ranks']} {machine['gpu']}"
+    where = gpus(machine) or f"{machine['host']['cores']} cores of a CPU"
+    where = f"an {where}" if where == machine["gpu"] else where
     return f"recorded on {where}, {example['when'][:10]}: {example['answer']}"
 
 

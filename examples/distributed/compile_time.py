@@ -3,8 +3,8 @@
 Ranks of one program compile the same graphs at the same time, on the cores of one host. With one cache folder the first
 call still finds nothing, as all of them look before any has finished: let rank 0 compile first. To other hosts its
 artifacts are sent; torch's remote caches (TORCHINDUCTOR_FX_GRAPH_REMOTE_CACHE, in Redis) do that for a fleet. But a
-graph's key names its GPU: what was compiled for cuda:0 serves rank 0 of each host and the next start, and never
-cuda:1. (Newer versions of torch have torch.compiler.config.compile_on_one_rank against it, which is not tried here.)
+graph's key names its GPU: rank 1, on cuda:1, finds nothing of what rank 0 compiled for cuda:0. (Newer versions of
+torch have torch.compiler.config.compile_on_one_rank against it, which is not tried here.)
 
 A rank whose batch has another size compiles again, alone, while the others wait for it in a collective: for seconds at
 best, until their timeout at worst. Counting graphs on every rank finds it; one shape, or a dynamic one, avoids it.

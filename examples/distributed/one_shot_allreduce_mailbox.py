@@ -26,7 +26,7 @@ DTYPES = (torch.bfloat16, torch.float16)
 VARIANTS = ("pull", "mailbox")
 PER_SM = 2  # programs that wait, on an eighth of the SMs (sms_to_wait_on): WARPS of either kernel leave room for them
 WARPS = 8
-BLOCK = WARPS * 32 * 4  # words of 4 bytes that a program sends at a time: four a thread
+BLOCK = WARPS * 32 * 4  # words of 4 bytes that a program sends at a time: four a thread, as _receive needs
 MAILBOX_BYTES = 256 * 1024  # sent in all, up to which mailboxes are faster: they send every byte twice
 
 

@@ -5,6 +5,7 @@ import json
 import shutil
 
 from harness.catalog import ROOT, topics
+from harness.record import load
 from harness.sources import sources_hash
 
 import pytest
@@ -80,6 +81,14 @@ def test_a_good_record_lands_without_names(tmp_path, capsys, monkeypatch, record
     on_another_gpu(record, "NVIDIA B200", "3.6.0")
     with pytest.raises(ValueError, match=r"results/rtx-4090 holds records of NVIDIA GeForce RTX 4090; name another"):
         lines(tmp_path, capsys, record, ("folder", "rtx-4090"))
+
+
+def test_a_record_of_several_gpus_has_a_folder_of_its_own(tmp_path):
+    record = load(ROOT / "results/h100-x2/torch_distributed_examples.json")
+    assert contribute._place(record, None, {}, tmp_path).parent.name == "h100-x2"
+    for example in record["examples"]:
+        example["machine"]["ranks"] = 4
+    assert contribute._place(record, None, {}, tmp_path).parent.name == "h100-x4"
 
 
 def on_another_gpu(record: dict, gpu: str, triton: str) -> None:
