@@ -47,13 +47,18 @@ def one_shot_allreduce_kernel(
     RANK: tl.constexpr, WORLD: tl.constexpr, WORLD_POW2: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     program, programs = tl.program_id(0), tl.num_programs(0)
+    first = program * BLOCK + tl.arange(0, BLOCK)
+    # Before the number of the call: the store needs both, and so they come from memory at once.
+    x = tl.load(x_ptr + first, mask=first < n)
     call = tl.load(calls_ptr + program) + 1
     half = (call % 2) * n
     dtype: tl.constexpr = x_ptr.dtype.element_ty
     own = pointer(data[RANK], dtype) + half
     for start in range(program * BLOCK, n, programs * BLOCK):
         at = start + tl.arange(0, BLOCK)
-        tl.store(own + at, tl.load(x_ptr + at, mask=at < n), mask=at < n)
+        tl.store(own + at, x, mask=at < n)
+        at += programs * BLOCK
+        x = tl.load(x_ptr + at, mask=at < n)
 
     signal_peers(signals, program * WORLD + RANK, call, RANK, WORLD, WORLD_POW2)
     mine = pointer(signals[RANK], tl.int32) + program * WORLD
@@ -70,12 +75,12 @@ def one_shot_allreduce_kernel(
     tl.store(calls_ptr + program, call)
 
 
-def launch_pull(x: torch.Tensor, y: torch.Tensor, work: Workspace, block: int = 0, warps: int = WARPS) -> None:
+def launch_pull(x: torch.Tensor, y: torch.Tensor, work: Workspace) -> None:
     world, share = work.data.world, triton.cdiv(x.numel(), work.calls.shape[1])
-    block = block or min(LARGEST_BLOCK, max(BLOCK, triton.next_power_of_2(share)))
+    block = min(LARGEST_BLOCK, max(BLOCK, triton.next_power_of_2(share)))
     one_shot_allreduce_kernel[(work.programs(x.numel(), block),)](
         x, y, work.data.addresses, work.signals.addresses, work.calls, x.numel(), RANK=work.data.rank, WORLD=world,
-        WORLD_POW2=triton.next_power_of_2(world), BLOCK=block, num_warps=warps,
+        WORLD_POW2=triton.next_power_of_2(world), BLOCK=block, num_warps=WARPS,
     )  # fmt: skip
 
 

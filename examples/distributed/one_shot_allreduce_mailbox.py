@@ -174,14 +174,18 @@ def one_shot_allreduce_mailbox_kernel(
     RANK: tl.constexpr, WORLD: tl.constexpr, BLOCK: tl.constexpr, DTYPE: tl.constexpr,
 ):  # fmt: skip
     program, programs = tl.program_id(0), tl.num_programs(0)
+    first = program * BLOCK + tl.arange(0, BLOCK)
+    # Before the number of the call: what is sent needs both, and so they come from memory at once.
+    bits = tl.load(x_ptr + first, mask=first < words, other=0)
     call = tl.load(calls_ptr + program) + 1
     box = (call % 2) * WORLD * words
     for start in range(program * BLOCK, words, programs * BLOCK):
         at = start + tl.arange(0, BLOCK)
-        bits = tl.load(x_ptr + at, mask=at < words, other=0)
         for step in tl.static_range(1, WORLD):  # each rank begins with another peer
             peer = pointer(mail[(RANK + step) % WORLD], tl.int64)
             _send(peer + box + RANK * words + at, bits, call, at < words)
+        at += programs * BLOCK
+        bits = tl.load(x_ptr + at, mask=at < words, other=0)
 
     own = pointer(mail[RANK], tl.int64) + box
     for start in range(program * BLOCK, words, programs * BLOCK):
@@ -201,12 +205,12 @@ def one_shot_allreduce_mailbox_kernel(
     tl.store(calls_ptr + program, call)
 
 
-def launch_mailbox(x: torch.Tensor, y: torch.Tensor, work: Workspace, block: int = BLOCK, warps: int = WARPS) -> None:
+def launch_mailbox(x: torch.Tensor, y: torch.Tensor, work: Workspace) -> None:
     words = x.numel() // 2
-    one_shot_allreduce_mailbox_kernel[(work.programs(words, block),)](
+    one_shot_allreduce_mailbox_kernel[(work.programs(words, BLOCK),)](
         x.view(-1).view(torch.int32), y.view(-1).view(torch.int32), work.mail.addresses, work.calls[1], words,
-        RANK=work.data.rank, WORLD=work.data.world, BLOCK=block,
-        DTYPE=tl.bfloat16 if x.dtype is torch.bfloat16 else tl.float16, num_warps=warps,
+        RANK=work.data.rank, WORLD=work.data.world, BLOCK=BLOCK,
+        DTYPE=tl.bfloat16 if x.dtype is torch.bfloat16 else tl.float16, num_warps=WARPS,
     )  # fmt: skip
 
 
