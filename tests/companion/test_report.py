@@ -17,13 +17,12 @@ from companion.__main__ import main
 from companion.claims import judge
 from companion.ledger import CLAIMS
 from companion.pictures import draw
-from companion.readme import stale_examples
 from examples.distributed.ddp import EVENTS as KERNELS
 from studies.compiler import cuda_graphs, when_it_helps
 from studies.tma.gluon_matmul_timeline import EVENTS, spans
 
 H200, CPU = ROOT / "results/h200", ROOT / "results/cpu"
-H100S = ROOT / "results" / "h100-x2"
+H200S = ROOT / "results" / "h200-x2"
 TMA = H200 / "triton_tma_blackwell.json"
 
 
@@ -55,7 +54,7 @@ def made(path: Path, *argv) -> Page:
 @pytest.fixture(scope="module")
 def whole(tmp_path_factory) -> Page:
     """The page of docs/index.html, made anew."""
-    return made(tmp_path_factory.mktemp("page") / "index.html", H200, H100S, CPU)
+    return made(tmp_path_factory.mktemp("page") / "index.html", H200, H200S, CPU)
 
 
 @pytest.fixture
@@ -67,7 +66,7 @@ def undrawn(monkeypatch):
 
 def examples() -> list[dict]:
     """Of the topics: the page leaves the phases of compile_inspect out."""
-    paths = [path for folder in (H200, H100S, CPU) for path in sorted(folder.glob("*_examples.json"))]
+    paths = [path for folder in (H200, H200S, CPU) for path in sorted(folder.glob("*_examples.json"))]
     paths += sorted(H200.glob("triton_*_*.json"))
     return [each for path in paths for each in load(path)["examples"]]
 
@@ -110,11 +109,8 @@ def test_the_numbers_on_the_page_are_the_records(whole):
 
 def test_charts_hold_recorded_numbers_and_a_sentence_of_them():
     found = {example["name"]: (example, charts.charts_of(example["name"], example)) for example in examples()}
-    older = {"ddp"} & {line.split(": ")[1] for line in stale_examples()}  # recorded before its kernels' times were
     for name, functions in charts.PICTURES.items():
-        assert name in older or len(found[name][1]) == len(functions), (
-            f"{name}: the record no longer has what its picture needs"
-        )
+        assert len(found[name][1]) == len(functions), f"{name}: the record no longer has what its picture needs"
     for name, (example, drawn) in found.items():
         recorded = json.dumps(example)
         assert bool(drawn) == any(len(table.rows) > 1 for table in charts.timed(example)) or drawn, name
