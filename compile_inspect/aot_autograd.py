@@ -1,18 +1,17 @@
 """AOTAutograd: joint, forward and backward graphs, what is saved between them, decompositions, autograd's own cost."""
 
-import time
 from collections.abc import Callable
+from dataclasses import fields
 
 import torch
 
 from compile_inspect.graphs import VIEWS, aot_backend, copied, line_of, lower, operation_of, operations
 from compile_inspect.main import main
-from compile_inspect.partition import _split
+from compile_inspect.partition import Split, _split
 from compile_inspect.report import Phase, Skip
-from compile_inspect.subject import Subject, parameters, tensors_of
+from compile_inspect.subject import BUDGET, ROUNDS, Subject, parameters, tensors_of, turns
 
 QUESTION = "What becomes of a training step: its graphs, what forward saves for backward, autograd's own cost?"
-ROUNDS, BUDGET = 17, 2.0  # calls whose fastest, but for the first two, is told; and the seconds that they may take
 MANY, LEAST = 4, 2**20  # saved activations of this many times the parameters' bytes, and above 1 MiB, are a finding
 PARTS, HALF = ("joint", "forward", "backward"), "min-cut, budget 0.5"
 LEVELS = {"torch": "torch functions (Dynamo)", "aten": "ATen", "core_aten": "Core ATen", "prims": "prims",
@@ -100,19 +99,21 @@ def saved_of(forward: torch.fx.GraphModule, backward: torch.fx.GraphModule) -> l
 
 def show_saved(subject: Subject, phase: Phase, graphs: list[dict], held: int) -> dict[str, int]:
     """The partitioners' sums and the tensors saved; bytes saved by partitioner."""
-    keys, rows, cuts = ("joint", "forward", "backward", "saved", "saved_bytes"), [], [graph["cuts"] for graph in graphs]
-    for name in [name for name in ("min-cut", "default", HALF) if any(name in each for each in cuts)]:
-        rows.append([name, *(sum(getattr(each.get(name, each["min-cut"]), key) for each in cuts) for key in keys)])
-    sizes = phase.facts["saved_bytes"] = {row[0]: row[-1] for row in rows}
-    saved = phase.facts["saved"] = sorted((t for g in graphs for t in g["saved"]), key=lambda tensor: -tensor["bytes"])
-    phase.table("partitioners", ["partitioner", "joint", "forward", "backward", "saved tensors", "saved bytes"], rows)
-    columns = {"name": "tensor", "shape": "shape", "bytes": "bytes", "operation": "made by", "line": "line"}
-    phase.table("saved for backward (min-cut)", columns, saved)
+    rows, keys = {}, [each.name for each in fields(Split)]
+    for name in ("min-cut", "default", HALF):
+        cuts = [graph["cuts"].get(name, graph["cuts"]["min-cut"]) for graph in graphs]
+        if any(name in graph["cuts"] for graph in graphs):
+            rows[name] = {"partitioner": name} | {key: sum(getattr(each, key) for each in cuts) for key in keys}
+    sizes = phase.facts["saved_bytes"] = {name: row["saved_bytes"] for name, row in rows.items()}
+    phase.table("partitioners", rows.values())
+    saved = sorted((tensor for graph in graphs for tensor in graph["saved"]), key=lambda tensor: -tensor["bytes"])
+    phase.facts["saved"] = phase.table("saved for backward (min-cut)", saved)
     if subject.train and HALF in sizes:
+        more = rows[HALF]["backward"] - rows["min-cut"]["backward"]
         phase.finding(
             f"forward saves {sizes['min-cut'] / 1e6:.3g} MB for backward; the parameters have {held / 1e6:.3g} MB",
             "torch._functorch.config.activation_memory_budget = 0.5, or torch.utils.checkpoint around each block",
-            tried=f"budget 0.5 saves {sizes[HALF] / 1e6:.3g} MB, {rows[2][3] - rows[0][3]} operations more in backward",
+            tried=f"budget 0.5 saves {sizes[HALF] / 1e6:.3g} MB, {more} operations more in backward",
         )
     return sizes
 
@@ -139,7 +140,7 @@ def ladder(phase: Phase, graphs: list[dict]) -> None:
     distinct = {level: len(set(used)) for level, used in names.items()}
     phase.facts["ladder"] = {"model": counts, "sets": sets, "distinct": distinct}
     rows = [[title, counts[level], distinct[level], sets.get(level)] for level, title in LEVELS.items()]
-    phase.table("levels, forward without gradients", ["level", "operations", "distinct", "operators it has"], rows)
+    phase.table("levels, forward without gradients", rows, "level|operations|distinct|operators it has")
     phase.note(
         f"Inductor's loop IR has {loops} loops. ATen has {sets['aten_overloads']:,} overloads; "
         f"{sets['aten_public']:,} of its operators are public and not in place. Inductor has lowerings for "
@@ -170,20 +171,18 @@ def time_autograd(subject: Subject, phase: Phase) -> dict:
 
     fn, args, kwargs = subject.fresh()
     compiled = torch.compile(fn, backend=aot_backend(lambda graph: None, partition_fn=default_partition))
-    steps, started = {"eager": [], "aot": []}, time.perf_counter()
-    while len(steps["aot"]) < 3 or (len(steps["aot"]) < ROUNDS and time.perf_counter() - started < BUDGET):
-        for name, call in (("eager", fn), ("aot", compiled)):
+    calls, steps = {"eager": fn, "aot": compiled}, {"eager": [], "aot": []}
+    for _ in turns(ROUNDS, 2 * BUDGET, settle=2):  # until both are compiled
+        for name, call in calls.items():
             if not (step := one_step(lambda call=call: call(*args, **kwargs), subject)):
                 return {}
             steps[name].append(step)
-        if len(steps["aot"]) == 2:  # both are compiled
-            started = time.perf_counter()
     times = phase.facts["autograd_ms"] = {
         name: {key: min(step[key] for step in found[2:]) for key in found[0]} for name, found in steps.items()
     }
     columns = {"name": "ms, the same kernels", "no_grad": "forward, no grad", "forward": "forward",
                "backward": "backward", "nodes": "autograd nodes"}  # fmt: skip
-    phase.table("what autograd costs at run time", columns, [{"name": name} | each for name, each in times.items()])
+    phase.table("what autograd costs at run time", [{"name": name} | each for name, each in times.items()], columns)
     phase.note("AOTAutograd alone saves no launch: its graphs call each kernel, from Python, as eager does.")
     return times
 

@@ -1,7 +1,6 @@
 """Whether compiled results are as good as eager's: errors against a float64 run, beside those of eager itself."""
 
 import math
-import time
 from collections.abc import Callable
 from contextlib import suppress
 
@@ -14,9 +13,13 @@ ALLOWED, ROUNDINGS = 4.0, 4.0  # of eager's own error; and of epsilon, at the ou
 
 
 class Results(list):
-    """Tensors: the first `outputs` are what a call returned, the others gradients; and the `seconds` that it took."""
+    """Tensors: the first `outputs` are what a call returned, the others gradients; and the `seconds` that it took.
 
-    outputs, seconds = 0, 0.0
+    Further calls take `ms`; or `failure` says why there is nothing. `parts` of the seconds, and `graphs`: see basics.
+    """
+
+    outputs, graphs, failure = 0, 0, ""
+    seconds = ms = parts = None
 
 
 def results(
@@ -32,12 +35,10 @@ def results(
             module.double()
         args, kwargs = tree_map(as_double, (args, kwargs))
     torch.manual_seed(0)  # dropout draws the same numbers, where the compiler is told to leave them to torch
-    call, started = subject.caller(wrap(fn), args, kwargs), time.perf_counter()
-    returned = call()
-    subject.synchronize()
-    seconds = time.perf_counter() - started
+    call = subject.caller(wrap(fn), args, kwargs)
+    ms, _, returned = subject.once(call)
     out = Results(map(dense, tensors_of(returned)))
-    out.outputs, out.seconds = len(out), seconds
+    out.outputs, out.seconds = len(out), ms / 1e3
     if calls is not None:
         calls.append(call)
     if subject.train:
@@ -77,7 +78,7 @@ def error_ratio(got: list, eager: list, exact: list | None) -> float:
     # A gradient that is zero but for rounding, as that of a bias before a norm, is as exact as its neighbours allow.
     first = getattr(eager, "outputs", len(eager))
     scale = max((_rms(each.double()) for each in eager[first:] if each.is_floating_point()), default=0.0)
-    floors = [scale * ROUNDINGS * torch.finfo(torch.float32).eps if i >= first else 0.0 for i in range(len(eager))]
+    floors = [0.0] * first + [scale * ROUNDINGS * torch.finfo(torch.float32).eps] * (len(eager) - first)
     return max(map(_ratio, got, eager, exact or [None] * len(eager), floors), default=0.0)
 
 

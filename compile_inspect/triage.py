@@ -37,8 +37,8 @@ def look(subject: Subject, phase: Phase) -> None:
             raise Skip("the model returns something else at each call, in eager too: there is nothing to compare with")
         for stage, does in STAGES.items():
             rows.append([stage, does, *outcome(lambda: results(subject, compiled_by(stage)), eager, exact)])  # noqa: B023
-    columns = ["backend", "adds", "error / allowed", "outcome"]
-    phase.table("the same call, one stage of the compiler more at a time", columns, rows)
+    columns = "backend|adds|error / allowed|outcome"
+    phase.table("the same call, one stage of the compiler more at a time", rows, columns)
     wrong, _, _, happens = next((row for row in rows if row[2] > 1), (None,) * 4)
     phase.facts |= {"errors": {row[0]: row[2] for row in rows}, "float64": exact is not None, "stage": wrong}
     if not wrong:
