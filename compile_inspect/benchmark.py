@@ -20,7 +20,7 @@ from torch.utils.flop_counter import flop_registry
 
 from compile_inspect.fresh import fresh_cache, warm_up
 from compile_inspect.main import main
-from compile_inspect.report import Phase, Report, Skip, reason_of
+from compile_inspect.report import Phase, Skip, reason_of
 from compile_inspect.subject import Subject, parameters, tensors_of
 from compile_inspect.watching import watch
 
@@ -123,13 +123,13 @@ def sizes_around(given: int | None) -> list[int | None]:
     return [given, *sorted(powers, key=lambda size: (abs(math.log2(size / given)), -size))[: SIZES - 1]]
 
 
-def png(report: Report, path: Path) -> None:
+def png(facts: dict, path: Path) -> None:
     """Draw the times by batch size. Raises RuntimeError where matplotlib is missing or nothing was measured by size."""
     try:
         from matplotlib.figure import Figure
     except ImportError:
         raise RuntimeError("--png needs matplotlib: pip install matplotlib") from None
-    rows = [row for row in report.facts("benchmark").get("sizes", []) if row["batch"]]
+    rows = [row for row in facts.get("sizes", []) if row["batch"]]
     if not rows:
         raise RuntimeError("--png: nothing was measured by batch size")
     axes = (figure := Figure((7, 4.5), layout="constrained")).subplots()

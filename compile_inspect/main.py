@@ -21,7 +21,7 @@ import sys
 import tempfile
 import time
 from dataclasses import asdict
-from importlib import import_module
+from importlib import import_module as loaded
 from importlib.metadata import version
 from multiprocessing.connection import Connection
 from multiprocessing.process import BaseProcess
@@ -68,7 +68,7 @@ def main(argv: list[str] | None = None, phase: str | None = None) -> int:
     command = " ".join([f"python -m compile_inspect.{phase or 'main'}", *(sys.argv[1:] if argv is None else argv)])
     writers = {
         options.html: Report.html, options.json: lambda report, path: write_record(report, command, path),
-        options.png: lambda *which: import_module("compile_inspect.benchmark").png(*which),
+        options.png: lambda report, path: loaded("compile_inspect.benchmark").png(report.facts("benchmark"), path),
     }  # fmt: skip
     writers.pop(None, None)
     for path in writers:

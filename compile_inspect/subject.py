@@ -300,12 +300,9 @@ def load(spec: str) -> object:
             module = importlib.import_module(where)
     own = [key for key, value in vars(module).items() if callable(value) and not key.startswith("_")
            and getattr(value, "__module__", None) == module.__name__]  # fmt: skip
-    has = ", ".join(own) or "nothing callable"
-    if not name and len(own) != 1:
-        raise SubjectError(f"{spec}: name one of {has}, as {where}:NAME")
-    name = name or own[0]
-    if not hasattr(module, name):
-        raise SubjectError(f"{spec}: {where} has no {name}; it has {has}")
+    name = name or "".join(own[:1] * (len(own) == 1))
+    if not name or not hasattr(module, name):
+        raise SubjectError(f"{spec}: name one of its own, as {where}:NAME; it has {', '.join(own)}")
     return getattr(module, name)
 
 
@@ -333,40 +330,42 @@ def make_inputs(specs: list[str], source: str | None, model: Callable, device: t
     if source:
         made = load(source)
         with refused(f"{source}: calling it raises"):
-            made = made() if callable(made) else made
-        args = () if isinstance(made, dict) else tuple(made) if isinstance(made, tuple | list) else (made,)
-        return moved((args, made if isinstance(made, dict) else {}), device)
+            made = moved(made() if callable(made) else made, device)
+        if isinstance(made, dict):
+            return (), made
+        return tuple(made) if isinstance(made, tuple | list) else (made,), {}
     modules = model.modules() if isinstance(model, nn.Module) else ()
-    rows = min([100, *(m.num_embeddings for m in modules if isinstance(m, nn.Embedding))])
-    return tuple(_input(spec, rows, device) for spec in specs), {}
+    rows, args = min([100, *(m.num_embeddings for m in modules if isinstance(m, nn.Embedding))]), []
+    for spec in specs:
+        with refused(f"--input {spec}:"):
+            if spec.startswith("python:"):
+                args.append(ast.literal_eval(spec.removeprefix("python:")))
+                continue
+            match = INPUT.match(spec)
+            dtype = getattr(torch, match["dtype"] or "float32", None) if match else None
+            if not isinstance(dtype, torch.dtype):
+                raise SubjectError(f"--input {spec}: write a shape and a dtype, as 8x128:int64, or python:0.5")
+            shape = [int(n) for n in match["shape"].split("x") if n]
+            if dtype.is_floating_point or dtype.is_complex:
+                args.append(torch.randn(shape, device=device).to(dtype))
+            else:
+                args.append(torch.randint(2 if dtype == torch.bool else rows, shape, device=device).to(dtype))
+    return tuple(args), {}
 
 
 def moved(nested, device: torch.device):
     return tree_map_only(torch.Tensor, lambda tensor: tensor.to(device), nested)
 
 
-def _input(spec: str, high: int, device: torch.device) -> object:
-    with refused(f"--input {spec}:"):
-        if spec.startswith("python:"):
-            return ast.literal_eval(spec.removeprefix("python:"))
-        match = INPUT.match(spec)
-        dtype = getattr(torch, match["dtype"] or "float32", None) if match else None
-        if not isinstance(dtype, torch.dtype):
-            raise SubjectError(f"--input {spec}: write a shape and a dtype, as 8x128:int64, or python:0.5 for a number")
-        shape = [int(n) for n in match["shape"].split("x") if n]
-        if dtype.is_floating_point or dtype.is_complex:
-            return torch.randn(shape, device=device).to(dtype)
-        return torch.randint(0, 2 if dtype == torch.bool else high, shape, device=device).to(dtype)
-
-
 def make_subject(spec: str, inputs: list[str], source: str | None, device: str | None, train: bool) -> Subject:
     """The model and inputs of a command line, on `device` (default: the GPU if there is one). Raises SubjectError."""
     from compile_inspect.models import BUNDLED
 
-    if device and device.startswith("cuda") and not torch.cuda.is_available():
+    found = torch.cuda.is_available()
+    if device and device.startswith("cuda") and not found:
         raise SubjectError(f"--device {device}: torch {torch.__version__} finds no GPU; leave it out to use the CPU")
     with refused(f"--device {device}:"):
-        on = torch.device(device or ("cuda" if torch.cuda.is_available() else "cpu"))
+        on = torch.device(device or ("cuda" if found else "cpu"))
     torch.manual_seed(0)
     model, args = BUNDLED[spec]() if spec in BUNDLED else (make_model(spec), ())
     with refused(f"{spec}: cannot be moved to {on}:"):
