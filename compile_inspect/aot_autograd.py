@@ -21,17 +21,17 @@ LEVELS = {"torch": "torch functions (Dynamo)", "aten": "ATen", "core_aten": "Cor
 def look(subject: Subject, phase: Phase) -> None:
     """With gradients on, whether or not a call is a training step; a module stays in the mode that it runs in."""
     fn, args, kwargs = subject.fresh()
-    held, graphs = sum(each.nbytes for each in parameters(fn)), []
+    held, graphs, facts = sum(each.nbytes for each in parameters(fn)), [], phase.facts
     with torch.enable_grad():
         torch.compile(fn, backend=lambda graph, inputs: parts_of(graph, inputs, graphs, held))(*args, **kwargs)
     if not graphs:
         raise Skip("Dynamo captured no graph of it: eager runs all; see graph_breaks")
     sizes = [{part: len(operations(graph.get(part))) for part in PARTS} for graph in graphs]
-    phase.facts |= {"graphs": sizes, "saved": [], "saved_bytes": {}, "autograd_ms": {}}
+    facts |= {"graphs": sizes, "saved": [], "saved_bytes": {}, "autograd_ms": {}}
     total = {part: sum(each[part] for each in sizes) for part in PARTS}
     largest = max(graphs, key=lambda graph: len(operations(graph.get("joint", graph.get("forward")))))
-    which = ", of the largest graph" if len(graphs) > 1 else ""
     for part in filter(largest.get, PARTS):
+        which = ", of the largest graph" if len(graphs) > 1 else ""
         phase.code(f"{part} graph{which}", largest[part].print_readable(print_output=False))
     with phase.noted("The levels of operators cannot be traced"):  # operators without fakes, or that depend on data
         ladder(phase, graphs)
@@ -39,17 +39,33 @@ def look(subject: Subject, phase: Phase) -> None:
     if not graphs:
         phase.answer = f"nothing requires a gradient: {total['forward']} operations forward, and no joint graph"
         return
-    saved = show_saved(subject, phase, graphs, held)
+    names, cuts = [*dict.fromkeys(name for graph in graphs for name in graph["cuts"])], [g["cuts"] for g in graphs]
+    sums = {name: sums_of([each.get(name, each["min-cut"]) for each in cuts]) for name in names}
+    phase.table("partitioners", [{"partitioner": name} | row for name, row in sums.items()])
+    saved = sorted((tensor for graph in graphs for tensor in graph["saved"]), key=lambda tensor: -tensor["bytes"])
+    facts["saved"] = phase.table("saved for backward (min-cut)", saved)
+    facts["saved_bytes"] = {name: row["saved_bytes"] for name, row in sums.items()}
+    mb = {name: f"{size / 1e6:.3g} MB" for name, size in facts["saved_bytes"].items()}
+    if subject.train and HALF in mb:
+        phase.finding(
+            f"forward saves {mb['min-cut']} for backward; the parameters have {held / 1e6:.3g} MB",
+            "torch._functorch.config.activation_memory_budget = 0.5, or torch.utils.checkpoint around each block",
+            tried=f"budget 0.5 saves {mb[HALF]}, backward {sums[HALF]['backward']} operations for {total['backward']}",
+        )
     phase.answer = (
         f"a joint graph of {total['joint']} operations is cut into forward {total['forward']} and backward "
-        f"{total['backward']}; {len(phase.facts['saved'])} tensors, {saved['min-cut'] / 1e6:.3g} MB, are saved, by the "
-        f"default partitioner {saved['default'] / 1e6:.3g} MB"
+        f"{total['backward']}; {len(saved)} tensors, {mb['min-cut']}, are saved, by the default partitioner "
+        f"{mb['default']}"
     )
     with phase.noted("Its backward cannot be timed"):  # a model that is not made for training
         if times := time_autograd(subject, phase):
             phase.answer += "; autograd walks {} nodes for eager's {}, backward takes {:.3g} ms for {:.3g}".format(
                 *(times[name][key] for key in ("nodes", "backward") for name in ("aot", "eager"))
             )
+
+
+def sums_of(cuts: list[Split]) -> dict[str, int]:
+    return {each.name: sum(getattr(cut, each.name) for cut in cuts) for each in fields(Split)}
 
 
 def parts_of(graph: torch.fx.GraphModule, inputs: list, graphs: list[dict], held: int) -> Callable:
@@ -95,27 +111,6 @@ def saved_of(forward: torch.fx.GraphModule, backward: torch.fx.GraphModule) -> l
         found.append({"name": name, "shape": [int(n) for n in value.shape], "bytes": value.untyped_storage().nbytes(),
                       "operation": operation, "line": line})  # fmt: skip
     return found
-
-
-def show_saved(subject: Subject, phase: Phase, graphs: list[dict], held: int) -> dict[str, int]:
-    """The partitioners' sums and the tensors saved; bytes saved by partitioner."""
-    rows, keys = {}, [each.name for each in fields(Split)]
-    for name in ("min-cut", "default", HALF):
-        cuts = [graph["cuts"].get(name, graph["cuts"]["min-cut"]) for graph in graphs]
-        if any(name in graph["cuts"] for graph in graphs):
-            rows[name] = {"partitioner": name} | {key: sum(getattr(each, key) for each in cuts) for key in keys}
-    sizes = phase.facts["saved_bytes"] = {name: row["saved_bytes"] for name, row in rows.items()}
-    phase.table("partitioners", rows.values())
-    saved = sorted((tensor for graph in graphs for tensor in graph["saved"]), key=lambda tensor: -tensor["bytes"])
-    phase.facts["saved"] = phase.table("saved for backward (min-cut)", saved)
-    if subject.train and HALF in sizes:
-        more = rows[HALF]["backward"] - rows["min-cut"]["backward"]
-        phase.finding(
-            f"forward saves {sizes['min-cut'] / 1e6:.3g} MB for backward; the parameters have {held / 1e6:.3g} MB",
-            "torch._functorch.config.activation_memory_budget = 0.5, or torch.utils.checkpoint around each block",
-            tried=f"budget 0.5 saves {sizes[HALF] / 1e6:.3g} MB, {more} operations more in backward",
-        )
-    return sizes
 
 
 def ladder(phase: Phase, graphs: list[dict]) -> None:
@@ -180,9 +175,9 @@ def time_autograd(subject: Subject, phase: Phase) -> dict:
     times = phase.facts["autograd_ms"] = {
         name: {key: min(step[key] for step in found[2:]) for key in found[0]} for name, found in steps.items()
     }
-    columns = {"name": "ms, the same kernels", "no_grad": "forward, no grad", "forward": "forward",
-               "backward": "backward", "nodes": "autograd nodes"}  # fmt: skip
-    phase.table("what autograd costs at run time", [{"name": name} | each for name, each in times.items()], columns)
+    rows = [[name, *each.values()] for name, each in times.items()]
+    columns = "ms, the same kernels|forward, no grad|forward|backward|autograd nodes"
+    phase.table("what autograd costs at run time", rows, columns)
     phase.note("AOTAutograd alone saves no launch: its graphs call each kernel, from Python, as eager does.")
     return times
 

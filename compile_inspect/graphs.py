@@ -146,18 +146,23 @@ def lower(call: Callable[[Callable], object]) -> list[Lowered]:
     No C++ or Triton compiler runs, and no cache is read.
     """
     from torch._functorch import config as functorch_config
-    from torch._inductor import config, cpu_vec_isa
+    from torch._inductor import config, cpu_vec_isa, ir
     from torch._inductor.compile_fx import compile_fx
     from torch._inductor.graph import GraphLowering
 
     found: list[Lowered] = []
 
+    def steps(nodes: list) -> list[Step]:
+        unpacks = [node.is_extern() and isinstance(node.node, ir.MultiOutput) for node in nodes]
+        nothing = [type(node).__name__ == "NopKernelSchedulerNode" for node in nodes]
+        return [_step(node) for node, *left_out in zip(nodes, unpacks, nothing, strict=True) if not any(left_out)]
+
     def before(nodes: list) -> list:
-        found.append(Lowered(_steps(nodes)))
+        found.append(Lowered(steps(nodes)))
         return nodes
 
     def after(nodes: list) -> list:
-        found[-1].after = _steps(nodes)
+        found[-1].after = steps(nodes)
         return nodes
 
     def generate(graph: GraphLowering):
@@ -188,13 +193,6 @@ def lower(call: Callable[[Callable], object]) -> list[Lowered]:
     finally:
         cpu_vec_isa.valid_vec_isa_list.cache_clear()  # what is compiled after this asks
     return found
-
-
-def _steps(nodes: list) -> list[Step]:
-    from torch._inductor import ir
-
-    nodes = [node for node in nodes if type(node).__name__ != "NopKernelSchedulerNode"]
-    return [_step(node) for node in nodes if not (node.is_extern() and isinstance(node.node, ir.MultiOutput))]
 
 
 def _step(node) -> Step:

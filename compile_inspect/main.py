@@ -129,27 +129,24 @@ def supervise(options: argparse.Namespace, report: Report, log: Path) -> int:
 def follow(name: str, channel: Connection, limit: float, worker: BaseProcess, log: Path) -> tuple[Phase, bool]:
     """The phase as it is at its end, and whether its worker is lost: it takes longer than the limit, or is gone."""
     phase, began = Phase(name), time.monotonic()
-    try:
-        while phase.status == "running":
-            if not channel.poll(max(began + limit - time.monotonic(), 0.01)):
-                phase.status, phase.reason = "timed out", f"it took longer than {limit:g} s; --timeout allows more"
-                break
+    while phase.status == "running" and channel.poll(max(began + limit - time.monotonic(), 0.01)):
+        try:
             phase = Phase.from_dict(json.loads(channel.recv()))
-        else:
+        except EOFError:  # it ended, be it with status 0, as after os._exit(0)
+            worker.join()
+            code = worker.exitcode
+            by = f"was killed by signal {-code}" if code < 0 else f"ended with status {code}"
+            memory = "; most likely out of memory: try smaller inputs" if code == -signal.SIGKILL else ""
+            said = log.read_text(encoding="utf-8", errors="replace").strip() if log.exists() else ""
+            last = f"; it printed last: {said.splitlines()[-1][:200]}" if said else ""
+            phase.status, phase.reason = "failed", f"the process {by}{memory}{last}"
+            break
+    else:
+        if phase.status != "running":
             return phase, False
-    except EOFError:  # it ended, be it with status 0, as after os._exit(0)
-        phase.status, phase.reason = "failed", how_it_ended(worker, log)
+        phase.status, phase.reason = "timed out", f"it took longer than {limit:g} s; --timeout allows more"
     phase.seconds = round(time.monotonic() - began, 2)
     return phase, True
-
-
-def how_it_ended(worker: BaseProcess, log: Path) -> str:
-    worker.join()
-    code = worker.exitcode
-    by = f"was killed by signal {-code}" if code < 0 else f"ended with status {code}"
-    memory = "; most likely out of memory: try smaller inputs" if code == -signal.SIGKILL else ""
-    text = log.read_text(encoding="utf-8", errors="replace").strip().splitlines() if log.exists() else []
-    return f"the process {by}{memory}" + (f"; it printed last: {text[-1][:200]}" if text else "")
 
 
 def kill(worker: BaseProcess) -> None:
