@@ -11,12 +11,11 @@ import torch
 from torch import nn
 from torch._dynamo.utils import ChromiumEventLogger
 
-from compile_inspect.fresh import fresh_cache, warm_up
+from compile_inspect import fresh_cache, warm_up, watch
 from compile_inspect.main import main
 from compile_inspect.report import TRIAGE, Phase, reason_of
 from compile_inspect.subject import Subject
 from compile_inspect.triage import Results, error_ratio, references, results
-from compile_inspect.watching import watch
 
 QUESTION = "Does each backend return what eager returns, and what do the first call and the later ones take?"
 # torch's compile-time events by how their names begin; one that is not listed belongs to the part that it lies in.

@@ -18,11 +18,10 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 from torch.utils.flop_counter import flop_registry
 
-from compile_inspect.fresh import fresh_cache, warm_up
+from compile_inspect import fresh_cache, warm_up, watch
 from compile_inspect.main import main
 from compile_inspect.report import Phase, Skip, reason_of
 from compile_inspect.subject import Subject, parameters, tensors_of
-from compile_inspect.watching import watch
 
 QUESTION = "At which batch sizes is compiled faster, after how many calls has it paid, and what could it reach?"
 SIZES, MOST, SECONDS = 8, 4, 10.0  # batch sizes, the largest over the given one, seconds after which none is begun
@@ -32,7 +31,6 @@ COLUMNS = {
     "break_even_calls": "paid after", "roofline_eager_ms": "bound: eager",
     "roofline_compiled_ms": "compiled", "roofline_speedup": "x eager", "bound": "by",
 }  # fmt: skip
-KEPT = ("batch", "eager_ms", "compiled_ms", "speedup", "break_even_calls")
 ROWS = {"embedding", "index", "index_select", "gather"}  # of their first tensor they read as much as they return
 # torch 2.11 has no formula for it.
 LIKE = {"_scaled_dot_product_flash_attention_for_cpu": torch.ops.aten._scaled_dot_product_flash_attention}
@@ -77,7 +75,7 @@ def look(subject: Subject, phase: Phase) -> None:
         rows.append({"batch": size, "eager_ms": eager.ms, "compiled_ms": timed.ms, "speedup": times, "from": low,
                      "to": high, "break_even_calls": paid, "recompiled": seen.graphs})  # fmt: skip
         # Kept, should the phase run out of time at another size; the given one is the first.
-        facts |= {key: rows[0][key] for key in KEPT} | {"first_call_s": first_s, "sizes": rows}
+        facts |= rows[0] | {"first_call_s": first_s, "sizes": rows}
         phase.changed(phase)
         with phase.noted("No roofline"):  # tensors without storage, an operator that a dispatch mode cannot see
             with in_eager():

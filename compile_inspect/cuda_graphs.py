@@ -4,14 +4,12 @@ from collections.abc import Callable
 
 import torch
 
-from compile_inspect.code import cuda_graphs_held, kernels_run
+from compile_inspect import cuda_graphs_held, kernels_run, logs, watch
 from compile_inspect.graph_breaks import breaks_of
 from compile_inspect.graphs import aot_backend, line_of, name_of
-from compile_inspect.logs import logs
 from compile_inspect.main import main
 from compile_inspect.report import Phase, Skip, reason_of
 from compile_inspect.subject import Subject
-from compile_inspect.watching import watch
 
 QUESTION = "Can CUDA graphs launch the model's kernels, what keeps a graph from it, and what do they give?"
 GAIN = 1.05  # a speed-up above it is not noise

@@ -6,13 +6,12 @@ from collections import Counter
 
 import torch
 
+from compile_inspect import logs, watch
 from compile_inspect.graph_breaks import breaks_of
 from compile_inspect.graphs import at, is_own, own_line, target_of
-from compile_inspect.logs import logs
 from compile_inspect.main import main
 from compile_inspect.report import Phase, Skip, counted
 from compile_inspect.subject import Subject
-from compile_inspect.watching import watch
 
 QUESTION = "Which graphs does Dynamo capture, and is a line of Python a node of them?"
 CODES = 6  # listings

@@ -14,11 +14,11 @@ from torch._dynamo.convert_frame import register_bytecode_hook
 from torch._dynamo.eval_frame import _debug_get_cache_entry_list as entries_of
 from torch._dynamo.symbolic_convert import InstructionTranslatorBase
 
+from compile_inspect import watch
 from compile_inspect.graphs import at, is_own
 from compile_inspect.main import main
 from compile_inspect.report import Phase, counted
 from compile_inspect.subject import Subject
-from compile_inspect.watching import watch
 
 QUESTION = "When does Dynamo compile a frame, what becomes of its bytecode, and which functions does it leave alone?"
 LISTINGS = 6

@@ -5,7 +5,7 @@ from statistics import median
 
 import torch
 
-from compile_inspect.breaks import SPLIT, Break, Breaks, find_breaks
+from compile_inspect import SPLIT, Break, Breaks, find_breaks
 from compile_inspect.graphs import at
 from compile_inspect.main import main
 from compile_inspect.report import Phase, counted, reason_of

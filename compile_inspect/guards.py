@@ -8,12 +8,11 @@ from types import CodeType
 
 import torch
 
+from compile_inspect import own_code, watch
 from compile_inspect.frame_evaluation import converted, entries_of
-from compile_inspect.fresh import own_code
 from compile_inspect.main import main
 from compile_inspect.report import Phase, Skip, reason_of
 from compile_inspect.subject import Subject
-from compile_inspect.watching import watch
 
 QUESTION = "What does a call check before it runs compiled code, what does that cost, and what makes it compile again?"
 DEAR, ROUNDS, CALLS = 0.05, 7, 20  # share of a call that is a finding; turns, and calls of each

@@ -7,8 +7,8 @@ from collections.abc import Iterable
 import torch
 from torch import nn
 
+from compile_inspect import logs
 from compile_inspect.graphs import Lowered, Step, lower
-from compile_inspect.logs import logs
 from compile_inspect.main import main
 from compile_inspect.models import pointwise
 from compile_inspect.report import Phase, Skip, counted

@@ -3,10 +3,9 @@
     python -m compile_inspect.main --model pkg.module:make_model --input 8x128:int64 --html out.html
     python -m compile_inspect.graph_breaks --model script.py:step --input 32x64
 
-The phases run in a process of their own, the worker, which sends each phase as it grows. One that takes longer than
-`--timeout`, or is killed, ends as such with what it had seen, and the next phase starts in a new worker. What the model
-prints is kept out of the report; of a worker that is lost the last line is told. Exit status: 0; 1 where a phase
-failed; 2, with one sentence, where the model cannot be had or called; 130 after ctrl-C, with what was seen until then.
+The phases run in a process of their own, the worker, which sends each phase as it grows; after one that takes longer
+than `--timeout`, or is killed, the next one starts in a new worker. Exit status: 0; 1 where a phase failed; 2, with one
+sentence, where the model cannot be had or called; 130 after ctrl-C.
 """
 
 import argparse

@@ -76,7 +76,21 @@ class Subject:
         self.name = name or getattr(model, "__qualname__", type(model).__name__)
         self.held = parameters(model)  # of the model that fresh() returned last
         tensors = [*tensors_of((self.args, self.kwargs)), *self.held]
-        if reason := unfit(model, tensors):
+        lazy = (inspect.isgeneratorfunction, inspect.iscoroutinefunction, inspect.isasyncgenfunction)
+        reasons = {
+            f"{type(model).__name__} cannot be called; pass a function or a module": not callable(model),
+            "the model is compiled already; pass the function or module it was made of":
+                hasattr(model, "_torchdynamo_orig_callable") or hasattr(model, "_orig_mod"),
+            "torch.compile takes no TorchScript; pass the function or module that it is of":
+                isinstance(model, torch.jit.ScriptModule | torch.jit.ScriptFunction),
+            "a call of a generator or coroutine runs nothing; pass a function that runs it":
+                any(kind(getattr(model, "forward", model)) for kind in lazy),
+            "the first call makes some of its parameters; call the model once before it is inspected":
+                any(map(nn.parameter.is_lazy, tensors)),
+            "tensors on the device meta have no values; move the model with to_empty()":
+                any(tensor.is_meta for tensor in tensors),
+        }  # fmt: skip
+        for reason in (reason for reason, against in reasons.items() if against):
             raise SubjectError(f"inspect: {reason}")
         self.device = next((t.device for t in tensors if t.device.type != "cpu"), torch.device("cpu"))
         self.shared = ""  # why phases share one model, where it is not copied
@@ -135,24 +149,21 @@ class Subject:
 
     def caller(self, fn: Callable, args: tuple, kwargs: dict) -> Callable[[], object]:
         """One call of fn, as a user makes it: without gradients, or with `train` forward and backward."""
+        leaves = [*self.held, *tensors_of((args, kwargs))] if self.train else []
 
-        def forward():
-            with torch.no_grad():
-                return fn(*args, **kwargs)
-
-        leaves = [*self.held, *tensors_of((args, kwargs))]
-
-        def step():
+        def call():
             for leaf in leaves:  # as zero_grad() does: a CUDA graph writes over the gradients that it left before
                 leaf.grad = None
-            out = fn(*args, **kwargs)
-            floats = [t for t in tensors_of(out) if t.requires_grad]
-            if not floats:
-                raise SubjectError(f"{self.name}: no output has a gradient; leave out --train")
-            torch.autograd.backward(floats, [_weights(t.shape, t.dtype, t.device) for t in floats])
+            with self.grad():
+                out = fn(*args, **kwargs)
+            if self.train:
+                floats = [t for t in tensors_of(out) if t.requires_grad]
+                if not floats:
+                    raise SubjectError(f"{self.name}: no output has a gradient; leave out --train")
+                torch.autograd.backward(floats, [_weights(t.shape, t.dtype, t.device) for t in floats])
             return out
 
-        return step if self.train else forward
+        return call
 
     @contextmanager
     def left_alone(self) -> Iterator[None]:
@@ -214,25 +225,6 @@ class Subject:
         return seen
 
 
-def unfit(model: object, tensors: list[torch.Tensor]) -> str:
-    """Why torch.compile cannot take this model, or a phase not its tensors; empty where nothing is against it."""
-    lazy = (inspect.isgeneratorfunction, inspect.iscoroutinefunction, inspect.isasyncgenfunction)
-    reasons = {
-        f"{type(model).__name__} cannot be called; pass a function or a module": not callable(model),
-        "the model is compiled already; pass the function or module it was made of":
-            hasattr(model, "_torchdynamo_orig_callable") or hasattr(model, "_orig_mod"),
-        "torch.compile takes no TorchScript; pass the function or module that it is of":
-            isinstance(model, torch.jit.ScriptModule | torch.jit.ScriptFunction),
-        "a call of a generator or coroutine runs nothing; pass a function that runs it":
-            any(kind(getattr(model, "forward", model)) for kind in lazy),
-        "the first call makes some of its parameters; call the model once before it is inspected":
-            any(map(nn.parameter.is_lazy, tensors)),
-        "tensors on the device meta have no values; move the model with to_empty()":
-            any(tensor.is_meta for tensor in tensors),
-    }  # fmt: skip
-    return next((reason for reason, against in reasons.items() if against), "")
-
-
 @functools.lru_cache(maxsize=8)
 def _weights(shape: torch.Size, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
     """What a backward begins with: no constant, as the sum of what a softmax or a norm returns has no gradient."""
@@ -241,13 +233,10 @@ def _weights(shape: torch.Size, dtype: torch.dtype, device: torch.device) -> tor
 
 def modules_of(model: object) -> list[nn.Module]:
     """The module that a model is, or those that a bound method, a functools.partial or a callable object holds."""
-    if isinstance(model, nn.Module):
-        return [model]
-    if isinstance(model, functools.partial):
-        return modules_of(model.func)
-    if inspect.ismethod(model):
-        return modules_of(model.__self__)
-    return [each for each in getattr(model, "__dict__", {}).values() if isinstance(each, nn.Module)]
+    while isinstance(model, functools.partial) or inspect.ismethod(model):
+        model = getattr(model, "func", None) or model.__self__
+    held = [model] if isinstance(model, nn.Module) else getattr(model, "__dict__", {}).values()
+    return [each for each in held if isinstance(each, nn.Module)]
 
 
 def parameters(model: object) -> list[torch.Tensor]:
