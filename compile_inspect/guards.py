@@ -80,9 +80,8 @@ def look(subject: Subject, phase: Phase) -> None:
     facts |= {"symbols": symbols, "duck": duck, "shape_guards": {"raw": raw, "installed": installed}}
     rows = [[name, *each.values()] for name, each in symbols.items()]
     phase.table("symbols, with dynamic=True", rows, "symbol|now|range|sizes (several: duck shaping)")
-    phase.table(
-        "shape guards, each column in its own order", zip_longest(raw, installed), "raw, in the ShapeEnv|installed"
-    )
+    rows = zip_longest(raw, installed)
+    phase.table("shape guards, each column in its own order", rows, "raw, in the ShapeEnv|installed")
     then = look_at_recompilation(subject, phase, batch, dynamic) if batch else "another batch size was not tried"
     guards, entries = sum(each["guards"] for each in facts["entries"]), len(facts["entries"])
     cost = "" if facts["share"] is None else f" take {facts['guard_us']:.0f} us, {facts['share']:.1%} of a call"

@@ -1,7 +1,7 @@
 """What Inductor generates: fused kernels and their lines, what kept loops apart, the library calls between them."""
 
 import re
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Iterable
 
 import torch
@@ -29,6 +29,9 @@ NO_LOOPS = (
 def look(subject: Subject, phase: Phase) -> None:
     with logs(fusion=True, perf_hints=True, ir_pre_fusion=True, ir_post_fusion=True) as records:
         graphs = lower(lambda backend: subject.compiled(backend=backend)())
+    texts = defaultdict(list)
+    for artifact, text in records:
+        texts[artifact].append(text)
     for graph in filter(lambda each: each.error, graphs):
         phase.note(f"Inductor cannot lower one graph: {graph.error}")
     graphs = [graph for graph in graphs if not graph.error]
@@ -42,7 +45,7 @@ def look(subject: Subject, phase: Phase) -> None:
         "kernels_before": len(loops(before)), "kernels_after": len(loops(after)), "bytes_before": moved(before),
         "bytes_after": moved(after), "extern": dict(Counter(step.extern for step in extern)),
         "language": "triton" if "async_compile.triton" in code else "cpp", "vector_width": max(widths, default=None),
-        "not_fused": not_fused(records),
+        "not_fused": not_fused(texts["fusion"]),
     })  # fmt: skip
     phase.table("from operators to kernels; MB are what the loops read and write", (
         {"graph": f"{i} {'backward' if graph.backward else 'forward'}", "operators": graph.operations,
@@ -68,12 +71,12 @@ def look(subject: Subject, phase: Phase) -> None:
         rows = [[f"{name} = {index}", access, in_words(index, sizes)] for name, index, access in indices]
         over = ", ".join(f"{var} < {size}" for var, size in sizes.items())
         phase.table(f"SymPy indexing of the first loops in {step.name}: {over}", rows, "index|access|meaning")
-    for name, title in (("ir_pre_fusion", "loop IR before fusion"), ("ir_post_fusion", "loop IR after fusion")):
-        phase.code(title, "\n".join(text for artifact, text in records if artifact == name))
+    phase.code("loop IR before fusion", "\n".join(texts["ir_pre_fusion"]))
+    phase.code("loop IR after fusion", "\n".join(texts["ir_post_fusion"]))
     for i, graph in enumerate(graphs[:CODES]):
         phase.code(f"generated code of graph {i}", graph.code)
     fallbacks(subject, phase, {s.extern: s for s in extern if "aten" in s.extern and not LIBRARY.search(s.extern)})
-    for hint in dict.fromkeys(text for artifact, text in records if artifact == "perf_hints"):
+    for hint in dict.fromkeys(texts["perf_hints"]):
         if not hint.startswith(("Skip comprehensive padding", "Using FallbackKernel")):
             phase.finding("a performance hint of torch's", " ".join(hint.split())[:300])
     examples(subject, phase)
@@ -110,12 +113,12 @@ def kernels_of(graphs: list[Lowered]) -> list[dict]:
     ]
 
 
-def not_fused(records: list[tuple[str, str]]) -> dict[str, int]:
-    """Torch's reasons, each with the pairs of loops and extern calls that it kept apart."""
+def not_fused(texts: list[str]) -> dict[str, int]:
+    """The reasons in torch's fusion log, each with the pairs of loops and extern calls that it kept apart."""
     graph, pairs = 0, set()
-    for artifact, text in records:
-        graph += artifact == "fusion" and "attempting fusion (1/" in text
-        if artifact == "fusion" and (held := re.match(r"cannot fuse (\S+) with (\S+): (.+)", text)):
+    for text in texts:
+        graph += "attempting fusion (1/" in text
+        if held := re.match(r"cannot fuse (\S+) with (\S+): (.+)", text):
             pairs.add((graph, held[1], held[2], re.split(r"[(:\[{]| \d", held[3])[0].strip()))
     return dict(Counter(reason for *_, reason in sorted(pairs)).most_common())
 

@@ -125,11 +125,11 @@ class Phase:
         """
         rows = list(rows)
         if rows:
-            names = columns.split("|") if isinstance(columns, str) and columns else [*(columns or rows[0])]
-            shown = rows[:ROWS]
+            names, shown = columns.split("|") if isinstance(columns, str) else [*columns.values()], rows[:ROWS]
             if isinstance(rows[0], dict):
-                shown = [[row.get(key) for key in names] for row in shown]
-                names = [*columns.values()] if columns else [name.replace("_", " ") for name in names]
+                keys = [*(columns or rows[0])]
+                names = names if columns else ["line" if key == "at" else key.replace("_", " ") for key in keys]
+                shown = [[row.get(key) for key in keys] for row in shown]
             right = [all(c is None or type(c) in (int, float) for c in cells) for cells in zip(*shown, strict=True)]
             left = f" (the first {ROWS} of {len(rows)})" if len(rows) > ROWS else ""
             cells = [[text_of(cell) for cell in row] for row in shown]
