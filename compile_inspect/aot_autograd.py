@@ -39,8 +39,10 @@ def look(subject: Subject, phase: Phase) -> None:
     if not graphs:
         phase.answer = f"nothing requires a gradient: {total['forward']} operations forward, and no joint graph"
         return
-    names, cuts = [*dict.fromkeys(name for graph in graphs for name in graph["cuts"])], [g["cuts"] for g in graphs]
-    sums = {name: sums_of([each.get(name, each["min-cut"]) for each in cuts]) for name in names}
+    cuts, sums = [graph["cuts"] for graph in graphs], {}
+    for name in dict.fromkeys(name for each in cuts for name in each):  # of a graph without budget 0.5, min-cut's
+        of_each = [each.get(name, each["min-cut"]) for each in cuts]
+        sums[name] = {key.name: sum(getattr(cut, key.name) for cut in of_each) for key in fields(Split)}
     phase.table("partitioners", [{"partitioner": name} | row for name, row in sums.items()])
     saved = sorted((tensor for graph in graphs for tensor in graph["saved"]), key=lambda tensor: -tensor["bytes"])
     facts["saved"] = phase.table("saved for backward (min-cut)", saved)
@@ -62,10 +64,6 @@ def look(subject: Subject, phase: Phase) -> None:
             phase.answer += "; autograd walks {} nodes for eager's {}, backward takes {:.3g} ms for {:.3g}".format(
                 *(times[name][key] for key in ("nodes", "backward") for name in ("aot", "eager"))
             )
-
-
-def sums_of(cuts: list[Split]) -> dict[str, int]:
-    return {each.name: sum(getattr(cut, each.name) for cut in cuts) for each in fields(Split)}
 
 
 def parts_of(graph: torch.fx.GraphModule, inputs: list, graphs: list[dict], held: int) -> Callable:

@@ -20,7 +20,7 @@ FIXES: list[tuple[tuple[str, ...], str, tuple[str, ...]]] = [
     (("nonzero", "data-dependent shape", "ynamic shape operator", "masked_select", "unique"),
      "select with torch.where on the whole tensor, or set torch._dynamo.config.capture_dynamic_output_shape_ops = True",
      ("capture_dynamic_output_shape_ops", "capture_scalar_outputs")),
-    (BRANCH := ("data-dependent branching", "generic_jump", "Data-dependent branch", "data dependent"),
+    (("data-dependent branching", "generic_jump", "Data-dependent branch", "data dependent"),
      "compute both sides and select with torch.where, or use torch.cond", ()),
     (("print", "logging", "warnings.warn"), "print only `if not torch.compiler.is_compiling()`, or add the function to "
      "torch._dynamo.config.reorderable_logging_functions", ()),
@@ -45,7 +45,7 @@ def fix_of(found: Break) -> tuple[str, dict[str, bool]]:
 
     Of an installed package's line it is what its user can set, where there is such a setting.
     """
-    branch = BRANCH[0] if found.source.startswith(("if ", "elif ", "while ")) else ""
+    branch = "data-dependent branching" if found.source.startswith(("if ", "elif ", "while ")) else ""
     matches = (row for text in (found.source, found.reason, branch) for row in FIXES if any(w in text for w in row[0]))
     other = f"torch says: {found.reason.rstrip('.')}; move it out of the compiled function"
     _, fix, settings = next(matches, ((), other, ()))
