@@ -5,16 +5,9 @@
     for each in find_breaks(model, x).breaks:
         print(each, each.reason, each.lost)
 
-watch() counts what is compiled within it. find_breaks(fn, *inputs) names the lines that break the graph.
-count_entries(fn, calls) compiles fn from nothing, makes the calls and counts its cache entries. guards_of(fn) lists the
-guards of each entry, aten_graphs(fn, *inputs) the operations of each graph, generated_code(fn, *inputs) what Inductor
-writes, kernels_run(fn, *inputs) the kernels that one call runs. splits(fn, *inputs) compares partitioners.
-logs(recompiles=True) collects torch's own log. own_code(fn) is a copy of fn that Dynamo has never met.
-
-inspect(fn, *inputs), and `python -m compile_inspect.main`, look at a model phase by phase and say what to change first.
-
-It imports torch alone. What is private in torch (a leading underscore) is used in this package only, in the form that
-torch 2.9 to 2.15 share.
+inspect(fn, *inputs), and `python -m compile_inspect.main`, look at a model phase by phase and say what to change first;
+the other names, of which each has a docstring, look at one thing in code of your own. It imports torch alone. What is
+private in torch (a leading underscore) is used in this package only, in the form that torch 2.9 to 2.15 share.
 """
 
 import importlib

@@ -1,18 +1,17 @@
 """AOTAutograd: joint, forward and backward graphs, what is saved between them, decompositions, autograd's own cost."""
 
-import time
 from collections.abc import Callable
+from dataclasses import fields
 
 import torch
 
 from compile_inspect.graphs import VIEWS, aot_backend, copied, line_of, lower, operation_of, operations
 from compile_inspect.main import main
-from compile_inspect.partition import _split
+from compile_inspect.partition import Split, _split
 from compile_inspect.report import Phase, Skip
-from compile_inspect.subject import Subject, parameters, tensors_of
+from compile_inspect.subject import BUDGET, ROUNDS, Subject, parameters, tensors_of, turns
 
 QUESTION = "What becomes of a training step: its graphs, what forward saves for backward, autograd's own cost?"
-ROUNDS, BUDGET = 17, 2.0  # calls whose fastest, but for the first two, is told; and the seconds that they may take
 MANY, LEAST = 4, 2**20  # saved activations of this many times the parameters' bytes, and above 1 MiB, are a finding
 PARTS, HALF = ("joint", "forward", "backward"), "min-cut, budget 0.5"
 LEVELS = {"torch": "torch functions (Dynamo)", "aten": "ATen", "core_aten": "Core ATen", "prims": "prims",
@@ -22,17 +21,17 @@ LEVELS = {"torch": "torch functions (Dynamo)", "aten": "ATen", "core_aten": "Cor
 def look(subject: Subject, phase: Phase) -> None:
     """With gradients on, whether or not a call is a training step; a module stays in the mode that it runs in."""
     fn, args, kwargs = subject.fresh()
-    held, graphs = sum(each.nbytes for each in parameters(fn)), []
+    held, graphs, facts = sum(each.nbytes for each in parameters(fn)), [], phase.facts
     with torch.enable_grad():
         torch.compile(fn, backend=lambda graph, inputs: parts_of(graph, inputs, graphs, held))(*args, **kwargs)
     if not graphs:
         raise Skip("Dynamo captured no graph of it: eager runs all; see graph_breaks")
     sizes = [{part: len(operations(graph.get(part))) for part in PARTS} for graph in graphs]
-    phase.facts |= {"graphs": sizes, "saved": [], "saved_bytes": {}, "autograd_ms": {}}
+    facts |= {"graphs": sizes, "saved": [], "saved_bytes": {}, "autograd_ms": {}}
     total = {part: sum(each[part] for each in sizes) for part in PARTS}
     largest = max(graphs, key=lambda graph: len(operations(graph.get("joint", graph.get("forward")))))
-    which = ", of the largest graph" if len(graphs) > 1 else ""
     for part in filter(largest.get, PARTS):
+        which = ", of the largest graph" if len(graphs) > 1 else ""
         phase.code(f"{part} graph{which}", largest[part].print_readable(print_output=False))
     with phase.noted("The levels of operators cannot be traced"):  # operators without fakes, or that depend on data
         ladder(phase, graphs)
@@ -40,11 +39,25 @@ def look(subject: Subject, phase: Phase) -> None:
     if not graphs:
         phase.answer = f"nothing requires a gradient: {total['forward']} operations forward, and no joint graph"
         return
-    saved = show_saved(subject, phase, graphs, held)
+    cuts, sums = [graph["cuts"] for graph in graphs], {}
+    for name in dict.fromkeys(name for each in cuts for name in each):  # of a graph without budget 0.5, min-cut's
+        of_each = [each.get(name, each["min-cut"]) for each in cuts]
+        sums[name] = {key.name: sum(getattr(cut, key.name) for cut in of_each) for key in fields(Split)}
+    phase.table("partitioners", [{"partitioner": name} | row for name, row in sums.items()])
+    saved = sorted((tensor for graph in graphs for tensor in graph["saved"]), key=lambda tensor: -tensor["bytes"])
+    facts["saved"] = phase.table("saved for backward (min-cut)", saved)
+    facts["saved_bytes"] = {name: row["saved_bytes"] for name, row in sums.items()}
+    mb = {name: f"{size / 1e6:.3g} MB" for name, size in facts["saved_bytes"].items()}
+    if subject.train and HALF in mb:
+        phase.finding(
+            f"forward saves {mb['min-cut']} for backward; the parameters have {held / 1e6:.3g} MB",
+            "torch._functorch.config.activation_memory_budget = 0.5, or torch.utils.checkpoint around each block",
+            tried=f"budget 0.5 saves {mb[HALF]}, backward {sums[HALF]['backward']} operations for {total['backward']}",
+        )
     phase.answer = (
         f"a joint graph of {total['joint']} operations is cut into forward {total['forward']} and backward "
-        f"{total['backward']}; {len(phase.facts['saved'])} tensors, {saved['min-cut'] / 1e6:.3g} MB, are saved, by the "
-        f"default partitioner {saved['default'] / 1e6:.3g} MB"
+        f"{total['backward']}; {len(saved)} tensors, {mb['min-cut']}, are saved, by the default partitioner "
+        f"{mb['default']}"
     )
     with phase.noted("Its backward cannot be timed"):  # a model that is not made for training
         if times := time_autograd(subject, phase):
@@ -98,25 +111,6 @@ def saved_of(forward: torch.fx.GraphModule, backward: torch.fx.GraphModule) -> l
     return found
 
 
-def show_saved(subject: Subject, phase: Phase, graphs: list[dict], held: int) -> dict[str, int]:
-    """The partitioners' sums and the tensors saved; bytes saved by partitioner."""
-    keys, rows, cuts = ("joint", "forward", "backward", "saved", "saved_bytes"), [], [graph["cuts"] for graph in graphs]
-    for name in [name for name in ("min-cut", "default", HALF) if any(name in each for each in cuts)]:
-        rows.append([name, *(sum(getattr(each.get(name, each["min-cut"]), key) for each in cuts) for key in keys)])
-    sizes = phase.facts["saved_bytes"] = {row[0]: row[-1] for row in rows}
-    saved = phase.facts["saved"] = sorted((t for g in graphs for t in g["saved"]), key=lambda tensor: -tensor["bytes"])
-    phase.table("partitioners", ["partitioner", "joint", "forward", "backward", "saved tensors", "saved bytes"], rows)
-    columns = {"name": "tensor", "shape": "shape", "bytes": "bytes", "operation": "made by", "line": "line"}
-    phase.table("saved for backward (min-cut)", columns, saved)
-    if subject.train and HALF in sizes:
-        phase.finding(
-            f"forward saves {sizes['min-cut'] / 1e6:.3g} MB for backward; the parameters have {held / 1e6:.3g} MB",
-            "torch._functorch.config.activation_memory_budget = 0.5, or torch.utils.checkpoint around each block",
-            tried=f"budget 0.5 saves {sizes[HALF] / 1e6:.3g} MB, {rows[2][3] - rows[0][3]} operations more in backward",
-        )
-    return sizes
-
-
 def ladder(phase: Phase, graphs: list[dict]) -> None:
     """The model without gradients, level by level, and how many operators each level has in this torch."""
     from torch._decomp import core_aten_decompositions, decomposition_table
@@ -139,7 +133,7 @@ def ladder(phase: Phase, graphs: list[dict]) -> None:
     distinct = {level: len(set(used)) for level, used in names.items()}
     phase.facts["ladder"] = {"model": counts, "sets": sets, "distinct": distinct}
     rows = [[title, counts[level], distinct[level], sets.get(level)] for level, title in LEVELS.items()]
-    phase.table("levels, forward without gradients", ["level", "operations", "distinct", "operators it has"], rows)
+    phase.table("levels, forward without gradients", rows, "level|operations|distinct|operators it has")
     phase.note(
         f"Inductor's loop IR has {loops} loops. ATen has {sets['aten_overloads']:,} overloads; "
         f"{sets['aten_public']:,} of its operators are public and not in place. Inductor has lowerings for "
@@ -170,20 +164,18 @@ def time_autograd(subject: Subject, phase: Phase) -> dict:
 
     fn, args, kwargs = subject.fresh()
     compiled = torch.compile(fn, backend=aot_backend(lambda graph: None, partition_fn=default_partition))
-    steps, started = {"eager": [], "aot": []}, time.perf_counter()
-    while len(steps["aot"]) < 3 or (len(steps["aot"]) < ROUNDS and time.perf_counter() - started < BUDGET):
-        for name, call in (("eager", fn), ("aot", compiled)):
+    calls, steps = {"eager": fn, "aot": compiled}, {"eager": [], "aot": []}
+    for _ in turns(ROUNDS, 2 * BUDGET, settle=2):  # until both are compiled
+        for name, call in calls.items():
             if not (step := one_step(lambda call=call: call(*args, **kwargs), subject)):
                 return {}
             steps[name].append(step)
-        if len(steps["aot"]) == 2:  # both are compiled
-            started = time.perf_counter()
     times = phase.facts["autograd_ms"] = {
         name: {key: min(step[key] for step in found[2:]) for key in found[0]} for name, found in steps.items()
     }
-    columns = {"name": "ms, the same kernels", "no_grad": "forward, no grad", "forward": "forward",
-               "backward": "backward", "nodes": "autograd nodes"}  # fmt: skip
-    phase.table("what autograd costs at run time", columns, [{"name": name} | each for name, each in times.items()])
+    rows = [[name, *each.values()] for name, each in times.items()]
+    columns = "ms, the same kernels|forward, no grad|forward|backward|autograd nodes"
+    phase.table("what autograd costs at run time", rows, columns)
     phase.note("AOTAutograd alone saves no launch: its graphs call each kernel, from Python, as eager does.")
     return times
 

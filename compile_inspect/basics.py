@@ -5,19 +5,17 @@ import threading
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
 from unittest.mock import patch
 
 import torch
 from torch import nn
 from torch._dynamo.utils import ChromiumEventLogger
 
-from compile_inspect.errors import Results, error_ratio, references, results
-from compile_inspect.fresh import fresh_cache, warm_up
+from compile_inspect import fresh_cache, warm_up, watch
 from compile_inspect.main import main
 from compile_inspect.report import TRIAGE, Phase, reason_of
 from compile_inspect.subject import Subject
-from compile_inspect.watching import watch
+from compile_inspect.triage import Results, error_ratio, references, results
 
 QUESTION = "Does each backend return what eager returns, and what do the first call and the later ones take?"
 # torch's compile-time events by how their names begin; one that is not listed belongs to the part that it lies in.
@@ -33,18 +31,6 @@ PARTS = {
 MANY = 3  # blocks of one class, from which on one of them is worth compiling alone
 
 
-@dataclass
-class Run:
-    """What a backend's first call leaves (results, in training gradients), and what calls take; or why it fails."""
-
-    tensors: Results | None = None
-    ms: float | None = None
-    first_s: float | None = None
-    parts: dict[str, float] | None = None
-    graphs: int = 0
-    failure: str = ""
-
-
 def look(subject: Subject, phase: Phase) -> None:
     warm_up(subject.device)
     (_, exact, steady), runs, errors, rows = references(subject), {}, {}, []
@@ -53,45 +39,45 @@ def look(subject: Subject, phase: Phase) -> None:
         for name in ("none", "eager", "aot_eager", "inductor"):
             runs[name] = one = run(subject, name)
             eager = runs["none"]
-            if one.failure:
-                errors[name], equal = math.inf, f"fails: {one.failure}"
-            else:
-                errors[name] = error_ratio(one.tensors, eager.tensors, exact) if steady else 0.0
-                equal = errors[name] <= 1 if steady else "not compared"
-            rows.append([name, one.first_s, one.ms, one.ms and eager.ms / one.ms, errors[name], equal])
-    columns = ["backend", "first call, s", "a call, ms", "x eager", "error / allowed", "equal"]
-    phase.table(f"allowed: 4x eager's own error, against {'a float64 run' if exact else 'eager'}", columns, rows)
+            errors[name] = math.inf if one.failure else error_ratio(one, eager, exact) if steady else 0.0
+            equal = f"fails: {one.failure}" if one.failure else errors[name] <= 1 if steady else "not compared"
+            rows.append([name, one.seconds, one.ms, one.ms and eager.ms / one.ms, errors[name], equal])
+    against = "a float64 run" if exact else "eager"
+    columns = "backend|first call, s|a call, ms|x eager|error / allowed|equal"
+    phase.table(f"allowed: 4x eager's own error, against {against}", rows, columns)
     if not steady:
         phase.note("The model returns something else at each call, in eager too: results are not compared.")
     inductor, wrong = runs["inductor"], next((name for name in runs if errors[name] > 1), None)
     phase.facts |= {"errors": {name: min(error, 1e9) for name, error in errors.items()}, "float64": exact is not None,
                     "steady": steady, "eager_ms": eager.ms, "wrong": wrong, "graphs": inductor.graphs}  # fmt: skip
-    right = "each backend returns what eager returns" if steady and eager.tensors else "nothing to compare"
+    right = "each backend returns what eager returns" if steady and eager else "nothing to compare"
     if wrong:
         right = f'backend="{wrong}" {"fails" if runs[wrong].failure else "returns another result than plain eager"}'
         phase.finding(right, TRIAGE, urgent=True)
     if inductor.failure:
         phase.answer = f"{wrong} fails: {runs[wrong].failure or inductor.failure}"
-        return
-    if not inductor.graphs:
+    elif not inductor.graphs:
         phase.answer = "Dynamo captures no graph: torch.compile leaves the whole model to eager; see graph_breaks"
-        return
-    first, gain = inductor.first_s, eager.ms - inductor.ms
-    paid = max(0, math.ceil((first - eager.first_s) * 1e3 / gain)) if gain > 0 else None
-    parts = inductor.parts | {"everything else": first - sum(inductor.parts.values())}
-    phase.facts |= {"compiled_ms": inductor.ms, "speedup": eager.ms / inductor.ms, "break_even_calls": paid,
-                    "first_call_s": first, "parts": parts}  # fmt: skip
-    phase.bars(f"the first call's {first:.3g} s, with an empty cache; a process's first imports apart", "s", parts)
-    most, after = max(parts, key=parts.get), "never paid" if paid is None else f"paid after {paid:,} calls"
-    phase.answer = (
-        f"{right}; the first call takes {first:.3g} s, {parts[most] / first:.0%} of it {most}; "
-        f"later ones {inductor.ms:.3g} ms, eager {eager.ms:.3g} ms: {after}"
-    )
-    one_block(subject, phase)  # last: a large model may not have the time for it
+    else:
+        first, gain = inductor.seconds, eager.ms - inductor.ms
+        paid = max(0, math.ceil((first - eager.seconds) * 1e3 / gain)) if gain > 0 else None
+        parts = inductor.parts | {"everything else": first - sum(inductor.parts.values())}
+        phase.facts |= {"compiled_ms": inductor.ms, "speedup": eager.ms / inductor.ms, "break_even_calls": paid,
+                        "first_call_s": first, "parts": parts}  # fmt: skip
+        phase.bars(f"the first call's {first:.3g} s, with an empty cache; a process's first imports apart", "s", parts)
+        most, after = max(parts, key=parts.get), "never paid" if paid is None else f"paid after {paid:,} calls"
+        phase.answer = (
+            f"{right}; the first call takes {first:.3g} s, {parts[most] / first:.0%} of it {most}; "
+            f"later ones {inductor.ms:.3g} ms, eager {eager.ms:.3g} ms: {after}"
+        )
+        one_block(subject, phase)  # last: a large model may not have the time for it
 
 
-def run(subject: Subject, backend: str | Callable) -> Run:
-    """The model compiled for a backend, or in eager for "none", or what a function makes of it: its calls, timed."""
+def run(subject: Subject, backend: str | Callable) -> Results:
+    """The model compiled for a backend, or in eager for "none", or what a function makes of it; its calls are timed.
+
+    What fails has the reason as its `failure`, but what eager raises is passed on.
+    """
 
     def wrap(fn: Callable) -> Callable:
         if callable(backend):
@@ -102,13 +88,15 @@ def run(subject: Subject, backend: str | Callable) -> Run:
     with torch.compiler.set_stance("force_eager" if backend == "none" else "default"):
         try:
             with watch() as seen, seconds_by_part() as parts:
-                tensors = results(subject, wrap, calls=(calls := []))
-            tensors[:] = [tensor.clone() for tensor in tensors]  # later calls may write to them
-            return Run(tensors, subject.timed(*calls).ms, tensors.seconds, parts, seen.graphs)
+                out = results(subject, wrap, calls=(calls := []))
+            out[:] = [tensor.clone() for tensor in out]  # later calls may write to them
+            out.ms, out.parts, out.graphs = subject.timed(*calls).ms, parts, seen.graphs
         except Exception as error:
             if backend == "none":
                 raise
-            return Run(failure=reason_of(error))
+            out = Results()
+            out.failure = reason_of(error)
+        return out
 
 
 @contextmanager
@@ -124,8 +112,7 @@ def seconds_by_part() -> Iterator[dict[str, float]]:
         return starts(self, name, ns, *rest, **more)
 
     def end(self, name, ns, *rest, **more):
-        stack = stacks[threading.get_ident()]
-        if stack:
+        if stack := stacks[threading.get_ident()]:
             part, since, inner = stack.pop()
             if stack:
                 stack[-1][2] += ns - since
@@ -164,13 +151,12 @@ def one_block(subject: Subject, phase: Phase) -> None:
         tried, first, ms = run(subject, regional), phase.facts["first_call_s"], phase.facts["compiled_ms"]
     fix = f"compile one block: for block in {f'model.{path}' if path else 'model'}: block.compile()"
     if tried.failure:
-        phase.note(f"Tried: {fix}: it fails: {tried.failure}")
-        return
-    phase.facts["regional"] = {"blocks": len(blocks), "path": path, "first_call_s": tried.first_s, "ms": tried.ms}
-    said = f"the first call takes {tried.first_s:.3g} s for {first:.3g}, a call {tried.ms:.3g} ms for {ms:.3g}"
-    if tried.first_s < 0.8 * first and tried.ms < 1.25 * ms:
+        return phase.note(f"Tried: {fix}: it fails: {tried.failure}")
+    phase.facts["regional"] = {"blocks": len(blocks), "path": path, "first_call_s": tried.seconds, "ms": tried.ms}
+    said = f"the first call takes {tried.seconds:.3g} s for {first:.3g}, a call {tried.ms:.3g} ms for {ms:.3g}"
+    if tried.seconds < 0.8 * first and tried.ms < 1.25 * ms:
         what = f"each of the {len(blocks)} {type(blocks[0]).__name__} is compiled anew"
-        phase.finding(what, fix, seconds=first - tried.first_s, tried=said)
+        phase.finding(what, fix, seconds=first - tried.seconds, tried=said)
     else:
         phase.note(f"Tried, without gain: {fix}: {said}.")
 

@@ -5,11 +5,11 @@ a copy. Eager moves bytes operation by operation; compiled code reads inputs and
 once; and each does its arithmetic at the speed of a large matmul.
 """
 
-import functools
 import math
 import time
 from collections.abc import Callable
 from contextlib import nullcontext
+from functools import partial
 from pathlib import Path
 from statistics import quantiles
 
@@ -18,11 +18,10 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 from torch.utils.flop_counter import flop_registry
 
-from compile_inspect.fresh import fresh_cache, warm_up
+from compile_inspect import fresh_cache, warm_up, watch
 from compile_inspect.main import main
 from compile_inspect.report import Phase, Skip, reason_of
-from compile_inspect.subject import Subject, batch_of, parameters, resized, tensors_of
-from compile_inspect.watching import watch
+from compile_inspect.subject import Subject, parameters, tensors_of
 
 QUESTION = "At which batch sizes is compiled faster, after how many calls has it paid, and what could it reach?"
 SIZES, MOST, SECONDS = 8, 4, 10.0  # batch sizes, the largest over the given one, seconds after which none is begun
@@ -32,25 +31,20 @@ COLUMNS = {
     "break_even_calls": "paid after", "roofline_eager_ms": "bound: eager",
     "roofline_compiled_ms": "compiled", "roofline_speedup": "x eager", "bound": "by",
 }  # fmt: skip
-
-KEPT = ("batch", "eager_ms", "compiled_ms", "speedup", "break_even_calls")
 ROWS = {"embedding", "index", "index_select", "gather"}  # of their first tensor they read as much as they return
 # torch 2.11 has no formula for it.
 LIKE = {"_scaled_dot_product_flash_attention_for_cpu": torch.ops.aten._scaled_dot_product_flash_attention}
 
-in_eager = functools.partial(torch.compiler.set_stance, "force_eager")
+in_eager = partial(torch.compiler.set_stance, "force_eager")
 
 
 def look(subject: Subject, phase: Phase) -> None:
     warm_up(subject.device)
-    given, rows, left_out, top = batch_of(subject), [], [], None
+    given, facts, rows, left_out, top = subject.batch, phase.facts, [], [], None
     model = subject.fresh()[0]
     compiled = torch.compile(model)
-
-    def inputs(size: int | None) -> tuple[tuple, dict]:
-        # Unlike mark_dynamic it does not fail where the model needs one size.
-        return resized(subject, size, torch._dynamo.maybe_mark_dynamic)
-
+    # Unlike mark_dynamic it does not fail where the model needs one size.
+    inputs = partial(subject.resized, mark=torch._dynamo.maybe_mark_dynamic)
     try:
         with fresh_cache(), watch() as seen:
             first_s = subject.once(subject.caller(compiled, *inputs(given)))[0] / 1e3
@@ -75,14 +69,13 @@ def look(subject: Subject, phase: Phase) -> None:
                 raise
             left_out.append(f"{size} ({reason_of(error)})")
             continue
-        gain = eager.ms - timed.ms
         low, times, high = quantiles([a / b for a, b in zip(eager.all, timed.all, strict=True)], n=4)
+        gain = eager.ms - timed.ms
         paid = max(0, math.ceil((first_s * 1e3 - eager.ms) / gain)) if gain > 0 else None
         rows.append({"batch": size, "eager_ms": eager.ms, "compiled_ms": timed.ms, "speedup": times, "from": low,
-                     "to": high, "break_even_calls": paid,
-                     "recompiled": seen.graphs})  # fmt: skip
+                     "to": high, "break_even_calls": paid, "recompiled": seen.graphs})  # fmt: skip
         # Kept, should the phase run out of time at another size; the given one is the first.
-        phase.facts |= {key: rows[0][key] for key in KEPT} | {"first_call_s": first_s, "sizes": rows}
+        facts |= rows[0] | {"first_call_s": first_s, "sizes": rows}
         phase.changed(phase)
         with phase.noted("No roofline"):  # tensors without storage, an operator that a dispatch mode cannot see
             with in_eager():
@@ -91,19 +84,13 @@ def look(subject: Subject, phase: Phase) -> None:
             rows[-1] |= roofline(work, launches, top, subject.on_gpu)
     here = rows[0]
     rows.sort(key=lambda row: row["batch"] or 0)
-    phase.facts |= {"launches": launches, "graphs": graphs, "ceilings": top, "left_out": left_out}
-    show(phase, here, rows)
-
-
-def show(phase: Phase, here: dict, rows: list[dict]) -> None:
-    """The table, the plot, what it is worth to change, and the answer."""
-    facts, given = phase.facts, here["batch"]
-    phase.table("a call, the calls until it has paid, and the roofline's bound in ms", COLUMNS, rows)
+    facts |= {"launches": launches, "graphs": graphs, "ceilings": top, "left_out": left_out}
+    phase.table("a call, the calls until it has paid, and the roofline's bound in ms", rows, COLUMNS)
     if len(rows) > 1:
         phase.bars("speed-up by batch size", "x", {f"batch {row['batch']}": row["speedup"] for row in rows})
-    if facts["left_out"]:
-        phase.note(f"Batch sizes left out: {'; '.join(facts['left_out'])}.")
-    if top := facts["ceilings"]:
+    if left_out:
+        phase.note(f"Batch sizes left out: {'; '.join(left_out)}.")
+    if top:
         phase.note(
             f"Measured here: {top['bytes_per_s'] / 1e9:.3g} GB/s (a copy), {top['flops_per_s'] / 1e12:.3g} TFLOP/s "
             f"({top['dtype']} matmul), {top['launch_us']:.3g} us an operation; a cache may beat these ceilings."
@@ -117,7 +104,7 @@ def show(phase: Phase, here: dict, rows: list[dict]) -> None:
         cost = {"ms": here["compiled_ms"] - here["eager_ms"], "share": 1 - here["speedup"]}
         phase.finding("the compiled model is slower than eager", fix, **cost)
     after = "never pays" if here["break_even_calls"] is None else f"has paid after {here['break_even_calls']:,} calls"
-    if "roofline_speedup" in here and (here["flops"] or facts["launches"]):
+    if "roofline_speedup" in here and (here["flops"] or launches):
         after += f"; the roofline would allow {here['roofline_speedup']:.2f}x"
     phase.answer = (
         f"{f'batch {given}: ' if given else ''}{here['compiled_ms']:.3g} ms for eager's {here['eager_ms']:.3g}, "

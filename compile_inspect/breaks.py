@@ -68,11 +68,10 @@ def _parse(record: str) -> tuple[tuple[str, int], Break]:
 
 
 def find_breaks(fn: Callable, *inputs, **keywords) -> Breaks:
-    """Compile fn from nothing for a backend that generates no code, call it once, and report what Dynamo made of it.
+    """Compile fn from nothing for backend eager, call it once, and report what torch's log says that Dynamo made of it.
 
-    torch._dynamo.explain counts no break that it cannot resume from; torch's log (TORCH_LOGS=graph_breaks), which is
-    read here, does. Raises TypeError for what cannot be called, and ValueError for a function that is compiled already
-    and for a generator function, which torch.compile never compiles; what fn raises is passed on.
+    Unlike torch._dynamo.explain it counts breaks that Dynamo cannot resume from. Raises TypeError for what cannot be
+    called, ValueError for a function that is compiled already and for a generator function, and what fn raises.
     """
     require_uncompiled("find_breaks", fn)
     if inspect.isgeneratorfunction(fn):

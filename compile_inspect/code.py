@@ -15,20 +15,14 @@ def guards_of(fn: Callable) -> list[list[str]]:
 
     fn = getattr(fn, "_torchdynamo_orig_callable", fn)
     return [
-        [
-            line.strip("| +-").strip()
-            for line in str(entry.guard_manager).splitlines()
-            if "+- " in line and "GuardManager" not in line
-        ]
+        [line.strip("| +-").strip() for line in str(entry.guard_manager).splitlines()
+         if "+- " in line and "GuardManager" not in line]
         for entry in _debug_get_cache_entry_list(fn.__code__)
-    ]
+    ]  # fmt: skip
 
 
 def generated_code(fn: Callable, *inputs, **keywords) -> list[str]:
-    """The sources that Inductor writes while fn, a function not compiled yet, runs once on these inputs.
-
-    Whatever was compiled before is forgotten, as after torch.compiler.reset().
-    """
+    """The sources that Inductor writes while fn, not compiled yet, runs once; what was compiled before is forgotten."""
     from torch._inductor.utils import run_and_get_code
 
     return run_and_get_code(torch.compile(fn), *inputs, **keywords)[1]

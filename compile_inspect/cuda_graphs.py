@@ -4,19 +4,15 @@ from collections.abc import Callable
 
 import torch
 
-from compile_inspect.code import cuda_graphs_held, kernels_run
+from compile_inspect import cuda_graphs_held, kernels_run, logs, watch
 from compile_inspect.graph_breaks import breaks_of
 from compile_inspect.graphs import aot_backend, line_of, name_of
-from compile_inspect.logs import logs
 from compile_inspect.main import main
 from compile_inspect.report import Phase, Skip, reason_of
 from compile_inspect.subject import Subject
-from compile_inspect.watching import watch
 
 QUESTION = "Can CUDA graphs launch the model's kernels, what keeps a graph from it, and what do they give?"
 GAIN = 1.05  # a speed-up above it is not noise
-MAKERS = {torch.zeros, torch.ones, torch.empty, torch.full, torch.arange, torch.linspace, torch.eye, torch.tensor,
-          torch.rand, torch.randn, torch.randint, torch.randperm}  # fmt: skip
 # What the reason of a skip has in it, and the fix.
 FIXES = {
     "mutated": "return the new value, or keep it in a registered buffer, instead of writing to an input",
@@ -37,7 +33,7 @@ def look(subject: Subject, phase: Phase) -> None:
         return
     columns = {"operations": "operations", "writes_to": "writes to inputs", "on_cpu": "on the CPU",
                "unsafe": "not to be recorded", "skip": "torch's own check"}  # fmt: skip
-    phase.table("graphs: each is a CUDA graph of its own, launched apart", columns, graphs)
+    phase.table("graphs: each is a CUDA graph of its own, launched apart", graphs, columns)
     hindered = sum(any(graph[key] for key in ("writes_to", "on_cpu", "unsafe")) for graph in graphs)
     phase.facts["hindered"] = hindered
     if not subject.on_gpu:
@@ -49,7 +45,7 @@ def look(subject: Subject, phase: Phase) -> None:
     columns = {"mode": "mode", "ms": "a call, ms", "host_ms": "host, ms", "idle": "GPU idle, share",
                "kernels": "kernels", "launched": "graphs launched", "held": "graphs held",
                "reserved": "memory, MiB"}  # fmt: skip
-    phase.table("one call", columns, [{"mode": "default"} | default, {"mode": "reduce-overhead"} | recorded])
+    phase.table("one call", [{"mode": "default"} | default, {"mode": "reduce-overhead"} | recorded], columns)
     before, after, idle = default["ms"], recorded["ms"], f"{recorded['idle']:.0%} for {default['idle']:.0%}"
     if before / after > GAIN:
         fix, gain = 'torch.compile(..., mode="reduce-overhead")', {"ms": before - after, "share": 1 - after / before}
@@ -65,32 +61,25 @@ def look(subject: Subject, phase: Phase) -> None:
 
 def measure(subject: Subject, mode: str | None) -> dict:
     """Calls on the GPU in this mode: times, kernels, idle time, graphs and memory held, skips and their reasons."""
-    call = subject.compiled(mode=mode)
+    call, busy, until = subject.compiled(mode=mode), 0.0, 0.0
     with torch.cuda.device(subject.device):
         with logs(cudagraphs=True, perf_hints=True) as records, watch() as seen:
             timed = subject.timed(call)
         # A CUDA graph's memory is a pool of its own; pool (0, 0) is the allocator's.
         pools = [each for each in torch.cuda.memory_snapshot() if tuple(each["segment_pool_id"]) != (0, 0)]
-        reserved = sum(each["total_size"] for each in pools) / 2**20
         names, launched = kernels_run(call)
-        idle = max(0.0, 1 - busy_ms(call, subject) / timed.ms)
+        ran = sorted(
+            (event.time_range.start, event.time_range.end) for event in subject.profiled(call).events()
+            if event.device_type == torch.autograd.DeviceType.CUDA and not event.is_user_annotation
+        )  # fmt: skip
         held = cuda_graphs_held()
-    lines = [text.strip().splitlines()[0] for _, text in records if "skipping cudagraph" in text.lower()]
-    return {"ms": timed.ms, "host_ms": timed.host_ms, "reserved": reserved, "kernels": len(names), "launched": launched,
-            "held": held, "idle": idle, "reasons": list(dict.fromkeys(lines)),
-            "skips": seen.counters.get("inductor", {}).get("cudagraph_skips", 0)}  # fmt: skip
-
-
-def busy_ms(call: Callable[[], object], subject: Subject) -> float:
-    """Milliseconds of a call in which the GPU runs a kernel or copies; the profiler slows the host, not these."""
-    ran = sorted(
-        (event.time_range.start, event.time_range.end) for event in subject.profiled(call).events()
-        if event.device_type == torch.autograd.DeviceType.CUDA and not event.is_user_annotation
-    )  # fmt: skip
-    busy = until = 0.0
-    for start, end in ran:
+    for start, end in ran:  # microseconds in which a kernel or a copy runs; the profiler slows the host, not these
         busy, until = busy + max(0.0, end - max(start, until)), max(until, end)
-    return busy / 1e3
+    lines = [text.strip().splitlines()[0] for _, text in records if "skipping cudagraph" in text.lower()]
+    return {"ms": timed.ms, "host_ms": timed.host_ms, "idle": max(0.0, 1 - busy / 1e3 / timed.ms),
+            "kernels": len(names), "launched": launched, "held": held,
+            "reserved": sum(each["total_size"] for each in pools) / 2**20, "reasons": list(dict.fromkeys(lines)),
+            "skips": seen.counters.get("inductor", {}).get("cudagraph_skips", 0)}  # fmt: skip
 
 
 def graphs_of(subject: Subject) -> list[dict]:
@@ -103,22 +92,27 @@ def graphs_of(subject: Subject) -> list[dict]:
     def at(node: torch.fx.Node) -> str:
         return f"{name_of(node)} ({line_of(node)})"
 
+    def on_cpu(node: torch.fx.Node) -> bool:
+        """Whether its tensor lies on the CPU; without a GPU: whether it still would where the model is on one."""
+        value, *inputs = (each.meta.get("example_value") for each in [node, *node.all_input_nodes])
+        if subject.on_gpu:
+            return isinstance(value, torch.Tensor) and value.device.type == "cpu"
+        made = isinstance(value, torch.Tensor) and not any(isinstance(each, torch.Tensor) for each in inputs)
+        return node.target in ("cpu", "numpy") or (made and node.kwargs.get("device") is None)
+
     def backend(graph: torch.fx.GraphModule, inputs: list) -> Callable:
         nodes = [node for node in graph.graph.nodes if node.op.startswith("call_")]
-        names = [node.name.removeprefix("l_").strip("_") for node in graph.graph.nodes if node.op == "placeholder"]
-        held = {"operations": len(nodes), "writes_to": [], "unsafe": [], "skip": "",
-                "on_cpu": [at(node) for node in nodes if on_cpu(node, subject.on_gpu)]}  # fmt: skip
+        names = [node.name.removeprefix("l_").strip("_") for node in graph.graph.find_nodes(op="placeholder")]
+        sizes = any(isinstance(each, torch.SymInt) for each in inputs)
+        held = {"operations": len(nodes), "writes_to": [], "on_cpu": [at(node) for node in nodes if on_cpu(node)],
+                "unsafe": ["dynamic sizes: each is recorded anew"] * sizes, "skip": ""}  # fmt: skip
         found.append(held)
-        if any(isinstance(each, torch.SymInt) for each in inputs):
-            held["unsafe"].append("dynamic sizes: each is recorded anew")
 
         def forward(aten: torch.fx.GraphModule) -> None:
             meta = torch._guards.TracingContext.get().fw_metadata
             static = set(meta.static_input_indices or ())
-            held["writes_to"] = [
-                names[i] if i < len(names) else f"input {i}" for i, info in enumerate(meta.input_info)
-                if info.mutates_data and i not in static
-            ]  # fmt: skip
+            written = [i for i, info in enumerate(meta.input_info) if info.mutates_data and i not in static]
+            held["writes_to"] = [names[i] if i < len(names) else f"input {i}" for i in written]
             skip = check_multiple_devices_or_any_cpu_nodes(get_device_node_mapping(aten))
             held["skip"] = skip.strip().splitlines()[0].split(". Found from")[0] if skip else ""
             if node := get_first_incompatible_cudagraph_node(aten):
@@ -128,14 +122,6 @@ def graphs_of(subject: Subject) -> list[dict]:
 
     subject.compiled(backend=backend)()
     return found
-
-
-def on_cpu(node: torch.fx.Node, on_gpu: bool) -> bool:
-    """Whether its tensor lies on the CPU; without a GPU: whether it still would where the model is on one."""
-    value = node.meta.get("example_value")
-    if on_gpu:
-        return isinstance(value, torch.Tensor) and value.device.type == "cpu"
-    return node.target in ("cpu", "numpy") or (node.target in MAKERS and node.kwargs.get("device") is None)
 
 
 if __name__ == "__main__":

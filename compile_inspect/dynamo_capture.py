@@ -6,33 +6,33 @@ from collections import Counter
 
 import torch
 
+from compile_inspect import logs, watch
 from compile_inspect.graph_breaks import breaks_of
 from compile_inspect.graphs import at, is_own, own_line, target_of
-from compile_inspect.logs import logs
 from compile_inspect.main import main
 from compile_inspect.report import Phase, Skip, counted
 from compile_inspect.subject import Subject
-from compile_inspect.watching import watch
 
 QUESTION = "Which graphs does Dynamo capture, and is a line of Python a node of them?"
 CODES = 6  # listings
 
 
-def described(name: str, value: object) -> dict:
-    dtype, shape = str(getattr(value, "dtype", "")).removeprefix("torch."), list(getattr(value, "shape", []))
-    made, parameter = type(value).__name__, isinstance(value, torch.nn.Parameter)
-    return {"name": name, "type": made, "dtype": dtype, "shape": shape, "parameter": parameter}
-
-
 def look(subject: Subject, phase: Phase) -> None:
-    graphs, inputs = [], []
+    graphs, facts = [], phase.facts
 
     def backend(graph: torch.fx.GraphModule, values: list):
-        names = [node.name for node in graph.graph.find_nodes(op="placeholder")]
         graphs.append(graph)
-        inputs.append([described(*each) for each in zip(names, values, strict=False)])
+        names = [node.name for node in graph.graph.find_nodes(op="placeholder")]
+        inputs = [
+            {"name": name, "type": type(value).__name__, "dtype": str(getattr(value, "dtype", ""))[6:],
+             "shape": list(getattr(value, "shape", [])), "parameter": isinstance(value, torch.nn.Parameter)}
+            for name, value in zip(names, values, strict=False)
+        ]  # fmt: skip
+        operations = sum(node.op.startswith("call_") for node in graph.graph.nodes)
+        facts["graphs"].append({"operations": operations, "nodes": len(graph.graph.nodes), "inputs": inputs})
         return graph.forward
 
+    facts["graphs"] = []
     with watch() as seen, logs(trace_source=True) as records:
         subject.compiled(backend=backend)()
     if not graphs:
@@ -42,43 +42,34 @@ def look(subject: Subject, phase: Phase) -> None:
         if not failures:
             raise Skip(said)
         phase.note(said)
-    phase.facts["graphs"], calls, rows, nodes = [], [], [], []
-    for i, (graph, given) in enumerate(zip(graphs, inputs, strict=True)):
-        own = [node for node in graph.graph.nodes if node.op.startswith("call_")]
-        phase.facts["graphs"].append({"operations": len(own), "nodes": len(graph.graph.nodes), "inputs": given})
-        calls += own
-        rows += [[i, *each.values()] for each in sorted(given, key=lambda each: each["parameter"])]
-        nodes += [[i, n.op, n.name, target_of(n), str(n.args)] for n in graph.graph.nodes if n.op != "placeholder"]
-    phase.table("inputs, as a backend gets them", ["graph", "name", "type", "dtype", "shape", "parameter"], rows)
-    phase.table("nodes, without the inputs", ["graph", "opcode", "name", "target", "args"], nodes)
+    nodes = [(i, node) for i, graph in enumerate(graphs) for node in graph.graph.nodes if node.op != "placeholder"]
+    calls = [node for _, node in nodes if node.op != "output" and node.op != "get_attr"]
+    inputs = [{"graph": i} | each for i, graph in enumerate(facts["graphs"]) for each in graph["inputs"]]
+    phase.table("inputs, as a backend gets them", sorted(inputs, key=lambda each: each["parameter"]))
+    rows = [[i, node.op, node.name, target_of(node), str(node.args)] for i, node in nodes]
+    phase.table("nodes, without the inputs", rows, "graph|opcode|name|target|args")
     for i, graph in enumerate(graphs[:CODES]):
         phase.code(f"graph {i} of {len(graphs)}", graph.print_readable(print_output=False))
-    phase.facts["operations_by_target"] = by_target = dict(Counter(map(target_of, calls)).most_common())
-    phase.table("operations by target", ["target", "operations"], [list(each) for each in by_target.items()])
-    # The header of a function is traced too, and is no statement.
+    facts["operations_by_target"] = by_target = dict(Counter(map(target_of, calls)).most_common())
+    phase.table("operations by target", by_target.items(), "target|operations")
+    # Lines that became no node are there too, but the header of a function, which is traced, is no statement.
     traced = (re.match(r"TRACE starts_line (.+):(\d+) in .*\n(?!\s*(async )?def )", text) for _, text in records)
-    look_at_lines(phase, calls, {(match[1], int(match[2])) for match in traced if match and is_own(match[1])})
-    look_at_explain(subject, phase)
-    each, missed = phase.facts["nodes_per_line"], phase.facts["missed_by_explain"]
-    said = (
-        f"of {counted(sum(each.values()), 'line')} traced {each.get('1', 0)} became one node, {each.get('0', 0)} none"
-    )
-    said += f"; explain() misses the break at {', '.join(missed)}" if missed else ""
-    phase.answer = f"{counted(len(graphs), 'graph')}, {counted(len(calls), 'operation')}; {said}"
-
-
-def look_at_lines(phase: Phase, calls: list[torch.fx.Node], traced: set[tuple[str, int]]) -> None:
-    """Source line -> nodes: the innermost line of the user's own code; lines that became none are there too."""
-    lines: dict[tuple[str, int], list[str]] = {line: [] for line in traced}
+    lines = {(match[1], int(match[2])): [] for match in traced if match and is_own(match[1])}
     for node in calls:
         if own := own_line(node):
             lines.setdefault(own, []).append(node.name)
-    phase.facts["lines"] = [
-        {"at": at(*line), "source": linecache.getline(*line).strip(), "nodes": lines[line]} for line in sorted(lines)
-    ]
-    phase.facts["nodes_per_line"] = {str(n): count for n, count in sorted(Counter(map(len, lines.values())).items())}
-    columns = {"at": "line", "source": "source", "nodes": "nodes"}
-    phase.table("source line -> nodes; a line that runs twice has those of both runs", columns, phase.facts["lines"])
+    facts["nodes_per_line"] = each = {str(n): k for n, k in sorted(Counter(map(len, lines.values())).items())}
+    facts["lines"] = phase.table(
+        "source line -> nodes; a line that runs twice has those of both runs",
+        ({"at": at(*line), "source": linecache.getline(*line).strip(), "nodes": lines[line]} for line in sorted(lines)),
+    )
+    look_at_explain(subject, phase)
+    missed, total = facts["missed_by_explain"], counted(sum(each.values()), "line")
+    phase.answer = (
+        f"{counted(len(graphs), 'graph')}, {counted(len(calls), 'operation')}; of {total} traced {each.get('1', 0)} "
+        f"became one node, {each.get('0', 0)} none"
+        + (f"; explain() misses the break at {', '.join(missed)}" if missed else "")
+    )
 
 
 def look_at_explain(subject: Subject, phase: Phase) -> None:
@@ -92,8 +83,7 @@ def look_at_explain(subject: Subject, phase: Phase) -> None:
     phase.facts["missed_by_explain"] = missed
     phase.facts["explain"] = {"graphs": said.graph_count, "breaks": said.graph_break_count, "ops": said.op_count}
     rows = [["explain", *phase.facts["explain"].values()], ["log", found.graphs, len(found.breaks), found.operations]]
-    title = "torch._dynamo.explain(), and the log that find_breaks reads"
-    phase.table(title, ["", "graphs", "breaks", "operations"], rows)
+    phase.table("torch._dynamo.explain(), and the log that find_breaks reads", rows, "|graphs|breaks|operations")
     if (methods := found.operations - said.op_count) > 0:
         phase.note(f"explain() counts functions only: {methods} methods of tensors (opcode call_method) are left out.")
     if missed:

@@ -30,11 +30,10 @@ class Entries:
 def count_entries(
     fn: Callable | list[Callable], calls: list[Callable], backend: str = "aot_eager", **options
 ) -> Entries:
-    """Compile fn from nothing, hand it to each of `calls` in turn, and count: count_entries(f, [lambda f: f(x, 2)]).
+    """Compile fn, or each of a list, from nothing, hand it to each of `calls`, and count: [lambda f: f(x, 2)].
 
-    A list of functions is compiled one by one, and a call is given the list. `options` go to torch.compile. Raises
-    TypeError for what cannot be called, and ValueError for a function that is compiled already and for no calls; what
-    the calls raise is passed on (RecompileError, FailOnRecompileLimitHit).
+    `options` go to torch.compile. Raises TypeError for what cannot be called, ValueError for a function that is
+    compiled already and for no calls, and what the calls raise (RecompileError, FailOnRecompileLimitHit).
     """
     for each in fn if isinstance(fn, list) else [fn]:
         require_uncompiled("count_entries", each)

@@ -14,11 +14,11 @@ from torch._dynamo.convert_frame import register_bytecode_hook
 from torch._dynamo.eval_frame import _debug_get_cache_entry_list as entries_of
 from torch._dynamo.symbolic_convert import InstructionTranslatorBase
 
+from compile_inspect import watch
 from compile_inspect.graphs import at, is_own
 from compile_inspect.main import main
 from compile_inspect.report import Phase, counted
 from compile_inspect.subject import Subject
-from compile_inspect.watching import watch
 
 QUESTION = "When does Dynamo compile a frame, what becomes of its bytecode, and which functions does it leave alone?"
 LISTINGS = 6
@@ -77,9 +77,8 @@ def look(subject: Subject, phase: Phase) -> None:
     stages, started = [], time.perf_counter()
     with converted() as frames, tracked() as trackers:
         call = subject.caller(torch.compile(fn, backend="eager"), args, kwargs)
-        for stage, does in {"torch.compile(model)": None, "first call": call, "second call": call}.items():
-            if does:
-                does()
+        for stage, does in {"torch.compile(model)": int, "first call": call, "second call": call}.items():
+            does()
             seconds, started = time.perf_counter() - started, time.perf_counter()
             codes = {code for code in [root, *(old for old, _ in frames)] if code is not None}
             stages.append([stage, len(frames), sum(len(entries_of(code)) for code in codes), seconds])
@@ -87,10 +86,10 @@ def look(subject: Subject, phase: Phase) -> None:
     phase.facts |= {"trackers": trackers, "compiled_at": {
         "entries_before_call": before, "entries_after_call": after,
         "frames_before_call": frames_before, "frames_after_call": frames_after}}  # fmt: skip
-    phase.table("when frames are compiled", ["after", "frames", "cache entries", "seconds"], stages)
+    phase.table("when frames are compiled", stages, "after|frames|cache entries|seconds")
     look_at_bytecode(phase, frames)
     rows = [[function, *each] for function, held in trackers.items() for each in held.items()]
-    phase.table("what Dynamo tracks locals as", ["function", "local", "VariableTracker"], rows)
+    phase.table("what Dynamo tracks locals as", rows, "function|local|VariableTracker")
     look_at_kinds(phase)
     left = ", ".join(kind for kind, outcome in phase.facts["kinds"].items() if outcome == "eager")
     resumed = ", ".join(each["at"] for each in phase.facts["resumes"])
@@ -103,21 +102,20 @@ def look(subject: Subject, phase: Phase) -> None:
 
 def look_at_bytecode(phase: Phase, frames: list[tuple[CodeType, CodeType]]) -> None:
     """Each frame before and after, what the rewritten one calls, and where the functions after a break go on."""
-    phase.facts["frames"], phase.facts["resumes"] = [], []
+    phase.facts["frames"], phase.facts["resumes"] = rows, resumes = [], []
     for old, new in frames:
         resumed = re.match(r"torch_dynamo_resume_in_.*_at_(\d+)", old.co_name)
         line = int(resumed[1]) if resumed else old.co_firstlineno
         frame = {"name": old.co_name, "at": at(old.co_filename, line)}
         if resumed:
-            phase.facts["resumes"].append(frame | {"source": linecache.getline(old.co_filename, line).strip()})
-        frame |= {"before": len(list(dis.get_instructions(old))), "after": len(list(dis.get_instructions(new)))}
+            resumes.append(frame | {"source": linecache.getline(old.co_filename, line).strip()})
+        before, after = (sum(1 for _ in dis.get_instructions(code)) for code in (old, new))
         calls = [name for name in new.co_names if name.startswith(("__compiled_fn_", "__resume_at_"))]
-        phase.facts["frames"].append(frame | {"calls": calls})
-    for old, new in frames[:LISTINGS]:
-        phase.code(f"{old.co_name}: bytecode before", dis.Bytecode(old).dis())
-        phase.code(f"{old.co_name}: bytecode after", dis.Bytecode(new).dis())
-    columns = {"name": "frame", "at": "line", "before": "before", "after": "after", "calls": "it calls"}
-    phase.table("rewritten frames, in instructions", columns, phase.facts["frames"])
+        rows.append(frame | {"before": before, "after": after, "calls": calls})
+        if len(rows) <= LISTINGS:
+            phase.code(f"{old.co_name}: bytecode before", dis.Bytecode(old).dis())
+            phase.code(f"{old.co_name}: bytecode after", dis.Bytecode(new).dis())
+    phase.table("rewritten frames, in instructions", rows)
 
 
 def look_at_kinds(phase: Phase) -> None:
@@ -134,7 +132,7 @@ def look_at_kinds(phase: Phase) -> None:
         reason = re.search(r"Explanation: (.*)", "\n".join(reasons))
         phase.facts["kinds"][kind] = outcome = "compiled" if seen.graphs else "eager"
         rows.append([kind, source, outcome, seen.graphs, reason[1] if reason else ""])
-    phase.table("kinds of functions", ["kind", "source", "", "graphs", "torch's reason"], rows)
+    phase.table("kinds of functions", rows, "kind|source||graphs|torch's reason")
 
 
 if __name__ == "__main__":

@@ -17,21 +17,14 @@ _COPIES = itertools.count()
 
 
 def own_code(fn: Callable) -> Callable:
-    """A copy of fn that Dynamo has never met, with the same lines.
-
-    Cache entries, the limit on their number and which values have changed belong to a code object, whoever compiles it,
-    or to its name; and decorators such as allow_in_graph mark a function for good.
-    """
+    """A copy of fn that Dynamo has never met: cache entries and marks belong to a code object or its name."""
     code = fn.__code__.replace(co_name=f"{fn.__name__.strip('<>')}_{next(_COPIES)}")
     return types.FunctionType(code, fn.__globals__, fn.__name__, fn.__defaults__, fn.__closure__)
 
 
 @functools.cache
 def warm_up(device: torch.device | str) -> None:
-    """Pay, once per process, what only its first compilation costs: imports, workers, precompiled headers.
-
-    Call it before the first compilation whose seconds are to be compared with another's.
-    """
+    """Pay, once per process, what only its first compilation costs: imports, workers, precompiled headers."""
     torch.compile(lambda x: x.sin() + 1)(torch.ones(8, device=device))
     torch.compiler.reset()
 
@@ -40,8 +33,7 @@ def warm_up(device: torch.device | str) -> None:
 def fresh_compiler() -> Iterator[None]:
     """Within it torch.compile starts from nothing: no cache entries, no recompile counts, and an empty cache folder.
 
-    What was compiled within is forgotten at the end; keep results, not compiled functions. A C++ compiler's headers,
-    precompiled once per machine, stay.
+    What was compiled within is forgotten at the end. A C++ compiler's headers, precompiled once per machine, stay.
     """
     torch.compiler.reset()
     try:

@@ -9,7 +9,9 @@ import re
 import warnings
 from collections import Counter
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import dataclass, field
+from itertools import groupby
 from pathlib import Path
 from unittest.mock import patch
 
@@ -130,11 +132,9 @@ class Lowered:
         """(name of the generated kernel, the loops in it) for each call: in C++ all loops between two extern calls."""
         called = self.code.partition("def call(")[2]
         names = re.findall(r"^\s+(?:\w+\.)?((?:cpp|triton)_\w+?)(?:\.run)?\(", called, re.M)
-        groups, joined = [], False
-        for step in self.after:
-            if not step.extern:
-                groups[-1].append(step) if joined and names and names[0].startswith("cpp") else groups.append([step])
-            joined = not step.extern
+        joins = names and names[0].startswith("cpp")
+        runs = groupby(enumerate(self.after), lambda each: (bool(each[1].extern), None if joins else each[0]))
+        groups = [[step for _, step in run] for (extern, _), run in runs if not extern]
         if len(names) != len(groups):
             names = ["+".join(step.name for step in group) for group in groups]
         return list(zip(names, groups, strict=True))
@@ -146,28 +146,33 @@ def lower(call: Callable[[Callable], object]) -> list[Lowered]:
     No C++ or Triton compiler runs, and no cache is read.
     """
     from torch._functorch import config as functorch_config
-    from torch._inductor import config, cpu_vec_isa
+    from torch._inductor import config, cpu_vec_isa, ir
     from torch._inductor.compile_fx import compile_fx
     from torch._inductor.graph import GraphLowering
 
     found: list[Lowered] = []
 
+    def steps(nodes: list) -> list[Step]:
+        unpacks = [node.is_extern() and isinstance(node.node, ir.MultiOutput) for node in nodes]
+        nothing = [type(node).__name__ == "NopKernelSchedulerNode" for node in nodes]
+        return [_step(node) for node, *left_out in zip(nodes, unpacks, nothing, strict=True) if not any(left_out)]
+
     def before(nodes: list) -> list:
-        found.append(Lowered(_steps(nodes)))
+        found.append(Lowered(steps(nodes)))
         return nodes
 
     def after(nodes: list) -> list:
-        found[-1].after = _steps(nodes)
+        found[-1].after = steps(nodes)
         return nodes
 
     def generate(graph: GraphLowering):
         code = graph.codegen_with_cpp_wrapper() if graph.cpp_wrapper else graph.codegen()
-        called = [operation_of(node) for node in graph.graph.nodes if node.op == "call_function"]
         if found and not found[-1].code:
-            found[-1].code, found[-1].backward = "".join(part.value for part in code if part), bool(graph.is_backward)
+            this, called = found[-1], [operation_of(n) for n in graph.graph.nodes if n.op == "call_function"]
+            this.code, this.backward = "".join(part.value for part in code if part), bool(graph.is_backward)
+            this.operations = sum(name not in VIEWS for name in called)
             order = {node.get_name(): i for i, node in enumerate(graph.scheduler.nodes)}  # changed after fusion
-            found[-1].after.sort(key=lambda step: order.get(step.name, len(order)))
-            found[-1].operations = sum(name not in VIEWS for name in called)
+            this.after.sort(key=lambda step: order.get(step.name, len(order)))
         return type("Module", (), {"call": staticmethod(lambda *_: None)})()
 
     def backend(graph: torch.fx.GraphModule, inputs: list) -> Callable:
@@ -190,28 +195,23 @@ def lower(call: Callable[[Callable], object]) -> list[Lowered]:
     return found
 
 
-def _steps(nodes: list) -> list[Step]:
-    from torch._inductor import ir
-
-    nodes = [node for node in nodes if type(node).__name__ != "NopKernelSchedulerNode"]
-    return [_step(node) for node in nodes if not (node.is_extern() and isinstance(node.node, ir.MultiOutput))]
-
-
 def _step(node) -> Step:
     leaves = [leaf for leaf in node.get_nodes() if leaf.node is not None]
     origins = list(dict.fromkeys(o for leaf in leaves for o in leaf.node.get_origins() if o.op != "placeholder"))
     order = {each: i for i, each in enumerate(origins[0].graph.nodes)} if origins else {}
     origins.sort(key=lambda origin: order.get(origin, -1))
     operations = list(dict.fromkeys(name for name in map(operation_of, origins) if name not in VIEWS | {"clone"}))
-    extern = ""
+    extern, size, indexing = "", 0, ()
     if node.is_extern():  # its origins have those of its inputs, too
         extern = getattr(node.node, "python_kernel_name", None) or type(node.node).__name__
         origins, operations = origins[-1:], [extern.removesuffix(".default").rsplit(".", 1)[-1]]
-    try:
-        size = bytes_of(node, leaves)
-    except Exception:  # sizes that only the call knows
-        size = 0
-    bodies, indexing = [leaf._body for leaf in leaves if getattr(leaf, "_body", None) is not None], ()
+    with suppress(Exception):  # sizes that only the call knows
+        # Torch counts a fused loop's buffers whole, also a table that its parts gather from.
+        both, parts = {"include_reads": True, "include_writes": True}, Counter()
+        for leaf in leaves:
+            parts.update(leaf.get_read_write_buffer_accesses(**both))
+        size = int(sum(min(n, parts[name]) for name, n in node.get_read_write_buffer_accesses(**both).items()))
+    bodies = [leaf._body for leaf in leaves if getattr(leaf, "_body", None) is not None]
     if bodies:
         entries = [(kind.name.lower(), entry) for kind, held in bodies[0].memory_usage.items() for entry in held]
         used = {entry.index_name: f"{kind} {entry.buffer_name or ''}".strip() for kind, entry in entries}
@@ -220,11 +220,3 @@ def _step(node) -> Step:
     primitives = [name for body in bodies for name in body.op_counts.elements()]
     lines = list(dict.fromkeys(filter(None, map(line_of, origins))))
     return Step(node.get_name(), extern, operations, lines, size, max(len(bodies), 1), primitives, indexing)
-
-
-def bytes_of(node, leaves: list) -> int:
-    """What it reads and writes: torch counts a fused loop's buffers whole, also a table that its parts gather from."""
-    both, parts = {"include_reads": True, "include_writes": True}, Counter()
-    for leaf in leaves:
-        parts.update(leaf.get_read_write_buffer_accesses(**both))
-    return int(sum(min(size, parts[name]) for name, size in node.get_read_write_buffer_accesses(**both).items()))

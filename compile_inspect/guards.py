@@ -8,12 +8,11 @@ from types import CodeType
 
 import torch
 
+from compile_inspect import own_code, watch
 from compile_inspect.frame_evaluation import converted, entries_of
-from compile_inspect.fresh import own_code
 from compile_inspect.main import main
 from compile_inspect.report import Phase, Skip, reason_of
-from compile_inspect.subject import Subject, batch_of, resized
-from compile_inspect.watching import Compiled, watch
+from compile_inspect.subject import Subject
 
 QUESTION = "What does a call check before it runs compiled code, what does that cost, and what makes it compile again?"
 DEAR, ROUNDS, CALLS = 0.05, 7, 20  # share of a call that is a finding; turns, and calls of each
@@ -50,27 +49,43 @@ def parse(entry) -> list[tuple[str, str]]:
     return re.findall(r"\+- ([A-Z][A-Z_]+)(?:: (.*))?$", str(entry.guard_manager), re.MULTILINE)
 
 
-def of_shapes(entry) -> list[str]:
-    """Guards on sizes and strides as expressions."""
-    return [plain(text) for _, text in parse(entry) if re.search(r"\.(size|stride|storage_offset)\(\)", plain(text))]
+def of_shapes(codes: list[CodeType]) -> list[str]:
+    """Guards on sizes and strides, in the cache entries of these codes, as expressions."""
+    texts = [plain(text) for code in codes for entry in entries_of(code) for _, text in parse(entry)]
+    return [text for text in texts if re.search(r"\.(size|stride|storage_offset)\(\)", text)]
 
 
 def look(subject: Subject, phase: Phase) -> None:
+    facts, raw, symbols = phase.facts, [], {}
     look_at_entries(subject, phase)
-    look_at_example(phase)
-    batch, phase.facts["recompilation"] = batch_of(subject) or 0, None
+    # Always shown: a branch on a size, as the ShapeEnv holds it and as it is installed.
+    torch.compiler.reset()
+    fn, raw_of_it = own_code(lambda a: a + 1 if a.shape[0] * 2 < 16 else a - 1), []
+    compile_symbolic(fn, raw_of_it, {})(torch.ones(10))
+    facts["example"] = said = {"raw": raw_of_it[0], "installed": of_shapes([fn.__code__])[0]}
+    phase.note(
+        "An example: `a + 1 if a.shape[0] * 2 < 16 else a - 1` with 10 rows and dynamic=True. Its raw guard, "
+        f"{said['raw']}, is installed as {said['installed']}: solved for the size, and checked without the symbol."
+    )
+    batch, facts["recompilation"], codes, dynamic = subject.batch or 0, None, [], []
     if batch:
         try:
-            subject.caller(subject.fresh()[0], *resized(subject, batch + 1))()
+            subject.caller(subject.fresh()[0], *subject.resized(batch + 1))()
         except Exception as error:
             phase.note(f"In eager the model does not take another batch size than {batch}: {reason_of(error)}")
             batch = 0
-    counts = look_at_symbols(subject, phase, batch)
-    said = look_at_recompilation(subject, phase, batch, counts) if batch else "another batch size was not tried"
-    guards, entries = sum(each["guards"] for each in phase.facts["entries"]), len(phase.facts["entries"])
-    us, share = phase.facts["guard_us"], phase.facts["share"]
-    cost = "" if share is None else f" take {us:.0f} us, {share:.1%} of a call"
-    phase.answer = f"{guards} guards in {entries} cache entr{'y' if entries == 1 else 'ies'}{cost}; {said}"
+    with phase.noted("With dynamic=True it cannot be compiled"):
+        dynamic, _, codes = three_sizes(subject, batch, lambda fn: compile_symbolic(fn, raw, symbols))
+    installed, duck = of_shapes(codes), [each["of"] for each in symbols.values() if len(each["of"]) > 1]
+    facts |= {"symbols": symbols, "duck": duck, "shape_guards": {"raw": raw, "installed": installed}}
+    rows = [[name, *each.values()] for name, each in symbols.items()]
+    phase.table("symbols, with dynamic=True", rows, "symbol|now|range|sizes (several: duck shaping)")
+    rows = zip_longest(raw, installed)
+    phase.table("shape guards, each column in its own order", rows, "raw, in the ShapeEnv|installed")
+    then = look_at_recompilation(subject, phase, batch, dynamic) if batch else "another batch size was not tried"
+    guards, entries = sum(each["guards"] for each in facts["entries"]), len(facts["entries"])
+    cost = "" if facts["share"] is None else f" take {facts['guard_us']:.0f} us, {facts['share']:.1%} of a call"
+    phase.answer = f"{guards} guards in {entries} cache entr{'y' if entries == 1 else 'ies'}{cost}; {then}"
 
 
 def look_at_entries(subject: Subject, phase: Phase) -> None:
@@ -91,14 +106,13 @@ def look_at_entries(subject: Subject, phase: Phase) -> None:
         phase.code(f"guard tree of {name}", str(entry.guard_manager))
     rows = [[kind, len(held), in_words(kind, min(held, key=lambda text: "L['" not in text))]  # one of the model's own
             for kind, held in sorted(texts.items(), key=lambda item: -len(item[1]))]  # fmt: skip
-    phase.table("guards by kind", ["kind", "guards", "the first of them, in words"], rows)
-    again = 0
+    phase.table("guards by kind", rows, "kind|guards|the first of them, in words")
+    phase.facts["same_inputs"] = 0
     for _ in range(3):
         with watch() as seen:
             call()
-        again += bool(seen.recompiles)
-    phase.facts["same_inputs"] = again
-    if again == 3:  # one compilation more is how a number becomes dynamic
+        phase.facts["same_inputs"] += bool(seen.recompiles)
+    if phase.facts["same_inputs"] == 3:  # one compilation more is how a number becomes dynamic
         phase.finding(
             f"each call with the same inputs compiles again: {plain(seen.recompiles[-1].splitlines()[0])}",
             "keep what changes between calls, as a counter or a list, in a tensor or outside the compiled function",
@@ -120,8 +134,8 @@ def look_at_time(subject: Subject, phase: Phase, ms: float) -> None:
         )
         filtered = {"guard_filter_fn": torch.compiler.skip_guard_on_all_nn_modules_unsafe}
         if us / 1e3 > DEAR * ms and subject.held and (left := guard_us(subject, options=filtered)) < 0.8 * us:
-            fix = "if no module changes after the first call: torch.compile(model, options={'guard_filter_fn': "
-            fix += "torch.compiler.skip_guard_on_all_nn_modules_unsafe})"
+            fix = ("if no module changes after the first call: torch.compile(model, options={'guard_filter_fn': "
+                   "torch.compiler.skip_guard_on_all_nn_modules_unsafe})")  # fmt: skip
             cost = {"ms": us / 1e3, "share": us / 1e3 / ms, "tried": f"{left:.0f} us are left."}
             phase.finding(f"guards take {us:.0f} us of each call", fix, **cost)
 
@@ -131,13 +145,7 @@ def guard_us(subject: Subject, **options) -> float:
 
     def returns(graph: torch.fx.GraphModule, inputs: list) -> Callable:
         held = []
-
-        def run(*values):
-            if not held:
-                held.append(graph.forward(*values))
-            return held[0]
-
-        return run
+        return lambda *values: held[0] if held else held.append(graph.forward(*values)) or held[0]
 
     fn, args, kwargs = subject.fresh()
     compiled = torch.compile(fn, backend=returns, **options)
@@ -173,79 +181,40 @@ def compile_symbolic(fn: Callable, raw: list[str], symbols: dict[str, dict]) -> 
     return torch.compile(fn, backend=backend, dynamic=True)
 
 
-def shrinks(a):
-    return a + 1 if a.shape[0] * 2 < 16 else a - 1
-
-
-def look_at_example(phase: Phase) -> None:
-    """Always shown: a branch on a size, as the ShapeEnv holds it and as it is installed."""
-    torch.compiler.reset()
-    fn, raw = own_code(shrinks), []
-    compile_symbolic(fn, raw, {})(torch.ones(10))
-    phase.facts["example"] = said = {"raw": raw[0], "installed": of_shapes(entries_of(fn.__code__)[0])[0]}
-    phase.note(
-        "An example: `a + 1 if a.shape[0] * 2 < 16 else a - 1` with 10 rows and dynamic=True. Its raw guard, "
-        f"{said['raw']}, is installed as {said['installed']}: solved for the size, and checked without the symbol."
-    )
-
-
-def look_at_symbols(subject: Subject, phase: Phase, batch: int) -> list[int]:
-    """Symbolic shapes of the model, compiled with dynamic=True; the frames compiled for each of three batch sizes."""
-    raw, symbols, counts, codes = [], {}, [], []
-    with phase.noted("With dynamic=True it cannot be compiled"):
-        calls, codes = three_sizes(subject, batch, lambda fn: compile_symbolic(fn, raw, symbols))
-        counts = [frames_of(seen) for seen in calls]
-    installed = [text for code in codes for entry in entries_of(code) for text in of_shapes(entry)]
-    duck = [each["of"] for each in symbols.values() if len(each["of"]) > 1]
-    phase.facts |= {"symbols": symbols, "duck": duck, "shape_guards": {"raw": raw, "installed": installed}}
-    rows = [[name, *each.values()] for name, each in symbols.items()]
-    phase.table("symbols, with dynamic=True", ["symbol", "now", "range", "sizes (several: duck shaping)"], rows)
-    rows = [list(pair) for pair in zip_longest(raw, installed)]
-    phase.table("shape guards, each column in its own order", ["raw, in the ShapeEnv", "installed"], rows)
-    return counts
-
-
-def three_sizes(
-    subject: Subject, batch: int, wrap: Callable, mark: Callable | None = None
-) -> tuple[list[Compiled], list[CodeType]]:
-    """What wrap(model) compiles when it is called with batch, batch + 1 and batch + 2 rows, and of which code."""
+def three_sizes(subject: Subject, batch: int, wrap: Callable, mark: Callable | None = None) -> tuple[list, list, list]:
+    """wrap(model) is called with batch, batch + 1 and batch + 2 rows: frames compiled, what was seen, of which code."""
     compiled, calls, codes = wrap(subject.fresh()[0]), [], {}
     for size in range(batch, batch + 3) if batch else [0]:
         with watch() as seen, converted() as frames:
-            subject.caller(compiled, *resized(subject, size, mark))()
+            subject.caller(compiled, *subject.resized(size, mark))()
         calls.append(seen)
         codes |= dict.fromkeys(old for old, _ in frames)
-    return calls, list(codes)
-
-
-def frames_of(seen: Compiled) -> int:
-    return sum(frame.name is not None for frame in seen.frames)  # one without a name is a backward graph
+    # A frame without a name is a backward graph.
+    return [sum(frame.name is not None for frame in seen.frames) for seen in calls], calls, list(codes)
 
 
 def look_at_recompilation(subject: Subject, phase: Phase, batch: int, dynamic: list[int]) -> str:
     """A call with one more row: the guard that fails, the compilation that it causes, and the fixes, tried."""
-    calls, _ = three_sizes(subject, batch, lambda fn: torch.compile(fn, backend="aot_eager"))
+    count, calls, _ = three_sizes(subject, batch, lambda fn: torch.compile(fn, backend="aot_eager"))
     if not calls[1].recompiles:
         return "another batch size compiles nothing"
-    counts = {"as it is": [frames_of(seen) for seen in calls]}
+    counts = {"as it is": count}
     with phase.noted("With mark_dynamic it cannot be compiled"):
         mark, wrap = torch._dynamo.mark_dynamic, lambda fn: torch.compile(fn, backend="eager")
-        counts["mark_dynamic"] = [frames_of(seen) for seen in three_sizes(subject, batch, wrap, mark)[0]]
+        counts["mark_dynamic"] = three_sizes(subject, batch, wrap, mark)[0]
     counts |= {"dynamic=True": dynamic} if dynamic else {}
     reason = re.sub(r"^\d+/\d+: ", "", calls[1].recompiles[0].splitlines()[0])  # without the frame's number
     seconds = sum(frame.seconds for frame in calls[1].frames)
-    phase.facts["recompilation"] = {"reason": reason, "seconds": seconds, "dynamic": not frames_of(calls[2]),
-                                    "counts": counts}  # fmt: skip
-    columns = ["frames compiled", *(f"batch {batch + extra}" for extra in range(3))]
-    phase.table("another batch size", columns, [[name, *each] for name, each in counts.items()])
+    phase.facts["recompilation"] = {"reason": reason, "seconds": seconds, "dynamic": not count[2], "counts": counts}
+    columns = "|".join(["frames compiled", *(f"batch {batch + extra}" for extra in range(3))])
+    phase.table("another batch size", [[name, *each] for name, each in counts.items()], columns)
     phase.note(f"The guard that fails: {reason}. Compiling again takes {seconds:.2g} s, and Inductor comes on top.")
     best = min(counts, key=lambda name: sum(counts[name]))
     if best in FIXES:
-        tried = f"frames compiled for three sizes: {sum(counts[best])} instead of {sum(counts['as it is'])}."
+        tried = f"frames compiled for three sizes: {sum(counts[best])} instead of {sum(count)}."
         what = f"another batch size ({batch} -> {batch + 1}) recompiles: {reason}"
         phase.finding(what, FIXES[best], seconds=seconds, tried=tried)
-    then = "as does each size" if frames_of(calls[2]) else "and then serves every size"
-    return f"a batch of {batch + 1} recompiles, {then}"
+    return f"a batch of {batch + 1} recompiles, {'as does each size' if count[2] else 'and then serves every size'}"
 
 
 if __name__ == "__main__":

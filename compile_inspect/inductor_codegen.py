@@ -1,14 +1,14 @@
 """What Inductor generates: fused kernels and their lines, what kept loops apart, the library calls between them."""
 
 import re
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Iterable
 
 import torch
 from torch import nn
 
+from compile_inspect import logs
 from compile_inspect.graphs import Lowered, Step, lower
-from compile_inspect.logs import logs
 from compile_inspect.main import main
 from compile_inspect.models import pointwise
 from compile_inspect.report import Phase, Skip, counted
@@ -29,6 +29,9 @@ NO_LOOPS = (
 def look(subject: Subject, phase: Phase) -> None:
     with logs(fusion=True, perf_hints=True, ir_pre_fusion=True, ir_post_fusion=True) as records:
         graphs = lower(lambda backend: subject.compiled(backend=backend)())
+    texts = defaultdict(list)
+    for artifact, text in records:
+        texts[artifact].append(text)
     for graph in filter(lambda each: each.error, graphs):
         phase.note(f"Inductor cannot lower one graph: {graph.error}")
     graphs = [graph for graph in graphs if not graph.error]
@@ -42,16 +45,38 @@ def look(subject: Subject, phase: Phase) -> None:
         "kernels_before": len(loops(before)), "kernels_after": len(loops(after)), "bytes_before": moved(before),
         "bytes_after": moved(after), "extern": dict(Counter(step.extern for step in extern)),
         "language": "triton" if "async_compile.triton" in code else "cpp", "vector_width": max(widths, default=None),
-        "not_fused": not_fused(records),
+        "not_fused": not_fused(texts["fusion"]),
     })  # fmt: skip
-    show(phase, graphs, extern)
-    indexing(phase, after)
-    for name, title in (("ir_pre_fusion", "loop IR before fusion"), ("ir_post_fusion", "loop IR after fusion")):
-        phase.code(title, "\n".join(text for artifact, text in records if artifact == name))
+    phase.table("from operators to kernels; MB are what the loops read and write", (
+        {"graph": f"{i} {'backward' if graph.backward else 'forward'}", "operators": graph.operations,
+         "loops": len(loops(graph.before)), "after fusion": len(loops(graph.after)),
+         "kernel calls": len(graph.kernels()), "extern calls": len(graph.after) - len(loops(graph.after)),
+         "MB unfused": moved(graph.before) / 1e6, "MB fused": moved(graph.after) / 1e6}
+        for i, graph in enumerate(graphs)
+    ))  # fmt: skip
+    phase.note(
+        "A pointwise operator is inlined into the loop that uses it as the graph is lowered; fusion then joins loops. "
+        "A C++ kernel is a function with all the loops between two extern calls; a Triton kernel is one fused loop."
+    )
+    phase.table("generated kernels", facts["kernels"])
+    rows = []
+    for name, calls in facts["extern"].items():
+        kind = "library" if LIBRARY.search(name) else "ATen's own kernel" if "aten" in name else "custom operator"
+        rows.append([name, calls, kind, distinct((step for step in extern if step.extern == name), "lines")])
+    phase.table("not generated: extern calls", rows, "function|calls|what it is|lines")
+    phase.table("why not fused, from torch's fusion log", facts["not_fused"].items(), "torch's reason|pairs")
+    # The first fused loops, or the first ones.
+    for step in sorted((step for step in after if step.indexing), key=lambda step: step.parts < 2)[:1]:
+        sizes, indices = step.indexing
+        rows = [[f"{name} = {index}", access, in_words(index, sizes)] for name, index, access in indices]
+        over = ", ".join(f"{var} < {size}" for var, size in sizes.items())
+        phase.table(f"SymPy indexing of the first loops in {step.name}: {over}", rows, "index|access|meaning")
+    phase.code("loop IR before fusion", "\n".join(texts["ir_pre_fusion"]))
+    phase.code("loop IR after fusion", "\n".join(texts["ir_post_fusion"]))
     for i, graph in enumerate(graphs[:CODES]):
         phase.code(f"generated code of graph {i}", graph.code)
     fallbacks(subject, phase, {s.extern: s for s in extern if "aten" in s.extern and not LIBRARY.search(s.extern)})
-    for hint in dict.fromkeys(text for artifact, text in records if artifact == "perf_hints"):
+    for hint in dict.fromkeys(texts["perf_hints"]):
         if not hint.startswith(("Skip comprehensive padding", "Using FallbackKernel")):
             phase.finding("a performance hint of torch's", " ".join(hint.split())[:300])
     examples(subject, phase)
@@ -77,60 +102,25 @@ def distinct(steps: Iterable[Step], what: str) -> list[str]:
 
 def kernels_of(graphs: list[Lowered]) -> list[dict]:
     """Each generated kernel once; each graph numbers its own from 0, so two may share a name."""
-    found: dict[tuple[int, str], dict] = {}
+    found = {}
     for i, graph in enumerate(graphs):
         for name, steps in graph.kernels():
-            kernel = found.setdefault((i, name), {"name": name, "graph": i, "calls": 0, "steps": []})
-            kernel["calls"] += 1
-            kernel["steps"] += steps
-    for kernel in found.values():
-        steps = kernel.pop("steps")
-        kernel["loops"] = sum(step.parts for step in steps)
-        kernel |= {key: distinct(steps, key) for key in ("operations", "lines")}
-    return list(found.values())
+            found.setdefault((i, name), []).append(steps)
+    return [
+        {"name": name, "graph": i, "calls": len(calls), "loops": sum(step.parts for steps in calls for step in steps)}
+        | {key: distinct((step for steps in calls for step in steps), key) for key in ("operations", "lines")}
+        for (i, name), calls in found.items()
+    ]
 
 
-def not_fused(records: list[tuple[str, str]]) -> dict[str, int]:
-    """Torch's reasons, each with the pairs of loops and extern calls that it kept apart."""
+def not_fused(texts: list[str]) -> dict[str, int]:
+    """The reasons in torch's fusion log, each with the pairs of loops and extern calls that it kept apart."""
     graph, pairs = 0, set()
-    for artifact, text in records:
-        graph += artifact == "fusion" and "attempting fusion (1/" in text
-        if artifact == "fusion" and (held := re.match(r"cannot fuse (\S+) with (\S+): (.+)", text)):
+    for text in texts:
+        graph += "attempting fusion (1/" in text
+        if held := re.match(r"cannot fuse (\S+) with (\S+): (.+)", text):
             pairs.add((graph, held[1], held[2], re.split(r"[(:\[{]| \d", held[3])[0].strip()))
     return dict(Counter(reason for *_, reason in sorted(pairs)).most_common())
-
-
-def show(phase: Phase, graphs: list[Lowered], extern: list[Step]) -> None:
-    rows = [
-        [f"{i} {'backward' if graph.backward else 'forward'}", graph.operations, len(loops(graph.before)),
-         len(loops(graph.after)), len(graph.kernels()), len(graph.after) - len(loops(graph.after)),
-         moved(graph.before) / 1e6, moved(graph.after) / 1e6] for i, graph in enumerate(graphs)
-    ]  # fmt: skip
-    columns = ["graph", "operators", "loops", "after fusion", "kernel calls", "extern calls", "MB unfused", "MB fused"]
-    phase.table("from operators to kernels; MB are what the loops read and write", columns, rows)
-    phase.note(
-        "A pointwise operator is inlined into the loop that uses it as the graph is lowered; fusion then joins loops. "
-        "A C++ kernel is a function with all the loops between two extern calls; a Triton kernel is one fused loop."
-    )
-    columns = {key: key for key in ("name", "calls", "loops", "operations", "lines")}
-    phase.table("generated kernels", columns, phase.facts["kernels"])
-    rows = []
-    for name, calls in phase.facts["extern"].items():
-        kind = "library" if LIBRARY.search(name) else "ATen's own kernel" if "aten" in name else "custom operator"
-        rows.append([name, calls, kind, distinct((step for step in extern if step.extern == name), "lines")])
-    phase.table("not generated: extern calls", ["function", "calls", "what it is", "lines"], rows)
-    rows = [list(each) for each in phase.facts["not_fused"].items()]
-    phase.table("why not fused, from torch's fusion log", ["torch's reason", "pairs"], rows)
-
-
-def indexing(phase: Phase, steps: list[Step]) -> None:
-    """The index expressions of the first fused loops, or of the first ones, in words."""
-    for step in sorted((step for step in steps if step.indexing), key=lambda step: step.parts < 2)[:1]:
-        sizes, indices = step.indexing
-        rows = [[f"{name} = {index}", access, in_words(index, sizes)] for name, index, access in indices]
-        over = ", ".join(f"{var} < {size}" for var, size in sizes.items())
-        title = f"SymPy indexing of the first loops in {step.name}: {over}"
-        phase.table(title, ["index", "access", "meaning"], rows)
 
 
 def in_words(index, sizes: dict) -> str:

@@ -80,12 +80,12 @@ def machine(subject: Subject) -> dict:
 @contextmanager
 def state_kept() -> Iterator[None]:
     """Within it torch's settings and random numbers may change; afterwards they are as before, and caches are empty."""
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # reading a setting that is deprecated warns
-        configs = [(config, config.get_config_copy()) for config in CONFIGS]
     settings = [(read, put_back, read()) for read, put_back in SETTINGS]
     numpy = getattr(sys.modules.get("numpy"), "random", None)
     drawn = numpy and numpy.get_state()
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # reading a setting that is deprecated warns
+        configs = [(config, config.get_config_copy()) for config in CONFIGS]
     try:
         with torch.random.fork_rng(range(torch.cuda.device_count()) if torch.cuda.is_initialized() else []):
             yield

@@ -3,10 +3,9 @@
     python -m compile_inspect.main --model pkg.module:make_model --input 8x128:int64 --html out.html
     python -m compile_inspect.graph_breaks --model script.py:step --input 32x64
 
-The phases run in a process of their own, the worker, which sends each phase as it grows. One that takes longer than
-`--timeout`, or is killed, ends as such with what it had seen, and the next phase starts in a new worker. What the model
-prints is kept out of the report; of a worker that is lost the last line is told. Exit status: 0; 1 where a phase
-failed; 2, with one sentence, where the model cannot be had or called; 130 after ctrl-C, with what was seen until then.
+The phases run in a process of their own, the worker, which sends each phase as it grows; after one that takes longer
+than `--timeout`, or is killed, the next one starts in a new worker. Exit status: 0; 1 where a phase failed; 2, with one
+sentence, where the model cannot be had or called; 130 after ctrl-C.
 """
 
 import argparse
@@ -28,9 +27,13 @@ from multiprocessing.process import BaseProcess
 from pathlib import Path
 from unittest.mock import patch
 
+from compile_inspect.inspecting import machine, run_phase
 from compile_inspect.report import PHASES, Phase, Report, closing, phase_lines, reason_of
+from compile_inspect.subject import SubjectError, make_subject
 
 LOADING = 120.0  # seconds in which the model must be imported, made and called once, if --timeout is shorter
+# What a worker leaves when it is killed is no news to the user, though Python's resource tracker says so.
+IGNORED = "ignore:resource_tracker:UserWarning"
 
 
 def parser(phase: str | None) -> argparse.ArgumentParser:
@@ -52,15 +55,16 @@ def parser(phase: str | None) -> argparse.ArgumentParser:
     if phase is None:
         add("--phases", nargs="+", choices=PHASES, default=list(PHASES), metavar="PHASE",
             help=f"only these of {', '.join(PHASES)}")  # fmt: skip
+    else:
+        parser.set_defaults(phases=[phase])
     return parser
 
 
 def main(argv: list[str] | None = None, phase: str | None = None) -> int:
     options = parser(phase).parse_args(argv)
-    command = " ".join([f"python -m compile_inspect.{phase or 'main'}", *(sys.argv[1:] if argv is None else argv)])
-    options.phases = [phase] if phase else options.phases
     if not options.timeout > 0:
         return complain(f"--timeout {options.timeout:g}: give seconds above 0")
+    command = " ".join([f"python -m compile_inspect.{phase or 'main'}", *(sys.argv[1:] if argv is None else argv)])
     writers = {
         options.html: Report.html, options.json: lambda report, path: write_record(report, command, path),
         options.png: lambda report, path: loaded("compile_inspect.benchmark").png(report.facts("benchmark"), path),
@@ -70,8 +74,7 @@ def main(argv: list[str] | None = None, phase: str | None = None) -> int:
         if not path.absolute().parent.is_dir():
             return complain(f"{path}: its folder does not exist; make it, or name another file")
     report = Report(options.model)
-    # What a worker leaves when it is killed is no news to the user, though Python's resource tracker says so.
-    ignored = ",".join(filter(None, [os.environ.get("PYTHONWARNINGS"), "ignore:resource_tracker:UserWarning"]))
+    ignored = ",".join(filter(None, [os.environ.get("PYTHONWARNINGS"), IGNORED]))
     with (
         patch.dict(os.environ, PYTHONWARNINGS=ignored),
         tempfile.TemporaryDirectory(prefix="compile-inspect-", ignore_cleanup_errors=True) as folder,
@@ -100,54 +103,49 @@ def complain(text: str, status: int = 2) -> int:
 
 def supervise(options: argparse.Namespace, report: Report, log: Path) -> int:
     """Run the phases in workers, show each as it ends, and put it into the report; the exit status."""
-    todo, status = list(options.phases), 0
+    todo = list(options.phases)
     while todo:
         channel, theirs = multiprocessing.Pipe(duplex=False)
         worker = multiprocessing.get_context("spawn").Process(target=work, args=(options, todo, log, theirs))
         worker.start()
         theirs.close()
-        current, seconds, began = None, max(options.timeout, LOADING), time.monotonic()  # the model is being loaded
         try:
-            while todo:
-                kind, held = "lost", ("timed out", f"it took longer than {seconds:g} s; --timeout allows more")
-                if channel.poll(max(began + seconds - time.monotonic(), 0.01)):
-                    try:
-                        kind, held = json.loads(channel.recv())
-                    except EOFError:  # it ended, be it with status 0, as after os._exit(0)
-                        held = "failed", how_it_ended(worker, log)
-                if kind == "lost" and current is None:
-                    kind, held = "error", f"the model could not be loaded and called: {held[1]}"
-                if kind == "error":  # after a phase: a model that can be had once only; what was seen is kept
-                    return complain(held, 1 if report.phases else 2)
-                if kind == "loaded":
-                    (report.machine, report.shared), current = held, Phase(todo[0])
-                elif kind == "phase":
-                    current = Phase.from_dict(held)
-                else:
-                    current.status, current.reason = held
-                    current.seconds = round(time.monotonic() - began, 2)
-                if current.status != "running":
-                    report.phases.append(current)
-                    todo.remove(current.name)
-                    print("\n".join(phase_lines(current, options.verbose)), flush=True)
-                    status = max(status, int(current.status in ("failed", "timed out")))
-                    current = Phase(todo[0]) if todo else None
-                if kind == "lost":
-                    break
-                if kind == "loaded" or held["status"] != "running":  # a phase begins
-                    seconds, began = options.timeout, time.monotonic()
+            loading, lost = follow("loading", channel, max(options.timeout, LOADING), worker, log)
+            if lost:
+                loading.reason = f"the model could not be loaded and called: {loading.reason}"
+            if loading.status != "passed":  # after a phase: a model that can be had once only; what was seen is kept
+                return complain(loading.reason, 1 if report.phases else 2)
+            report.machine, report.shared = loading.facts["machine"], loading.facts["shared"]
+            while todo and not lost:
+                phase, lost = follow(todo.pop(0), channel, options.timeout, worker, log)
+                report.phases.append(phase)
+                print("\n".join(phase_lines(phase, options.verbose)), flush=True)
         finally:
             kill(worker)
-    return status
+    return int(any(phase.status in ("failed", "timed out") for phase in report.phases))
 
 
-def how_it_ended(worker: BaseProcess, log: Path) -> str:
-    worker.join()
-    code = worker.exitcode
-    by = f"was killed by signal {-code}" if code < 0 else f"ended with status {code}"
-    memory = "; most likely out of memory: try smaller inputs" if code == -signal.SIGKILL else ""
-    text = log.read_text(encoding="utf-8", errors="replace").strip().splitlines() if log.exists() else []
-    return f"the process {by}{memory}" + (f"; it printed last: {text[-1][:200]}" if text else "")
+def follow(name: str, channel: Connection, limit: float, worker: BaseProcess, log: Path) -> tuple[Phase, bool]:
+    """The phase as it is at its end, and whether its worker is lost: it takes longer than the limit, or is gone."""
+    phase, began = Phase(name), time.monotonic()
+    while phase.status == "running" and channel.poll(max(began + limit - time.monotonic(), 0.01)):
+        try:
+            phase = Phase.from_dict(json.loads(channel.recv()))
+        except EOFError:  # it ended, be it with status 0, as after os._exit(0)
+            worker.join()
+            code = worker.exitcode
+            by = f"was killed by signal {-code}" if code < 0 else f"ended with status {code}"
+            memory = "; most likely out of memory: try smaller inputs" if code == -signal.SIGKILL else ""
+            said = log.read_text(encoding="utf-8", errors="replace").strip() if log.exists() else ""
+            last = f"; it printed last: {said.splitlines()[-1][:200]}" if said else ""
+            phase.status, phase.reason = "failed", f"the process {by}{memory}{last}"
+            break
+    else:
+        if phase.status != "running":
+            return phase, False
+        phase.status, phase.reason = "timed out", f"it took longer than {limit:g} s; --timeout allows more"
+    phase.seconds = round(time.monotonic() - began, 2)
+    return phase, True
 
 
 def kill(worker: BaseProcess) -> None:
@@ -158,52 +156,47 @@ def kill(worker: BaseProcess) -> None:
 
 
 def work(options: argparse.Namespace, phases: list[str], log: Path, channel: Connection) -> None:
-    """The worker: load the model, call it once, then run the phases; each message is (kind, what), as JSON."""
+    """The worker: load the model and call it once, which is a phase too; then the phases, each sent as JSON."""
     if hasattr(os, "setsid"):
         os.setsid()
     if not options.verbose:
         os.dup2(os.open(log, os.O_WRONLY | os.O_CREAT | os.O_TRUNC), 2)
     os.dup2(2, 1)  # what the model prints joins its standard error
 
-    def send(kind: str, held: object) -> None:
-        channel.send(json.dumps([kind, held], default=str))
-
-    from compile_inspect.inspecting import machine, run_phase
-    from compile_inspect.subject import SubjectError, make_subject
+    def send(phase: Phase) -> None:
+        channel.send(json.dumps(asdict(phase), default=str))
 
     try:
         subject = make_subject(options.model, options.input, options.inputs, options.device, options.train)
         subject.call_once()
-    except SubjectError as error:
-        return send("error", str(error))
     except BaseException as error:
-        said = f"{options.model}: the model itself fails in eager: {reason_of(error)}; see --input and --inputs"
-        return send("error", said)
-    send("loaded", [machine(subject), subject.shared])
+        fails = f"{options.model}: the model itself fails in eager: {reason_of(error)}; see --input and --inputs"
+        return send(Phase("loading", "", "failed", str(error) if isinstance(error, SubjectError) else fails))
+    send(Phase("loading", "", "passed", facts={"machine": machine(subject), "shared": subject.shared}))
     for name in phases:
-        run_phase(name, subject, lambda phase: send("phase", asdict(phase)))
+        run_phase(name, subject, send)
 
 
 def write_record(report: Report, command: str, path: Path) -> None:
     """The report as a record of the topic compile_inspect, an example for each phase. Raises ValueError and OSError."""
-    record, sources = loaded("harness.record"), loaded("harness.sources")
-    commit, dirty = record.git_state()
-    described = report.machine | {"host": {"cpu": platform.processor() or platform.machine(), "cores": os.cpu_count()}}
-    described["triton"] = version("triton") if importlib.util.find_spec("triton") else None
-    held = record.Record(path, "compile_inspect", described["gpu"])
+    from harness.record import ExampleRecord, Record, git_state
+    from harness.sources import sources_hash
+
+    commit, dirty = git_state()
+    host = {"cpu": platform.processor() or platform.machine(), "cores": os.cpu_count()}
+    triton = version("triton") if importlib.util.find_spec("triton") else None
+    record = Record(path, "compile_inspect", report.machine["gpu"])
     for phase in report.phases:
-        status = phase.status if phase.status in ("passed", "skipped") else "failed"
-        held.put(
-            record.ExampleRecord(
-                phase.name, status, phase.reason or None, phase.seconds, commit=commit, dirty=dirty,
-                command=command, machine=described, sizes="full",
-                sources=sources.sources_hash(Path(__file__).with_name(f"{phase.name}.py")),
-                question=phase.question, answer=phase.answer or None, facts=phase.facts | {"model": report.model},
-                conclusions=[f"{each.what}: {each.cost}. {each.fix}" for each in phase.findings],
-            ),
-            list(PHASES),
+        example = ExampleRecord(
+            phase.name, phase.status if phase.status in ("passed", "skipped") else "failed", phase.reason or None,
+            phase.seconds, commit=commit, dirty=dirty, command=command, sizes="full", question=phase.question,
+            machine=report.machine | {"host": host, "triton": triton}, answer=phase.answer or None,
+            sources=sources_hash(Path(__file__).with_name(f"{phase.name}.py")),
+            facts=phase.facts | {"model": report.model},
+            conclusions=[f"{each.what}: {each.cost}. {each.fix}" for each in phase.findings],
         )  # fmt: skip
-    held.save()
+        record.put(example, list(PHASES))
+    record.save()
 
 
 if __name__ == "__main__":

@@ -29,8 +29,8 @@ class Split:
 def splits(fn: Callable, *inputs, cases: dict[str, tuple[str, float]]) -> dict[str, Split]:
     """AOTAutograd's joint graph of fn, cut in two in each of `cases`: name -> (partitioner, activation memory budget).
 
-    The partitioner is "default" or "min-cut". fn is traced once, with Inductor's decompositions, as one graph; nothing
-    is compiled further. Raises ValueError for another partitioner, and for an fn without a gradient.
+    The partitioner is "default" or "min-cut". fn is traced once, as one graph, with Inductor's decompositions. Raises
+    ValueError for another partitioner, and for an fn without a gradient.
     """
     from functorch.compile import default_partition, make_boxed_func, min_cut_rematerialization_partition
     from torch._dynamo.backends.common import aot_autograd

@@ -1,10 +1,10 @@
-"""What an inspection found: phases with their blocks, findings ranked by cost, and a verdict in three lines."""
+"""What an inspection found: phases with what they show, findings by cost, and a verdict; as text and as a page."""
 
 import math
 import shutil
 import textwrap
 import traceback
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -15,10 +15,9 @@ PHASES = (
     "basics", "dynamo_capture", "frame_evaluation", "guards", "graph_breaks", "aot_autograd", "inductor_codegen",
     "cuda_graphs", "benchmark", "triage",
 )  # fmt: skip
-ROWS, LINES, BAR = 40, 1000, 40  # of a table, of a text, and characters of a bar
+ROWS, LINES, BAR, SHOWN = 40, 1000, 40, 8  # of a table, of a text, characters of a bar, rows on the terminal
 BOUND = 4  # a cost that is an upper bound counts as a quarter of it: what the fix gives is not known
 TRIAGE = "run the phase triage: it finds the operation"
-SHOWN = 8  # rows of a table on the terminal, unless asked for all
 
 
 class Skip(Exception):
@@ -67,23 +66,16 @@ class Block:
     title: str = ""
     text: str = ""
     columns: list[str] = field(default_factory=list)
-    rows: list[list] = field(default_factory=list)  # of cells
+    rows: list[list[str]] = field(default_factory=list)
+    right: list[bool] = field(default_factory=list)  # of each column, whether it has numbers alone
     fold: bool = True
-
-    def cells(self) -> list[list[str]]:
-        return [[text_of(cell) for cell in row] for row in self.rows]
-
-    def numeric(self) -> list[bool]:
-        """Of each column, whether it has numbers alone."""
-        columns = zip(*self.rows, strict=True)
-        return [all(cell is None or (type(cell) in (int, float)) for cell in column) for column in columns]
 
 
 def text_of(cell: object) -> str:
     """A cell as text: floats with three significant digits, lists with commas."""
     if isinstance(cell, bool):
         return "yes" if cell else "no"
-    if isinstance(cell, list):
+    if isinstance(cell, list | tuple):
         return ", ".join(map(text_of, cell))
     if isinstance(cell, float):
         return "inf" if math.isinf(cell) else f"{cell:.3g}" if abs(cell) < 1000 else f"{cell:,.0f}"
@@ -126,19 +118,29 @@ class Phase:
         self.blocks.append(Block(*block, **more))
         self.changed(self)
 
-    def table(self, title: str, columns: list[str] | dict[str, str], rows: list) -> None:
-        """A table of rows, or of dicts, with a column for each key that `columns` names; none is shown without rows."""
-        if isinstance(columns, dict):
-            rows, columns = [[row.get(key) for key in columns] for row in rows], [*columns.values()]
+    def table(self, title: str, rows: Iterable, columns: str | dict[str, str] = "") -> list:
+        """A table, which is not shown without rows; the rows are returned.
+
+        Rows of cells have `columns` "a|b|c"; dicts a column for each key of the first, or of `columns`: {key: name}.
+        """
+        rows = list(rows)
         if rows:
+            names, shown = columns.split("|") if isinstance(columns, str) else [*columns.values()], rows[:ROWS]
+            if isinstance(rows[0], dict):
+                keys = [*(columns or rows[0])]
+                names = names if columns else ["line" if key == "at" else key.replace("_", " ") for key in keys]
+                shown = [[row.get(key) for key in keys] for row in shown]
+            right = [all(c is None or type(c) in (int, float) for c in cells) for cells in zip(*shown, strict=True)]
             left = f" (the first {ROWS} of {len(rows)})" if len(rows) > ROWS else ""
-            self._add("table", title + left, columns=columns, rows=rows[:ROWS])
+            cells = [[text_of(cell) for cell in row] for row in shown]
+            self._add("table", title + left, columns=names, rows=cells, right=right)
+        return rows
 
     def bars(self, title: str, unit: str, values: dict[str, float]) -> None:
         """A table with a bar in each row."""
-        most = max(values.values()) or 1
-        bars = {name: "█" * max(1, round(BAR * value / most)) for name, value in values.items()}
-        self.table(title, ["", unit, ""], [[name, float(value), bars[name]] for name, value in values.items()])
+        bar = BAR / (max(values.values()) or 1)
+        rows = [[name, float(value), "█" * max(1, round(bar * value))] for name, value in values.items()]
+        self.table(title, rows, f"|{unit}|")
 
     def code(self, title: str, text: str, fold: bool = True) -> None:
         lines = text.strip("\n").splitlines()
@@ -183,10 +185,15 @@ class Report:
         return next((phase.facts for phase in self.phases if phase.name == name), {})
 
     @property
+    def timed(self) -> dict:
+        """Facts with the times of a call, in eager and compiled; empty where there are none."""
+        return self.facts("benchmark") or self.facts("basics")
+
+    @property
     def findings(self) -> list[Finding]:
         """What to change, the dearest first: a cost in each call before a cost paid once."""
         found = (finding for phase in self.phases for finding in phase.findings)
-        if call := (self.facts("benchmark") or self.facts("basics")).get("compiled_ms"):
+        if call := self.timed.get("compiled_ms"):
             found = (replace(each, share=each.ms / call) if each.ms and each.share is None else each for each in found)
         if self.facts("triage").get("stage"):
             found = (finding for finding in found if finding.fix != TRIAGE)
@@ -194,7 +201,7 @@ class Report:
 
     def verdict(self) -> list[str]:
         """Three lines: what compiling gives, what the breaks cost or what costs most, and what to change first."""
-        timed, broken, lines = self.facts("benchmark") or self.facts("basics"), self.facts("graph_breaks"), []
+        timed, broken, lines = self.timed, self.facts("graph_breaks"), []
         if "speedup" in timed:
             paid = timed.get("break_even_calls")
             after = "it never pays" if paid is None else f"paid after {paid:,} calls"
@@ -204,27 +211,33 @@ class Report:
             failed = (f"{p.name} {p.status}: {p.reason}" for p in self.phases if p.reason)
             lines.append(next(failed, "Eager and compiled were not timed: that is the phase benchmark."))
         if breaks := broken.get("breaks"):
-            least, share, one = "up to " * broken.get("at_most", False), broken.get("share"), len(breaks) == 1
-            cost = f"cost{'s' * one} {least}{share:.0%} of the call" if share is not None else "found"
+            least, share = "up to " * broken.get("at_most", False), broken.get("share")
+            cost = f"cost{'s' * (len(breaks) == 1)} {least}{share:.0%} of the call" if share is not None else "found"
             first = f"{breaks[0]['at']} {breaks[0]['source']}"
             lines.append(f"{counted(len(breaks), 'graph break')} {cost}; first: {first}")
         elif "breaks" in broken:
             lines.append("No graph break." if broken["graphs"] else "Dynamo captures no graph of the model.")
-        for each in self.findings[:1]:
-            what = each.what.partition(" `")[0]  # without the source line, which stands above
-            lines.append(f"Change first: {what} ({each.cost}): {each.fix}")
+        if findings := self.findings:
+            first = findings[0]  # without the source line, which stands above
+            return [*lines, f"Change first: {first.what.partition(' `')[0]} ({first.cost}): {first.fix}"]
         whole = all(phase.status in ("passed", "skipped") for phase in self.phases)
-        seen = "" if whole else ", but not every phase came to its end"
-        return lines if self.findings else [*lines, f"Nothing to change was found{seen}."]
+        return [*lines, f"Nothing to change was found{'' if whole else ', but not every phase came to its end'}."]
 
     def html(self, path: str | Path) -> None:
         """Write the page: one self-contained file. Raises OSError."""
-        from compile_inspect.page import page
-
         Path(path).write_text(page(self), encoding="utf-8")
 
     def __str__(self) -> str:
         return "\n".join(text for phase in self.phases for text in phase_lines(phase)) + "\n" + closing(self)
+
+
+def page(report: Report) -> str:
+    """The report as HTML that loads nothing: the verdict, the findings with their fixes, then the phases."""
+    from jinja2 import Environment  # which torch requires
+
+    template = Environment(autoescape=True).from_string(Path(__file__).with_name("page.html").read_text("utf-8"))
+    about = ", ".join(f"{name} {value}" for name, value in report.machine.items() if name != "gpu")
+    return template.render(report=report, about=about + (f"; the model {report.shared}" if report.shared else ""))
 
 
 # --- the terminal
@@ -238,21 +251,19 @@ def wrapped(text: str, indent: str = "  ") -> list[str]:
     return textwrap.wrap(text, width(), initial_indent=indent, subsequent_indent=indent) or [indent]
 
 
-def table_lines(table: Block, most: int | None = None) -> list[str]:
+def table_lines(table: Block, most: int | None) -> list[str]:
     """A table in columns, `most` rows of it; one too wide for the terminal gives up the ends of its longest cells."""
-    rows = [table.columns, *table.cells()[:most]]
+    rows = [[cell.replace("\n", " ") for cell in row] for row in [table.columns, *table.rows[:most]]]
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     while sum(widths) + 2 * len(widths) > width() and max(widths) > 8:
         widths[widths.index(max(widths))] -= 1
-
-    def line(row: list[str]) -> str:
+    lines = [f"  {table.title}"]
+    for row in rows:
         cut = [cell if len(cell) <= w else cell[: w - 1] + "…" for cell, w in zip(row, widths, strict=True)]
-        aligned = zip(cut, widths, table.numeric(), strict=True)
-        return ("  " + "  ".join(c.rjust(w) if right else c.ljust(w) for c, w, right in aligned)).rstrip()
-
+        aligned = zip(cut, widths, table.right, strict=True)
+        lines.append(("  " + "  ".join(c.rjust(w) if right else c.ljust(w) for c, w, right in aligned)).rstrip())
     left = len(table.rows) - len(rows) + 1
-    more = [f"  ... {left} more rows: -v, or --html"] if left > 0 else []
-    return [f"  {table.title}", *(line([cell.replace("\n", " ") for cell in row]) for row in rows), *more]
+    return lines + [f"  ... {left} more rows: -v, or --html"] * (left > 0)
 
 
 def phase_lines(phase: Phase, verbose: bool = False) -> list[str]:

@@ -11,16 +11,16 @@ import re
 import sys
 import time
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
-from dataclasses import dataclass
+from contextlib import contextmanager, nullcontext, suppress
 from pathlib import Path
 from statistics import median
 from types import ModuleType
+from typing import NamedTuple
 
 import torch
 from torch import nn
 from torch.profiler import ProfilerActivity, profile
-from torch.utils._pytree import tree_leaves, tree_map
+from torch.utils._pytree import tree_leaves, tree_map, tree_map_only
 
 INPUT = re.compile(r"(?P<shape>(?:\d+(?:x\d+)*)?)(?::(?P<dtype>\w+))?$")
 ROUNDS, BUDGET = 15, 1.0  # calls whose median is told, and the seconds that they may take together
@@ -43,8 +43,17 @@ def refused(what: str) -> Iterator[None]:
         raise SubjectError(f"{what} {type(error).__name__}: {said}") from error
 
 
-@dataclass(frozen=True)
-class Timed:
+def turns(most: int, seconds: float, settle: int = 0) -> Iterator[int]:
+    """Turns of a measurement: `settle` that do not count, then `most`, or at least three within `seconds`."""
+    for turn in range(settle + most):
+        if turn == settle:
+            started = time.perf_counter()
+        elif turn >= settle + 3 and time.perf_counter() - started > seconds:
+            break
+        yield turn
+
+
+class Timed(NamedTuple):
     """Medians: `ms` until the result is there, `host_ms` until the call returns; and `all` the milliseconds."""
 
     ms: float
@@ -57,7 +66,7 @@ class Subject:
 
     `model` is a function or an nn.Module; `args` and `kwargs` are kept as they are, and each fresh() has copies. A
     module is put into eval mode, and calls run without gradients, unless `train`: then a call is a training step,
-    forward and the backward of a weighted sum of its outputs.
+    forward and the backward of a weighted sum of its outputs. Raises SubjectError for what torch.compile cannot take.
     """
 
     def __init__(
@@ -67,7 +76,21 @@ class Subject:
         self.name = name or getattr(model, "__qualname__", type(model).__name__)
         self.held = parameters(model)  # of the model that fresh() returned last
         tensors = [*tensors_of((self.args, self.kwargs)), *self.held]
-        if reason := unfit(model, tensors):
+        lazy = (inspect.isgeneratorfunction, inspect.iscoroutinefunction, inspect.isasyncgenfunction)
+        reasons = {
+            f"{type(model).__name__} cannot be called; pass a function or a module": not callable(model),
+            "the model is compiled already; pass the function or module it was made of":
+                hasattr(model, "_torchdynamo_orig_callable") or hasattr(model, "_orig_mod"),
+            "torch.compile takes no TorchScript; pass the function or module that it is of":
+                isinstance(model, torch.jit.ScriptModule | torch.jit.ScriptFunction),
+            "a call of a generator or coroutine runs nothing; pass a function that runs it":
+                any(kind(getattr(model, "forward", model)) for kind in lazy),
+            "the first call makes some of its parameters; call the model once before it is inspected":
+                any(map(nn.parameter.is_lazy, tensors)),
+            "tensors on the device meta have no values; move the model with to_empty()":
+                any(tensor.is_meta for tensor in tensors),
+        }  # fmt: skip
+        for reason in (reason for reason, against in reasons.items() if against):
             raise SubjectError(f"inspect: {reason}")
         self.device = next((t.device for t in tensors if t.device.type != "cpu"), torch.device("cpu"))
         self.shared = ""  # why phases share one model, where it is not copied
@@ -75,6 +98,12 @@ class Subject:
     @property
     def on_gpu(self) -> bool:
         return self.device.type == "cuda"
+
+    @property
+    def batch(self) -> int | None:
+        """Dimension 0 of the first tensor input that has one."""
+        leaves = tree_leaves((self.args, self.kwargs))
+        return next((leaf.shape[0] for leaf in leaves if isinstance(leaf, torch.Tensor) and leaf.dim()), None)
 
     def fresh(self) -> tuple[Callable, tuple, dict]:
         """(model, args, kwargs): copies, and nothing that torch.compile has compiled before."""
@@ -90,7 +119,24 @@ class Subject:
         for module in modules_of(model):
             module.train(self.train)
         self.held = parameters(model)
-        return model, *tree_map(_clone, (self.args, self.kwargs))
+        return model, *self.resized()
+
+    def resized(self, size: int | None = None, mark: Callable | None = None) -> tuple[tuple, dict]:
+        """Copies of (args, kwargs); with `size` rows in tensors that have the batch as dimension 0: mark(tensor, 0)."""
+        given = self.batch
+
+        def change(leaf):
+            if not isinstance(leaf, torch.Tensor):
+                return copy.deepcopy(leaf) if isinstance(leaf, dict | list | set) else leaf
+            if not size or not given or not leaf.dim() or leaf.shape[0] != given:
+                return leaf.detach().clone().requires_grad_(leaf.requires_grad)
+            rows = leaf.detach().index_select(0, torch.arange(size, device=leaf.device) % given)
+            rows.requires_grad_(leaf.requires_grad)
+            if mark:
+                mark(rows, 0)
+            return rows
+
+        return tree_map(change, (self.args, self.kwargs))
 
     def compiled(self, **options) -> Callable[[], object]:
         """One call of the model, compiled from nothing with torch.compile's options."""
@@ -99,29 +145,25 @@ class Subject:
 
     def call_once(self) -> None:
         """Call the model in eager: an error here is the model's own."""
-        self.caller(*self.fresh())()
-        self.synchronize()
+        self.once(self.caller(*self.fresh()))
 
     def caller(self, fn: Callable, args: tuple, kwargs: dict) -> Callable[[], object]:
         """One call of fn, as a user makes it: without gradients, or with `train` forward and backward."""
+        leaves = [*self.held, *tensors_of((args, kwargs))] if self.train else []
 
-        def forward():
-            with torch.no_grad():
-                return fn(*args, **kwargs)
-
-        leaves = [*self.held, *tensors_of((args, kwargs))]
-
-        def step():
+        def call():
             for leaf in leaves:  # as zero_grad() does: a CUDA graph writes over the gradients that it left before
                 leaf.grad = None
-            out = fn(*args, **kwargs)
-            floats = [t for t in tensors_of(out) if t.requires_grad]
-            if not floats:
-                raise SubjectError(f"{self.name}: no output has a gradient; leave out --train")
-            torch.autograd.backward(floats, [_weights(t.shape, t.dtype, t.device) for t in floats])
+            with self.grad():
+                out = fn(*args, **kwargs)
+            if self.train:
+                floats = [t for t in tensors_of(out) if t.requires_grad]
+                if not floats:
+                    raise SubjectError(f"{self.name}: no output has a gradient; leave out --train")
+                torch.autograd.backward(floats, [_weights(t.shape, t.dtype, t.device) for t in floats])
             return out
 
-        return step if self.train else forward
+        return call
 
     @contextmanager
     def left_alone(self) -> Iterator[None]:
@@ -157,9 +199,9 @@ class Subject:
         """Up to three calls to settle, then the median of up to 15; fewer where they take seconds."""
         return self.in_turns({call: nullcontext})[0]
 
-    def in_turns(self, calls: dict[Callable, Callable[[], AbstractContextManager]]) -> list[Timed]:
+    def in_turns(self, calls: dict[Callable, Callable]) -> list[Timed]:
         """Each call in its context, call by call in turns: what the host does meanwhile meets all of them."""
-        found, spent = [[] for _ in calls], 0.0
+        found = {call: [] for call in calls}
         for call, around in calls.items():
             with around():
                 until = time.perf_counter() + BUDGET
@@ -167,12 +209,11 @@ class Subject:
                     call()
                     if time.perf_counter() > until:  # a first call that compiles settles it, too
                         break
-        while len(found[0]) < 3 or (len(found[0]) < ROUNDS and spent < BUDGET * 1e3 * len(calls)):
-            for (call, around), each in zip(calls.items(), found, strict=True):
+        for _ in turns(ROUNDS, BUDGET * len(calls)):
+            for call, around in calls.items():
                 with around():
-                    each.append(self.once(call)[:2])
-                spent += each[-1][0]
-        columns = (list(zip(*each, strict=True)) for each in found)
+                    found[call].append(self.once(call)[:2])
+        columns = (list(zip(*each, strict=True)) for each in found.values())
         return [Timed(median(ms), median(host_ms), list(ms)) for ms, host_ms in columns]
 
     def profiled(self, call: Callable[[], object]) -> profile:
@@ -184,46 +225,18 @@ class Subject:
         return seen
 
 
-def unfit(model: object, tensors: list[torch.Tensor]) -> str:
-    """Why torch.compile cannot take this model, or a phase not its tensors; empty where nothing is against it."""
-    lazy = (inspect.isgeneratorfunction, inspect.iscoroutinefunction, inspect.isasyncgenfunction)
-    if not callable(model):
-        return f"{type(model).__name__} cannot be called; pass a function or a module"
-    if hasattr(model, "_torchdynamo_orig_callable") or hasattr(model, "_orig_mod"):
-        return "the model is compiled already; pass the function or module it was made of"
-    if isinstance(model, torch.jit.ScriptModule | torch.jit.ScriptFunction):
-        return "torch.compile takes no TorchScript; pass the function or module that it is of"
-    if any(kind(getattr(model, "forward", model)) for kind in lazy):
-        return "a call of a generator or coroutine runs nothing; pass a function that runs it"
-    if any(nn.parameter.is_lazy(tensor) for tensor in tensors):
-        return "the first call makes some of its parameters; call the model once before it is inspected"
-    if any(tensor.is_meta for tensor in tensors):
-        return "tensors on the device meta have no values; move the model with to_empty()"
-    return ""
-
-
 @functools.lru_cache(maxsize=8)
 def _weights(shape: torch.Size, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
     """What a backward begins with: no constant, as the sum of what a softmax or a norm returns has no gradient."""
-    numbers = torch.arange(shape.numel(), dtype=torch.float64)
-    return torch.cos(numbers).reshape(shape).to(device, dtype)
-
-
-def _clone(leaf):
-    if isinstance(leaf, torch.Tensor):
-        return leaf.detach().clone().requires_grad_(leaf.requires_grad)
-    return copy.deepcopy(leaf) if isinstance(leaf, dict | list | set) else leaf
+    return torch.arange(shape.numel(), dtype=torch.float64).cos().reshape(shape).to(device, dtype)
 
 
 def modules_of(model: object) -> list[nn.Module]:
     """The module that a model is, or those that a bound method, a functools.partial or a callable object holds."""
-    if isinstance(model, nn.Module):
-        return [model]
-    if isinstance(model, functools.partial):
-        return modules_of(model.func)
-    if inspect.ismethod(model):
-        return modules_of(model.__self__)
-    return [each for each in getattr(model, "__dict__", {}).values() if isinstance(each, nn.Module)]
+    while isinstance(model, functools.partial) or inspect.ismethod(model):
+        model = getattr(model, "func", None) or model.__self__
+    held = [model] if isinstance(model, nn.Module) else getattr(model, "__dict__", {}).values()
+    return [each for each in held if isinstance(each, nn.Module)]
 
 
 def parameters(model: object) -> list[torch.Tensor]:
@@ -232,8 +245,7 @@ def parameters(model: object) -> list[torch.Tensor]:
     if inspect.isfunction(model):
         with suppress(ValueError):  # a closure that is not filled yet
             names = inspect.getclosurevars(model)
-            held = [*names.nonlocals.values(), *names.globals.values()]
-            modules = [each for each in held if isinstance(each, nn.Module)]
+            modules = [each for each in (names.globals | names.nonlocals).values() if isinstance(each, nn.Module)]
     return [*dict.fromkeys(tensor for each in modules for tensor in [*each.parameters(), *each.buffers()])]
 
 
@@ -255,28 +267,6 @@ def memory_of(device: torch.device) -> int:
     return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") if hasattr(os, "sysconf") else 8 * 2**30
 
 
-def batch_of(subject: Subject) -> int | None:
-    """Dimension 0 of the first tensor input that has one."""
-    leaves = tree_leaves((subject.args, subject.kwargs))
-    return next((leaf.shape[0] for leaf in leaves if isinstance(leaf, torch.Tensor) and leaf.dim()), None)
-
-
-def resized(subject: Subject, size: int | None, mark: Callable | None = None) -> tuple[tuple, dict]:
-    """Copies of (args, kwargs) with `size` rows in the tensors that have the batch as dimension 0: mark(tensor, 0)."""
-    given = batch_of(subject)
-
-    def change(leaf):
-        if not given or not isinstance(leaf, torch.Tensor) or not leaf.dim() or leaf.shape[0] != given:
-            return _clone(leaf)
-        rows = leaf.detach().index_select(0, torch.arange(size, device=leaf.device) % given)
-        rows.requires_grad_(leaf.requires_grad)
-        if mark:
-            mark(rows, 0)
-        return rows
-
-    return tree_map(change, (subject.args, subject.kwargs))
-
-
 # --- from the command line
 
 
@@ -286,29 +276,23 @@ def load(spec: str) -> object:
     Raises SubjectError where it cannot be imported or is not there, with the names that are.
     """
     where, _, name = (spec, "", "") if spec.endswith(".py") or ":" not in spec else spec.rpartition(":")
-    if where.endswith(".py") and not Path(where).is_file():
+    path = Path(where)
+    if path.suffix == ".py" and not path.is_file():
         raise SubjectError(f"{where}: there is no such file")
     with refused(f"{where}: importing it raises"):
-        module = _imported(Path(where)) if where.endswith(".py") else importlib.import_module(where)
-    callables = [
-        key for key, value in vars(module).items()
-        if callable(value) and not key.startswith("_") and getattr(value, "__module__", None) == module.__name__
-    ]  # fmt: skip
-    has = ", ".join(callables) or "nothing callable"
-    if not name and len(callables) != 1:
-        raise SubjectError(f"{spec}: name one of {has}, as {where}:NAME")
-    name = name or callables[0]
-    if not hasattr(module, name):
-        raise SubjectError(f"{spec}: {where} has no {name}; it has {has}")
+        if path.suffix == ".py":
+            sys.path.insert(0, str(path.resolve().parent))  # it imports its neighbours, as when it is run
+            module = importlib.util.module_from_spec(importlib.util.spec_from_file_location(path.stem, path))
+            sys.modules[path.stem] = module
+            module.__spec__.loader.exec_module(module)
+        else:
+            module = importlib.import_module(where)
+    own = [key for key, value in vars(module).items() if callable(value) and not key.startswith("_")
+           and getattr(value, "__module__", None) == module.__name__]  # fmt: skip
+    name = name or "".join(own[:1] * (len(own) == 1))
+    if not name or not hasattr(module, name):
+        raise SubjectError(f"{spec}: name one of its own, as {where}:NAME; it has {', '.join(own)}")
     return getattr(module, name)
-
-
-def _imported(path: Path) -> ModuleType:
-    sys.path.insert(0, str(path.resolve().parent))  # it imports its neighbours, as when it is run
-    module = importlib.util.module_from_spec(importlib.util.spec_from_file_location(path.stem, path))
-    sys.modules[path.stem] = module
-    module.__spec__.loader.exec_module(module)
-    return module
 
 
 def make_model(spec: str) -> Callable:
@@ -335,40 +319,42 @@ def make_inputs(specs: list[str], source: str | None, model: Callable, device: t
     if source:
         made = load(source)
         with refused(f"{source}: calling it raises"):
-            made = made() if callable(made) else made
-        args = () if isinstance(made, dict) else tuple(made) if isinstance(made, tuple | list) else (made,)
-        return moved((args, made if isinstance(made, dict) else {}), device)
+            made = moved(made() if callable(made) else made, device)
+        if isinstance(made, dict):
+            return (), made
+        return tuple(made) if isinstance(made, tuple | list) else (made,), {}
     modules = model.modules() if isinstance(model, nn.Module) else ()
-    rows = min([100, *(m.num_embeddings for m in modules if isinstance(m, nn.Embedding))])
-    return tuple(_input(spec, rows, device) for spec in specs), {}
+    rows, args = min([100, *(m.num_embeddings for m in modules if isinstance(m, nn.Embedding))]), []
+    for spec in specs:
+        with refused(f"--input {spec}:"):
+            if spec.startswith("python:"):
+                args.append(ast.literal_eval(spec.removeprefix("python:")))
+                continue
+            match = INPUT.match(spec)
+            dtype = getattr(torch, match["dtype"] or "float32", None) if match else None
+            if not isinstance(dtype, torch.dtype):
+                raise SubjectError(f"--input {spec}: write a shape and a dtype, as 8x128:int64, or python:0.5")
+            shape = [int(n) for n in match["shape"].split("x") if n]
+            if dtype.is_floating_point or dtype.is_complex:
+                args.append(torch.randn(shape, device=device).to(dtype))
+            else:
+                args.append(torch.randint(2 if dtype == torch.bool else rows, shape, device=device).to(dtype))
+    return tuple(args), {}
 
 
 def moved(nested, device: torch.device):
-    return tree_map(lambda leaf: leaf.to(device) if isinstance(leaf, torch.Tensor) else leaf, nested)
-
-
-def _input(spec: str, high: int, device: torch.device) -> object:
-    with refused(f"--input {spec}:"):
-        if spec.startswith("python:"):
-            return ast.literal_eval(spec.removeprefix("python:"))
-        match = INPUT.match(spec)
-        dtype = getattr(torch, match["dtype"] or "float32", None) if match else None
-        if not isinstance(dtype, torch.dtype):
-            raise SubjectError(f"--input {spec}: write a shape and a dtype, as 8x128:int64, or python:0.5 for a number")
-        shape = [int(n) for n in match["shape"].split("x") if n]
-        if dtype.is_floating_point or dtype.is_complex:
-            return torch.randn(shape, device=device).to(dtype)
-        return torch.randint(0, 2 if dtype == torch.bool else high, shape, device=device).to(dtype)
+    return tree_map_only(torch.Tensor, lambda tensor: tensor.to(device), nested)
 
 
 def make_subject(spec: str, inputs: list[str], source: str | None, device: str | None, train: bool) -> Subject:
     """The model and inputs of a command line, on `device` (default: the GPU if there is one). Raises SubjectError."""
     from compile_inspect.models import BUNDLED
 
-    if device and device.startswith("cuda") and not torch.cuda.is_available():
+    found = torch.cuda.is_available()
+    if device and device.startswith("cuda") and not found:
         raise SubjectError(f"--device {device}: torch {torch.__version__} finds no GPU; leave it out to use the CPU")
     with refused(f"--device {device}:"):
-        on = torch.device(device or ("cuda" if torch.cuda.is_available() else "cpu"))
+        on = torch.device(device or ("cuda" if found else "cpu"))
     torch.manual_seed(0)
     model, args = BUNDLED[spec]() if spec in BUNDLED else (make_model(spec), ())
     with refused(f"{spec}: cannot be moved to {on}:"):

@@ -1,9 +1,13 @@
-"""A compile that fails or gives a wrong result: the stage, the first wrong operation, the smallest wrong graph."""
+"""A compile that fails or gives a wrong result: the stage, the first wrong operation, the smallest wrong graph.
+
+Whether results are as good as eager's is told by errors against a float64 run, beside those of eager itself.
+"""
 
 import contextlib
 import copy
 import io
 import logging
+import math
 import shutil
 import subprocess
 import sys
@@ -11,21 +15,22 @@ import tempfile
 import time
 from bisect import bisect_left
 from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
 
 import torch
-from torch.utils._pytree import tree_map
+from torch.utils._pytree import tree_map_only
 
-from compile_inspect.errors import as_double, error_ratio, references, results
 from compile_inspect.graphs import at, layer_of, name_of, own_line
 from compile_inspect.main import main
 from compile_inspect.report import Phase, Skip, reason_of
-from compile_inspect.subject import Subject, tensors_of
+from compile_inspect.subject import Subject, modules_of, parameters, tensors_of
 
 QUESTION = "Is the compiled result right, and if not, which stage and which operation is the first that is wrong?"
 STAGES = {"eager": "Dynamo's capture", "aot_eager": "AOTAutograd", "inductor": "Inductor's code"}
 INSTEAD = {"eager": "leave the model in eager", "aot_eager": 'backend="eager"', "inductor": 'backend="aot_eager"'}
 TLPARSE = shutil.which("tlparse") or shutil.which("tlparse", path=str(Path(sys.executable).parent))
+ALLOWED, ROUNDINGS = 4.0, 4.0  # of eager's own error; and of epsilon, at the output's scale, where eager has none
 MINIFYING = 15.0  # seconds after which the minifier keeps what it has
 
 
@@ -37,8 +42,8 @@ def look(subject: Subject, phase: Phase) -> None:
             raise Skip("the model returns something else at each call, in eager too: there is nothing to compare with")
         for stage, does in STAGES.items():
             rows.append([stage, does, *outcome(lambda: results(subject, compiled_by(stage)), eager, exact)])  # noqa: B023
-    columns = ["backend", "adds", "error / allowed", "outcome"]
-    phase.table("the same call, one stage of the compiler more at a time", columns, rows)
+    columns = "backend|adds|error / allowed|outcome"
+    phase.table("the same call, one stage of the compiler more at a time", rows, columns)
     wrong, _, _, happens = next((row for row in rows if row[2] > 1), (None,) * 4)
     phase.facts |= {"errors": {row[0]: row[2] for row in rows}, "float64": exact is not None, "stage": wrong}
     if not wrong:
@@ -75,37 +80,29 @@ def outcome(run: Callable[[], list], eager: list, exact: list | None) -> tuple[f
     try:
         ratio = error_ratio(run(), eager, exact)
     except Exception as error:
-        return float("inf"), f"fails: {reason_of(error)}"
+        return math.inf, f"fails: {reason_of(error)}"
     return ratio, "gives another result" if ratio > 1 else "right"
 
 
 def first_wrong(subject: Subject, stage: str) -> tuple[torch.fx.GraphModule, list, torch.fx.Node] | None:
     """The shortest prefix of the first graph that is wrong in this stage, its inputs, and the node it ends with."""
-    wrong = (found for found in graphs_of(subject) if is_wrong(*found, stage))
-    for graph, inputs in wrong:
-        operations = [node for node in graph.graph.nodes if node.op not in ("placeholder", "output")]
-
-        def fails(length: int) -> bool:
-            return is_wrong(prefix(graph, operations[:length]), inputs, stage)  # noqa: B023
-
-        length = 1 + bisect_left(range(1, len(operations)), True, key=fails)
-        return prefix(graph, operations[:length]), inputs, operations[length - 1]
-    return None
-
-
-def graphs_of(subject: Subject) -> list[tuple[torch.fx.GraphModule, list]]:
-    """Each graph that Dynamo captures in one call, with the inputs that it is called with."""
-    found = []
+    calls = []
 
     def backend(graph: torch.fx.GraphModule, inputs: list) -> Callable:
         def run(*values):
-            found.append((graph, [copied(value) for value in values]))
+            calls.append((graph, [copied(value) for value in values]))
             return graph.forward(*values)
 
         return run
 
     results(subject, lambda fn: torch.compile(fn, backend=backend, dynamic=False))
-    return found
+    for graph, inputs in calls:
+        if is_wrong(graph, inputs, stage):
+            operations = [node for node in graph.graph.nodes if node.op not in ("placeholder", "output")]
+            prefixes = [partial(prefix, graph, operations[: i + 1]) for i in range(len(operations))]
+            first = bisect_left(prefixes[:-1], True, key=lambda cut, x=inputs: is_wrong(cut(), x, stage))
+            return prefixes[first](), inputs, operations[first]
+    return None
 
 
 def copied(value):
@@ -126,7 +123,7 @@ def is_wrong(graph: torch.fx.GraphModule, inputs: list, stage: str) -> bool:
     with torch.no_grad():
         eager = tensors_of(graph(*map(copied, inputs)))
         try:
-            exact = tensors_of(copy.deepcopy(graph).double()(*tree_map(as_double, inputs)))
+            exact = tensors_of(copy.deepcopy(graph).double()(*in_double(inputs)))
         except Exception:
             exact = None
         torch.compiler.reset()
@@ -175,6 +172,97 @@ def traced(phase: Phase) -> Iterator[None]:
         if subprocess.run(command, capture_output=True).returncode == 0:
             phase.facts["tlparse"] = str(folder / "page" / "index.html")
             phase.note(f"tlparse's page of these compilations: {phase.facts['tlparse']}")
+
+
+# --- results and their errors
+
+
+class Results(list):
+    """Tensors: the first `outputs` are what a call returned, the others gradients; and the `seconds` that it took.
+
+    Further calls take `ms`; or `failure` says why there is nothing. `parts` of the seconds, and `graphs`: see basics.
+    """
+
+    outputs, graphs, failure = 0, 0, ""
+    seconds = ms = parts = None
+
+
+def results(
+    subject: Subject, wrap: Callable = lambda fn: fn, double: bool = False, calls: list | None = None
+) -> Results:
+    """The tensors that one call returns, and in training the gradients that it leaves, of wrap(model).
+
+    With `double` model and arguments are float64 copies. The call, to be made again, is added to `calls`.
+    """
+    fn, args, kwargs = subject.fresh()
+    if double:
+        for module in modules_of(fn):
+            module.double()
+        args, kwargs = in_double((args, kwargs))
+    torch.manual_seed(0)  # dropout draws the same numbers, where the compiler is told to leave them to torch
+    call = subject.caller(wrap(fn), args, kwargs)
+    ms, _, returned = subject.once(call)
+    # What can be compared: a complex tensor in pairs, a sparse one whole.
+    whole = (each if each.layout == torch.strided else each.to_dense() for each in tensors_of(returned))
+    out = Results(torch.view_as_real(each.resolve_conj()) if each.is_complex() else each for each in whole)
+    out.outputs, out.seconds = len(out), ms / 1e3
+    if calls is not None:
+        calls.append(call)
+    if subject.train:
+        out += [leaf.grad for leaf in [*parameters(fn), *tensors_of((args, kwargs))] if leaf.grad is not None]
+    out[:] = [tensor.detach() for tensor in out]
+    return out
+
+
+def references(subject: Subject) -> tuple[Results, Results | None, bool]:
+    """(what eager returns, what it returns in float64 if it runs in it, whether it returns the same again)."""
+    exact = None
+    with torch.compiler.set_stance("force_eager"):  # also what the model compiles inside
+        eager, again = results(subject), results(subject)
+        with contextlib.suppress(Exception):  # for memory too
+            exact = None if subject.shared else results(subject, double=True)  # the user's own model stays as it is
+    return eager, exact, error_ratio(again, eager, None) <= 1
+
+
+def in_double(values):
+    return tree_map_only(torch.Tensor, lambda leaf: leaf.double() if leaf.is_floating_point() else leaf, values)
+
+
+def error_ratio(got: list, eager: list, exact: list | None) -> float:
+    """The largest error of `got` over what is allowed: above 1 it is wrong, inf where it cannot be compared.
+
+    Allowed is 4 times the rms error of `eager` against `exact`, at most half of the tensor's scale, or 4 roundings.
+    Where there is no exact run, the square root of epsilon from eager is. Tensors of integers must be equal.
+    """
+    if len(got) != len(eager) or (exact is not None and len(exact) != len(eager)):
+        return math.inf
+    # A gradient that is zero but for rounding, as that of a bias before a norm, is as exact as its neighbours allow.
+    first = getattr(eager, "outputs", len(eager))
+    scale = max((_rms(each.double()) for each in eager[first:] if each.is_floating_point()), default=0.0)
+    floors = [0.0] * first + [scale * ROUNDINGS * torch.finfo(torch.float32).eps] * (len(eager) - first)
+    return max(map(_ratio, got, eager, exact or [None] * len(eager), floors), default=0.0)
+
+
+def _ratio(got: torch.Tensor, eager: torch.Tensor, exact: torch.Tensor | None, floor: float) -> float:
+    if got.shape != eager.shape or got.dtype != eager.dtype:
+        return math.inf
+    if not got.is_floating_point():
+        return 0.0 if torch.equal(got, eager) else math.inf
+    if not torch.equal(got.isfinite(), eager.isfinite()):
+        return math.inf
+    eps = torch.finfo(got.dtype).eps
+    rounding, exact = (math.sqrt(eps), eager) if exact is None else (ROUNDINGS * eps, exact)
+    finite = eager.isfinite() & exact.isfinite()
+    got, eager, exact = (tensor[finite].double() for tensor in (got, eager, exact))
+    if not exact.numel() or torch.equal(got, eager):
+        return 0.0
+    scale = _rms(exact)  # zeros never pass, be eager as far from float64 as it may
+    allowed = max(min(ALLOWED * _rms(eager - exact), 0.5 * scale), rounding * scale, floor)
+    return _rms(got - exact) / allowed if allowed else math.inf
+
+
+def _rms(tensor: torch.Tensor) -> float:
+    return float(tensor.square().mean().sqrt())
 
 
 if __name__ == "__main__":

@@ -58,12 +58,10 @@ def watch() -> Iterator[Compiled]:
         seen.seconds = time.perf_counter() - started
         for metric in utils.get_compilation_metrics():
             if id(metric) not in known:
-                seen.frames.append(
-                    Frame(
-                        metric.co_name, metric.graph_op_count or 0, metric.guard_count or 0,
-                        metric.entire_frame_compile_time_s or 0.0, metric.recompile_reason, metric.fail_reason,
-                    )
-                )  # fmt: skip
+                seen.frames.append(Frame(
+                    metric.co_name, metric.graph_op_count or 0, metric.guard_count or 0,
+                    metric.entire_frame_compile_time_s or 0.0, metric.recompile_reason, metric.fail_reason,
+                ))  # fmt: skip
         seen.kernels = _kernels_generated() - kernels
         utils.set_compilation_metrics_limit(limit)
         del held

@@ -8,9 +8,9 @@ from torch import nn
 from torch._dynamo.utils import dynamo_timed
 
 from compile_inspect.basics import PARTS, blocks_of, seconds_by_part
-from compile_inspect.errors import Results, error_ratio
 from compile_inspect.inspecting import run_phase
 from compile_inspect.subject import Subject
+from compile_inspect.triage import Results, error_ratio
 
 
 class Block(nn.Module):

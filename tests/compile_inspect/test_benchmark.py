@@ -51,7 +51,7 @@ def test_sizes_and_the_tensors_that_have_the_batch():
     assert benchmark.sizes_around(100) == [100, 128, 64, 256, 32, 16, 8, 4]
     assert benchmark.sizes_around(None) == [None]
     x, w = torch.arange(6.0).view(3, 2), torch.ones(2, 2)
-    (grown, kept), kwargs = benchmark.resized(Subject(torch.add, (x, w), {"m": [x, "s"]}), 5)
+    (grown, kept), kwargs = Subject(torch.add, (x, w), {"m": [x, "s"]}).resized(5)
     assert torch.equal(grown, x[[0, 1, 2, 0, 1]])
     assert kept.shape == w.shape
     assert kwargs["m"][0].shape == (5, 2)

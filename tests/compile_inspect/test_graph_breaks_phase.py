@@ -5,7 +5,7 @@ import torch
 
 from compile_inspect import graph_breaks
 from compile_inspect.breaks import Break
-from compile_inspect.graph_breaks import fix_of, proposed
+from compile_inspect.graph_breaks import fix_of
 from compile_inspect.inspecting import run_phase
 from compile_inspect.subject import Subject
 from tests.compile_inspect import models_of_users as users
@@ -60,4 +60,4 @@ def test_of_a_package_s_line_the_setting_is_proposed_and_whose_it_is(monkeypatch
     monkeypatch.setattr(Break, "source", "y = y / t.item()")
     file = "/venv/lib/python3.12/site-packages/package/utils/loop.py"
     said = "set torch._dynamo.config.capture_scalar_outputs = True (the line is one of package)"
-    assert proposed(Break(file, 1, "", "")) == said
+    assert fix_of(Break(file, 1, "", ""))[0] == said

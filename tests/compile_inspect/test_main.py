@@ -10,8 +10,7 @@ import pytest
 import torch
 
 from compile_inspect import main as command
-from compile_inspect.page import page
-from compile_inspect.report import PHASES, Finding, Phase, Report, closing, phase_lines
+from compile_inspect.report import PHASES, Finding, Phase, Report, closing, page, phase_lines
 from tests.compile_inspect import models_of_users as users
 
 FILE = users.__file__
@@ -93,7 +92,7 @@ def test_wrong_options_are_refused_before_anything_runs(arguments, capsys):
 def filled() -> Report:
     phase = Phase("graph_breaks", "Which lines?", "passed", answer="one <line>", facts={"share": 0.38, "breaks": [
         {"at": "model.py:41", "source": "t.item()"}, {"at": "model.py:50", "source": "print(x)"}]})  # fmt: skip
-    phase.table("numbers & words", ["line", "ms"], [["model.py:41", 1.5], ["model.py:50", 1234.5]])
+    phase.table("numbers & words", [["model.py:41", 1.5], ["model.py:50", 1234.5]], "line|ms")
     phase.code("code", "if a < b:\n    pass")
     phase.bars("speed-up", "x", {"1": 2.0, "8": 1.0})
     phase.note("a note")
@@ -131,7 +130,7 @@ def test_a_phase_survives_the_way_from_the_worker():
 def test_the_terminal_is_not_overrun(monkeypatch):
     monkeypatch.setenv("COLUMNS", "80")
     phase = filled().phases[1]
-    phase.table("wide", ["a", "b"], [["x" * 200, "y" * 100]])
+    phase.table("wide", [{"a": "x" * 200, "b": "y" * 100}])
     lines = [*phase_lines(phase, verbose=True), *closing(filled()).splitlines()]
     assert max(map(len, lines)) <= 80
 

@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 from compile_inspect.inspecting import inspect, run_phase, state_kept
-from compile_inspect.page import page
+from compile_inspect.report import page
 from compile_inspect.subject import Subject, SubjectError, make_inputs, make_model, make_subject, modules_of, tensors_of
 from tests.compile_inspect import models_of_users as users
 

@@ -7,9 +7,9 @@ import torch
 from torch import nn
 
 from compile_inspect import triage
-from compile_inspect.errors import error_ratio, results
 from compile_inspect.inspecting import run_phase
 from compile_inspect.subject import Subject
+from compile_inspect.triage import error_ratio, results
 
 
 def layered() -> Subject:
