@@ -1,4 +1,4 @@
-"""llama_block: the block by kernels of this repository, a training step of any such block, and its float64 reference."""
+"""llama_block: the block by kernels of this repository, a training step of such a block, and a float64 reference."""
 
 from __future__ import annotations
 

@@ -10,7 +10,6 @@ come by `provide`.
 import math
 from collections.abc import Callable
 from types import ModuleType
-from typing import Optional
 
 import torch
 from torch import Tensor
@@ -48,7 +47,7 @@ def _quantized(rows: Tensor, columns: int) -> tuple[Tensor, Tensor]:
 
 
 @custom_op(f"{NAMESPACE}::rms_norm", mutates_args=())
-def rms_norm(x: Tensor, residual: Optional[Tensor], weight: Tensor, eps: float) -> tuple[Tensor, Tensor, Tensor]:
+def rms_norm(x: Tensor, residual: Tensor | None, weight: Tensor, eps: float) -> tuple[Tensor, Tensor, Tensor]:
     """(y, x + residual, rstd) of matrices; without a residual the second is empty, as no result may be an input."""
     y, summed, rstd = WRAPPERS["rms_norm_forward"](x, weight, residual, eps)
     return y, x.new_empty(0) if residual is None else summed, rstd
@@ -62,7 +61,7 @@ def _(x, residual, weight, eps):
 
 @custom_op(f"{NAMESPACE}::rms_norm_backward", mutates_args=())
 def rms_norm_gradient(
-    dy: Tensor, x: Tensor, weight: Tensor, rstd: Tensor, dsum: Optional[Tensor]
+    dy: Tensor, x: Tensor, weight: Tensor, rstd: Tensor, dsum: Tensor | None
 ) -> tuple[Tensor, Tensor]:
     return rms_norm_backward(dy, x, weight, rstd, dsum)
 
