@@ -16,15 +16,15 @@ from torch import Tensor
 from torch.library import custom_op
 
 from examples.fp8.llama_block_quantize import quantize_transposed, swiglu_quantize
-from examples.tma.tma_epilogues_swiglu import swiglu
-from examples.triton.flash_attention_backward import launch_backward
-from examples.triton.rms_norm_backward import rms_norm_backward
 
 NAMESPACE = "companion_llama_block"  # of the operators, in torch's registry
 PEERS = {
     "triton/rms_norm": "rms_norm_forward",
+    "triton/rms_norm_backward": "rms_norm_backward",
     "triton/flash_attention": "flash_attention",
+    "triton/flash_attention_backward": "launch_backward",
     "tma/tma_epilogues": "linear",
+    "tma/tma_epilogues_swiglu": "swiglu",
     "fp8/fused_layer_norm_quantize": "fused_rms_norm_quantize",
     "fp8/quantize": "quantize_row",
     "fp8/fp8_matmul": "fp8_matmul",
@@ -53,22 +53,11 @@ def rms_norm(x: Tensor, residual: Tensor | None, weight: Tensor, eps: float) -> 
     return y, x.new_empty(0) if residual is None else summed, rstd
 
 
-@rms_norm.register_fake
-def _(x, residual, weight, eps):
-    summed = x.new_empty(0 if residual is None else x.shape)
-    return x.new_empty(x.shape), summed, x.new_empty(x.shape[0], dtype=torch.float32)
-
-
 @custom_op(f"{NAMESPACE}::rms_norm_backward", mutates_args=())
 def rms_norm_gradient(
     dy: Tensor, x: Tensor, weight: Tensor, rstd: Tensor, dsum: Tensor | None
 ) -> tuple[Tensor, Tensor]:
-    return rms_norm_backward(dy, x, weight, rstd, dsum)
-
-
-@rms_norm_gradient.register_fake
-def _(dy, x, weight, rstd, dsum):
-    return x.new_empty(x.shape), weight.new_empty(weight.shape)
+    return WRAPPERS["rms_norm_backward"](dy, x, weight, rstd, dsum)
 
 
 def _save_norm(ctx, inputs, output):
@@ -84,6 +73,13 @@ def _norm_gradients(ctx, dy, dsum, _):
     return dx, dx if ctx.added else None, dweight, None
 
 
+def _empty_norm(x, residual, weight, eps):
+    summed = x.new_empty(0 if residual is None else x.shape)
+    return x.new_empty(x.shape), summed, x.new_empty(x.shape[0], dtype=torch.float32)
+
+
+rms_norm.register_fake(_empty_norm)
+rms_norm_gradient.register_fake(lambda dy, x, weight, *_: (x.new_empty(x.shape), weight.new_empty(weight.shape)))
 rms_norm.register_autograd(_norm_gradients, setup_context=_save_norm)
 
 
@@ -96,23 +92,16 @@ def attention(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
     return WRAPPERS["flash_attention"](q, k, v, causal=True, return_lse=True)
 
 
-@attention.register_fake
-def _(q, k, v):
-    return q.new_empty(q.shape), q.new_empty(q.shape[:3], dtype=torch.float32)
-
-
 @custom_op(f"{NAMESPACE}::attention_backward", mutates_args=())
 def attention_gradient(
     do: Tensor, q: Tensor, k: Tensor, v: Tensor, o: Tensor, lse: Tensor
 ) -> tuple[Tensor, Tensor, Tensor]:
-    return launch_backward(q, k, v, o, lse, do, q.shape[3] ** -0.5 * math.log2(math.e), True)
+    scale = q.shape[3] ** -0.5 * math.log2(math.e)
+    return WRAPPERS["launch_backward"](q, k, v, o, lse, do, scale, True)
 
 
-@attention_gradient.register_fake
-def _(do, q, k, v, o, lse):
-    return q.new_empty(q.shape), k.new_empty(k.shape), v.new_empty(v.shape)
-
-
+attention.register_fake(lambda q, k, v: (q.new_empty(q.shape), q.new_empty(q.shape[:3], dtype=torch.float32)))
+attention_gradient.register_fake(lambda do, q, k, v, o, lse: tuple(x.new_empty(x.shape) for x in (q, k, v)))
 attention.register_autograd(
     lambda ctx, do, _: attention_gradient(do.contiguous(), *ctx.saved_tensors),
     setup_context=lambda ctx, inputs, output: ctx.save_for_backward(*inputs, *output),
@@ -128,11 +117,7 @@ def linear(x: Tensor, weight: Tensor) -> Tensor:
     return WRAPPERS["linear"](x, weight)
 
 
-@linear.register_fake
-def _(x, weight):
-    return x.new_empty((x.shape[0], weight.shape[0]))
-
-
+linear.register_fake(lambda x, weight: x.new_empty((x.shape[0], weight.shape[0])))
 linear.register_autograd(
     lambda ctx, dy: (dy @ ctx.saved_tensors[1], dy.t() @ ctx.saved_tensors[0]),
     setup_context=lambda ctx, inputs, output: ctx.save_for_backward(*inputs),
@@ -142,12 +127,10 @@ linear.register_autograd(
 @custom_op(f"{NAMESPACE}::swiglu", mutates_args=())
 def swiglu_linear(x: Tensor, gate_up: Tensor) -> Tensor:
     """silu(x @ gate.t()) * (x @ up.t()), of gate_up [2 * N, K] the halves; without a gradient, which needs both."""
-    return swiglu(x, *gate_up.chunk(2))
+    return WRAPPERS["swiglu"](x, *gate_up.chunk(2))
 
 
-@swiglu_linear.register_fake
-def _(x, gate_up):
-    return x.new_empty((x.shape[0], gate_up.shape[0] // 2))
+swiglu_linear.register_fake(lambda x, gate_up: x.new_empty((x.shape[0], gate_up.shape[0] // 2)))
 
 
 # --- FP8
@@ -159,19 +142,9 @@ def fp8_product(a: Tensor, w: Tensor, scale_a: Tensor, scale_w: Tensor, dtype: t
     return WRAPPERS["fp8_matmul"](a, w.t(), scale_a, scale_w.t(), out_dtype=dtype, check_scales=False)
 
 
-@fp8_product.register_fake
-def _(a, w, scale_a, scale_w, dtype):
-    return a.new_empty((a.shape[0], w.shape[0]), dtype=dtype)
-
-
 @custom_op(f"{NAMESPACE}::transposed", mutates_args=())
 def transposed(x: Tensor, scale: Tensor) -> Tensor:
     return quantize_transposed(x, scale, check_scales=False)
-
-
-@transposed.register_fake
-def _(x, scale):
-    return x.new_empty((x.shape[1], x.shape[0]), dtype=torch.float8_e4m3fn)
 
 
 @custom_op(f"{NAMESPACE}::rows_quantized", mutates_args=())
@@ -189,6 +162,8 @@ def swiglu_quantized(packed: Tensor) -> tuple[Tensor, Tensor]:
     return swiglu_quantize(packed)
 
 
+fp8_product.register_fake(lambda a, w, sa, sw, dtype: a.new_empty((a.shape[0], w.shape[0]), dtype=dtype))
+transposed.register_fake(lambda x, scale: x.new_empty((x.shape[1], x.shape[0]), dtype=torch.float8_e4m3fn))
 rows_quantized.register_fake(lambda x: _quantized(x, x.shape[1]))
 norm_quantized.register_fake(lambda x, weight, eps: _quantized(x, x.shape[1]))
 swiglu_quantized.register_fake(lambda packed: _quantized(packed, packed.shape[1] // 2))
