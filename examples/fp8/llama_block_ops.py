@@ -37,6 +37,12 @@ def provide(peer: Callable[[str], ModuleType]) -> None:
     WRAPPERS.update({name: getattr(peer(technique), name) for technique, name in PEERS.items()})
 
 
+def _wrapper(name: str) -> Callable:
+    if name not in WRAPPERS:
+        raise RuntimeError(f"llama_block: {name} of another lesson is not here; call provide() first")
+    return WRAPPERS[name]
+
+
 def _quantized(rows: Tensor, columns: int) -> tuple[Tensor, Tensor]:
     """The shapes of q and its scales by row."""
     q = rows.new_empty((rows.shape[0], columns), dtype=torch.float8_e4m3fn)
@@ -49,7 +55,7 @@ def _quantized(rows: Tensor, columns: int) -> tuple[Tensor, Tensor]:
 @custom_op(f"{NAMESPACE}::rms_norm", mutates_args=())
 def rms_norm(x: Tensor, residual: Tensor | None, weight: Tensor, eps: float) -> tuple[Tensor, Tensor, Tensor]:
     """(y, x + residual, rstd) of matrices; without a residual the second is empty, as no result may be an input."""
-    y, summed, rstd = WRAPPERS["rms_norm_forward"](x, weight, residual, eps)
+    y, summed, rstd = _wrapper("rms_norm_forward")(x, weight, residual, eps)
     return y, x.new_empty(0) if residual is None else summed, rstd
 
 
@@ -57,7 +63,7 @@ def rms_norm(x: Tensor, residual: Tensor | None, weight: Tensor, eps: float) -> 
 def rms_norm_gradient(
     dy: Tensor, x: Tensor, weight: Tensor, rstd: Tensor, dsum: Tensor | None
 ) -> tuple[Tensor, Tensor]:
-    return WRAPPERS["rms_norm_backward"](dy, x, weight, rstd, dsum)
+    return _wrapper("rms_norm_backward")(dy, x, weight, rstd, dsum)
 
 
 def _save_norm(ctx, inputs, output):
@@ -89,7 +95,7 @@ rms_norm.register_autograd(_norm_gradients, setup_context=_save_norm)
 @custom_op(f"{NAMESPACE}::attention", mutates_args=())
 def attention(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
     """Causal, grouped heads: (o [B, H, S, D], float32 lse [B, H, S]) of q [B, H, S, D], k and v [B, H_kv, S, D]."""
-    return WRAPPERS["flash_attention"](q, k, v, causal=True, return_lse=True)
+    return _wrapper("flash_attention")(q, k, v, causal=True, return_lse=True)
 
 
 @custom_op(f"{NAMESPACE}::attention_backward", mutates_args=())
@@ -97,7 +103,7 @@ def attention_gradient(
     do: Tensor, q: Tensor, k: Tensor, v: Tensor, o: Tensor, lse: Tensor
 ) -> tuple[Tensor, Tensor, Tensor]:
     scale = q.shape[3] ** -0.5 * math.log2(math.e)
-    return WRAPPERS["launch_backward"](q, k, v, o, lse, do, scale, True)
+    return _wrapper("launch_backward")(q, k, v, o, lse, do, scale, True)
 
 
 attention.register_fake(lambda q, k, v: (q.new_empty(q.shape), q.new_empty(q.shape[:3], dtype=torch.float32)))
@@ -114,7 +120,7 @@ attention.register_autograd(
 @custom_op(f"{NAMESPACE}::linear", mutates_args=())
 def linear(x: Tensor, weight: Tensor) -> Tensor:
     """x [M, K] @ weight [N, K].t(); its gradients are torch's products."""
-    return WRAPPERS["linear"](x, weight)
+    return _wrapper("linear")(x, weight)
 
 
 linear.register_fake(lambda x, weight: x.new_empty((x.shape[0], weight.shape[0])))
@@ -127,7 +133,7 @@ linear.register_autograd(
 @custom_op(f"{NAMESPACE}::swiglu", mutates_args=())
 def swiglu_linear(x: Tensor, gate_up: Tensor) -> Tensor:
     """silu(x @ gate.t()) * (x @ up.t()), of gate_up [2 * N, K] the halves; without a gradient, which needs both."""
-    return WRAPPERS["swiglu"](x, *gate_up.chunk(2))
+    return _wrapper("swiglu")(x, *gate_up.chunk(2))
 
 
 swiglu_linear.register_fake(lambda x, gate_up: x.new_empty((x.shape[0], gate_up.shape[0] // 2)))
@@ -139,7 +145,7 @@ swiglu_linear.register_fake(lambda x, gate_up: x.new_empty((x.shape[0], gate_up.
 @custom_op(f"{NAMESPACE}::fp8_product", mutates_args=())
 def fp8_product(a: Tensor, w: Tensor, scale_a: Tensor, scale_w: Tensor, dtype: torch.dtype) -> Tensor:
     """(a * scale_a) @ (w * scale_w).t() of a [M, K] and w [N, K], scales [M, 1] and [N, 1]."""
-    return WRAPPERS["fp8_matmul"](a, w.t(), scale_a, scale_w.t(), out_dtype=dtype, check_scales=False)
+    return _wrapper("fp8_matmul")(a, w.t(), scale_a, scale_w.t(), out_dtype=dtype, check_scales=False)
 
 
 @custom_op(f"{NAMESPACE}::transposed", mutates_args=())
@@ -149,12 +155,12 @@ def transposed(x: Tensor, scale: Tensor) -> Tensor:
 
 @custom_op(f"{NAMESPACE}::rows_quantized", mutates_args=())
 def rows_quantized(x: Tensor) -> tuple[Tensor, Tensor]:
-    return WRAPPERS["quantize_row"](x)
+    return _wrapper("quantize_row")(x)
 
 
 @custom_op(f"{NAMESPACE}::norm_quantized", mutates_args=())
 def norm_quantized(x: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
-    return WRAPPERS["fused_rms_norm_quantize"](x, weight, eps)
+    return _wrapper("fused_rms_norm_quantize")(x, weight, eps)
 
 
 @custom_op(f"{NAMESPACE}::swiglu_quantized", mutates_args=())
