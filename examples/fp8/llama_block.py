@@ -1,8 +1,8 @@
 """One decoder block of Llama, step by step: eager, torch.compile, our kernels as operators, FP8; prefill and training.
 
-At 8x2048 tokens of Llama 3 8B's block 96 % of the FLOPs are in four Linears (qkv, out, gate and up, down). The compiler
-fuses what lies between them; kernels of one's own can win a few percent more; FP8 halves the time of the products
-themselves. What it costs:
+At 8x2048 tokens 96 % of the FLOPs of Llama 3 8B's block are in four Linears (qkv, out, gate and up, down). The compiler
+fuses what lies between them, kernels of one's own are for what it cannot fuse, and FP8 doubles the rate of the products
+themselves. What FP8 asks for:
 
   forward   y = x w^T. Both are quantized by rows, x where it is made: in the norm, in SwiGLU, behind attention. For
             prefill weights are quantized once, in training in each step, which counts in its time.
@@ -11,7 +11,7 @@ themselves. What it costs:
   dw        = dy^T x, summed over the tokens: both transposed, in a pass of their own. A scale must leave that sum, so
             there is one for the whole operand: the largest of those by row, which are known already.
 
-Norms, attention, residuals and all that is saved for backward but x^T stay in 16 bits. Gradients are e4m3, too.
+Norms, attention, residuals, and what is saved for their backward, stay in 16 bits. Gradients are e4m3, too.
 
 Question   What do the compiler, kernels of one's own and FP8 each add to a decoder block, in prefill and in training?
 Needs      triton, sm_90

@@ -31,7 +31,7 @@ LINEARS = ("qkv", "attention_out", "gate_up", "down")
 # Words in the names of kernels; the first part that has one counts.
 PARTS = {
     "attention": ("attention", "flash", "fmha", "sdpa"),
-    "products": ("gemm", "cutlass", "nvjet", "_mm_", "linear_", "swiglu_warp", "swiglu_persistent", "fp8_matmul"),
+    "products": ("gemm", "cutlass", "nvjet", "linear_", "swiglu_warp", "swiglu_persistent", "fp8_matmul"),
 }
 BETWEEN = "between"
 Case = tuple[Block, tuple, torch.Tensor, torch.Tensor]
@@ -83,6 +83,14 @@ def least(c: Config, batch: int, tokens: int, phase: str) -> dict[str, tuple[int
     }
 
 
+def part_of(kernel: str) -> str:
+    """The part that a kernel belongs to. Inductor names its own by the operations around them, products too."""
+    name = kernel.lower()
+    if name.startswith("triton_"):
+        return "products" if name.startswith("triton_tem") else BETWEEN  # tem: a template of a product
+    return next((part for part, words in PARTS.items() if any(word in name for word in words)), BETWEEN)
+
+
 def times_of_parts(fn: Callable, calls: int = 5) -> dict[str, float]:
     """ms of a call by part, from the kernels that torch.profiler sees."""
     for _ in range(3):
@@ -95,9 +103,7 @@ def times_of_parts(fn: Callable, calls: int = 5) -> dict[str, float]:
     found = dict.fromkeys((*PARTS, BETWEEN), 0.0)
     for event in seen.events():
         if event.device_type == torch.autograd.DeviceType.CUDA and not getattr(event, "is_user_annotation", False):
-            name = event.name.lower()
-            part = next((part for part, words in PARTS.items() if any(word in name for word in words)), BETWEEN)
-            found[part] += event.time_range.elapsed_us() / 1000 / calls
+            found[part_of(event.name)] += event.time_range.elapsed_us() / 1000 / calls
     return found
 
 
