@@ -21,9 +21,9 @@ DEFAULTS = {
     "fp8/fused_gelu_quantize": "triton", "triton/skinny_matmul": "triton", "triton/weight_only_matmul": "triton int4",
     "triton/cross_entropy": "triton", "triton/rms_norm": "triton", "triton/grouped_matmul": "triton",
     "fp8/fused_layer_norm_quantize": "triton", "fp8/fp8_matmul": "triton", "fp8/blockwise_matmul": "triton",
-    "fp8/fp8_attention": "triton", "tma/what_is_tma": "descriptor", "tma/tma_copy": "pipelined",
-    "tma/tma_matmul": "parts", "tma/tma_persistent_matmul": "triton", "tma/tma_epilogues": "linear",
-    "tma/blackwell": "specialized",
+    "fp8/fp8_attention": "triton", "fp8/llama_block": "FP8", "tma/what_is_tma": "descriptor",
+    "tma/tma_copy": "pipelined", "tma/tma_matmul": "parts", "tma/tma_persistent_matmul": "triton",
+    "tma/tma_epilogues": "linear", "tma/blackwell": "specialized",
 }  # fmt: skip
 
 

@@ -23,6 +23,7 @@ from examples.fp8.fp8_matmul import fp8_matmul
 from examples.fp8.fp8_matmul import operands as fp8_operands
 from examples.fp8.fused_gelu_quantize import fused_gelu_quantize, fused_gelu_quantize_static
 from examples.fp8.fused_layer_norm_quantize import fused_layer_norm_quantize, fused_rms_norm_quantize
+from examples.fp8.llama_block_quantize import quantize_transposed, swiglu_quantize
 from examples.fp8.microscaling import mx_matmul
 from examples.fp8.microscaling_quantize import Operands, mx_quantize
 from examples.fp8.quantize import quantize, quantize_block, quantize_group, quantize_row, quantize_tensor
@@ -220,6 +221,8 @@ WRAPPERS = [
     Wrapper(fused_gelu_quantize_static, "MN .", lambda h: (*ROWS(h), ones(h, 1)), takes=(*SCALES, "rank")),
     Wrapper(fused_layer_norm_quantize, "MC C C", norm()),
     Wrapper(fused_rms_norm_quantize, "MC C", lambda h: norm()(h)[:2]),
+    Wrapper(quantize_transposed, "MK .", lambda h: (*ROWS(h), ones(h, 1)), takes=(*SCALES, "rank")),
+    Wrapper(swiglu_quantize, "MN", ROWS),
     Wrapper(mx_quantize, "MK", lambda h: (h.randn(32, 64), "mxfp8")),
     Wrapper(mx_matmul, "MK mkxy NK nkxy", microscaled),
     Wrapper(tma_matmul, "MK KN", GEMM),

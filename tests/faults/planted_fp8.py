@@ -134,6 +134,40 @@ the output is 10 % too large  [uncaught]
   - o = (acc * (1.0 / row_sum)[:, None] * v_scale).to(o_desc.dtype)
   + o = (1.10 * acc * (1.0 / row_sum)[:, None] * v_scale).to(o_desc.dtype)
 
+# fp8/llama_block
+the transposed codes are multiplied by the scale
+  - q = (x * tl.div_rn(1.0, tl.load(scale_ptr))).to(q_ptr.dtype.element_ty)
+  + q = (x * tl.load(scale_ptr)).to(q_ptr.dtype.element_ty)
+the last rows of x are not transposed
+  - (triton.cdiv(n_rows, block_m), triton.cdiv(n_cols, block_n))
+  + (max(1, n_rows // block_m), triton.cdiv(n_cols, block_n))
+gate and up are swapped
+  - y = silu(widen_bfloat16(gate)) * widen_bfloat16(up)
+  + y = silu(widen_bfloat16(up)) * widen_bfloat16(gate)
+the gradient of a weight is scaled by x's scale alone
+  - return dx, product(*turned, scale.amax(), x_scale, dy.dtype), None, None
+  + return dx, product(*turned, x_scale, x_scale, dy.dtype), None, None
+the gradient of x is scaled by the scale of x, not of the weight
+  - dx = product(q, ops.transposed(weight, w_scale), scale, w_scale, dy.dtype)
+  + dx = product(q, ops.transposed(weight, w_scale), scale, x_scale, dy.dtype)
+the gradient of the residual does not reach what was added
+  - return dx, dx if ctx.added else None, dweight, None
+  + return dx, torch.zeros_like(dx) if ctx.added else None, dweight, None
+the second norm of FP8's prefill does not see attention
+  - x = x if residual is None else x + residual
+  - return ops.norm_quantized(
+  + x = x if residual is None else residual
+  + return ops.norm_quantized(
+our attention does not hide later keys
+  - return _wrapper("flash_attention")(q, k, v, causal=True, return_lse=True)
+  + return _wrapper("flash_attention")(q, k, v, causal=False, return_lse=True)
+the answer is over the slower mode of torch.compile
+  - best = [min(MODES, key=lambda name, table=table: table[name].ms) for table in tables]
+  + best = [max(MODES, key=lambda name, table=table: table[name].ms) for table in tables]
+the reference sums no gradients over sequences
+  - return y, torch.cat([each.grad for each in inputs]), *(weight.grad for weight in exact.parameters())
+  + return y, torch.cat([each.grad for each in inputs]), *(weight.grad / len(x) for weight in exact.parameters())
+
 # fp8/microscaling
 amax loses its last bits, so the largest value of a group may overflow
   - x.to(tl.int32, bitcast=True) & 0x7FFFFFFF, axis=2
