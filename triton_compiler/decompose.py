@@ -28,8 +28,7 @@ logsumexp addmv upsample_nearest1d upsample_nearest2d upsample_nearest3d narrow_
 # Of the core table, kept whole: lowered, or better left to a library or eager (random numbers in torch's order).
 KEPT = """
 baddbmm bernoulli _scaled_dot_product_flash_attention_for_cpu scaled_dot_product_attention embedding_dense_backward
-_unsafe_index_put dot mv upsample_bilinear2d upsample_bicubic2d cumprod sum prod
-all any var mean var_mean std std_mean where floor_divide
+_unsafe_index_put dot mv upsample_bilinear2d upsample_bicubic2d cumprod where var_mean
 """
 
 

@@ -16,7 +16,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from triton_compiler.capture import CompiledGraph, recording, triton_backend
-from triton_compiler.fusion import Fusion, Kernel
+from triton_compiler.fusion import Fusion, Kernel, made_by, reads_of
 from triton_compiler.ir import Extern, Node, product
 from triton_compiler.schedule import accesses_of, weigh
 
@@ -43,7 +43,7 @@ def bytes_of(step: Kernel | Extern, fusion: Fusion) -> int:
         largest: dict = {}
         for access in accesses_of(step):
             key, moved = (access.node, access.write), weigh(access, fusion.hint)
-            if access.gathered:  # an element for each step of the loops
+            if access.offset.gathered:  # an element for each step of the loops
                 moved = fusion.hint(product(dim.size for dim in step.layout.dims)) * access.node.dtype.itemsize
             largest[key] = max(largest.get(key, 0), min(moved, fusion.bytes_of(access.node)))
         return sum(largest.values())
@@ -108,8 +108,8 @@ class Explanation:
                 name, is_kernel = f"s{g}_{i}", isinstance(step, Kernel)
                 label = graph.sources[step].name if is_kernel else step.name
                 lines.append(f'  {name} [label="{label}"{"" if is_kernel else ", style=filled"}]')
-                makers |= dict.fromkeys(step.roots if is_kernel else [out for _, out in step.outputs], name)
-                made_by = {makers.get(each, name) for each in Fusion.reads_of(step)} - {name}
+                makers |= dict.fromkeys(made_by(step), name)
+                made_by = {makers.get(each, name) for each in reads_of(step)} - {name}
                 lines += [f"  {maker} -> {name}" for maker in sorted(made_by)]
         return "\n".join([*lines, "}"])
 

@@ -27,9 +27,8 @@ from triton.compiler import ASTSource
 
 from triton_compiler.codegen import WIDE, Source
 from triton_compiler.device import INTERPRETED
-from triton_compiler.fusion import Fusion, Kernel, base_of, strides_of
-from triton_compiler.ir import Extern, Node, View, is_row_major
-from triton_compiler.lowering import strided_view
+from triton_compiler.fusion import Fusion, Kernel, reads_of
+from triton_compiler.ir import Extern, Node, View, strided_view
 
 aten, _guards = torch.ops.aten, torch._C._dynamo.guards
 _kernels: dict[tuple, Future] = {}
@@ -169,13 +168,13 @@ class Wrapper:
 
     def write(self, outputs) -> None:
         steps = self.fusion.steps
-        lasting = {base_of(each) for each in outputs if isinstance(each, Node)}
+        lasting = {each.base for each in outputs if isinstance(each, Node)}
         lasting |= {target_of(each) for each in lasting}
         last: dict[Node, int] = {}
         shared: set[Node] = set()  # what eager may have returned a view of
         for i, step in enumerate(steps):
             made = step.stored if isinstance(step, Kernel) else [out for _, out in step.outputs]
-            read = [*Fusion.reads_of(step), *map(target_of, Fusion.reads_of(step))]
+            read = [*reads_of(step), *map(target_of, reads_of(step))]
             last |= dict.fromkeys((each for each in [*read, *made, *map(target_of, made)] if isinstance(each, Node)), i)
             if isinstance(step, Extern) and not step.library:
                 shared |= set(read)
@@ -243,7 +242,7 @@ class Wrapper:
 
     def allocate(self, node: Node) -> None:
         """Memory of its own: of a dead buffer of the same size where there is one."""
-        name, shape, strides = f"buf{len(self.names)}", tuple_text(node.shape), tuple_text(strides_of(node))
+        name, shape, strides = f"buf{len(self.names)}", tuple_text(node.shape), tuple_text(node.memory_strides)
         kind = (node.dtype, node.device, node.elements)
         for i, (dead, old) in enumerate(self.free):
             if (dead.dtype, dead.device, dead.elements) == kind and dense(node) and dense(dead):
@@ -300,9 +299,9 @@ class Wrapper:
 
 def dense(node: Node) -> bool:
     """Whether its strides leave no gaps: it can take the memory of another dense tensor of its size."""
-    expected, pairs = 1, [(s, n) for s, n in zip(strides_of(node), node.shape, strict=True) if n != 1]
+    expected, pairs = 1, [(s, n) for s, n in zip(node.memory_strides, node.shape, strict=True) if n != 1]
     if not all(isinstance(each, int) for pair in pairs for each in pair):
-        return is_row_major(node)
+        return node.is_row_major
     for stride, size in sorted(pairs):
         if stride != expected:
             return False

@@ -18,7 +18,7 @@ from dataclasses import dataclass, field
 from torch.utils._sympy.functions import FloorDiv
 
 from triton_compiler.device import INTERPRETED
-from triton_compiler.fusion import Access, Kernel, address
+from triton_compiler.fusion import Access, Kernel
 from triton_compiler.ir import Affine, Dim, Size, exact_quotient, product, size_of
 
 PERSISTENT = 16384  # elements of a row that a program holds in registers
@@ -97,7 +97,7 @@ def accesses_of(kernel: Kernel) -> list[Access]:
     """All reads, and a write for each stored root; those of a scatter are recorded with the reads."""
     layout = kernel.layout
     places = {root: layout.places[root] for root in kernel.stored}
-    writes = [Access(root, address(root, at), True) for root, at in places.items() if at is not None]
+    writes = [Access(root, root.address(at), True) for root, at in places.items() if at is not None]
     return layout.recorder.accesses + writes
 
 
