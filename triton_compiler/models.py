@@ -1,45 +1,35 @@
-"""Models with random weights for tests and the benchmark, each in a few lines: build(size) gives (model, inputs, loss).
-
-Sizes are "small" (a test, also in the interpreter) and "large" (a GPU). Those of transformers, timm and torchvision are
-here where these packages are installed.
-"""
+"""Models with random weights for tests and the benchmark: models(large) makes each, small enough for the interpreter or
+of a size to be timed."""
 
 from __future__ import annotations
 
-import itertools
 from collections.abc import Callable
-from importlib.util import find_spec
 
 import torch
 import torch.nn.functional as F
 from torch import nn
 
 
-class MLP(nn.Module):
-    def __init__(self, width: int, depth: int) -> None:
+class Block(nn.Module):
+    """Norm, attention, norm, MLP: an encoder's, a decoder's where it is `causal`; Llama's has rotary positions, RMSNorm
+    and SwiGLU."""
+
+    def __init__(self, width: int, heads: int, causal: bool = False, llama: bool = False) -> None:
         super().__init__()
-        layers = [(nn.Linear(width, width), nn.LayerNorm(width), nn.GELU()) for _ in range(depth)]
-        self.net = nn.Sequential(*(layer for each in layers for layer in each), nn.Linear(width, 10))
+        self.heads, self.causal, self.llama = heads, causal or llama, llama
+        self.norms = nn.ModuleList((nn.RMSNorm if llama else nn.LayerNorm)(width) for _ in range(2))
+        self.qkv, self.out = nn.Linear(width, 3 * width, not llama), nn.Linear(width, width, not llama)
+        inner = 3 * width if llama else 4 * width
+        mlp = (nn.Linear(width, inner), nn.GELU(), nn.Linear(inner, width))
+        self.mlp = SwiGLU(width, inner) if llama else nn.Sequential(*mlp)
 
     def forward(self, x):
-        return self.net(x)
-
-
-class Attention(nn.Module):
-    """Rotary positions where `rotary`; causal where asked."""
-
-    def __init__(self, width: int, heads: int, causal: bool, rotary: bool = False, bias: bool = True) -> None:
-        super().__init__()
-        self.heads, self.causal, self.rotary = heads, causal, rotary
-        self.qkv, self.out = nn.Linear(width, 3 * width, bias), nn.Linear(width, width, bias)
-
-    def forward(self, x):
-        batch, tokens, width = x.shape
-        q, k, v = self.qkv(x).view(batch, tokens, 3, self.heads, -1).permute(2, 0, 3, 1, 4)
-        if self.rotary:
+        q, k, v = self.qkv(self.norms[0](x)).unflatten(-1, (3, self.heads, -1)).permute(2, 0, 3, 1, 4)
+        if self.llama:
             q, k = rotate(q), rotate(k)
         y = F.scaled_dot_product_attention(q, k, v, is_causal=self.causal)
-        return self.out(y.transpose(1, 2).reshape(batch, tokens, width))
+        x = x + self.out(y.transpose(1, 2).flatten(2))
+        return x + self.mlp(self.norms[1](x))
 
 
 def rotate(x: torch.Tensor) -> torch.Tensor:
@@ -52,95 +42,70 @@ def rotate(x: torch.Tensor) -> torch.Tensor:
     return x * cos + torch.cat([-b, a], -1) * sin
 
 
-class EncoderBlock(nn.Module):
-    """Norm, attention, norm, MLP; `causal` makes it a decoder's."""
-
-    def __init__(self, width: int, heads: int, causal: bool = False) -> None:
+class SwiGLU(nn.Module):
+    def __init__(self, width: int, inner: int) -> None:
         super().__init__()
-        self.norm_1, self.norm_2 = nn.LayerNorm(width), nn.LayerNorm(width)
-        self.attention = Attention(width, heads, causal)
-        self.mlp = nn.Sequential(nn.Linear(width, 4 * width), nn.GELU(), nn.Linear(4 * width, width))
+        self.gate, self.up = nn.Linear(width, inner, bias=False), nn.Linear(width, inner, bias=False)
+        self.down = nn.Linear(inner, width, bias=False)
 
     def forward(self, x):
-        x = x + self.attention(self.norm_1(x))
-        return x + self.mlp(self.norm_2(x))
+        return self.down(F.silu(self.gate(x)) * self.up(x))
 
 
-class LlamaBlock(nn.Module):
-    def __init__(self, width: int, heads: int) -> None:
+class Tokens(nn.Module):
+    """Embeddings of tokens and of their positions."""
+
+    def __init__(self, vocabulary: int, width: int, tokens: int) -> None:
         super().__init__()
-        self.norm_1, self.norm_2 = nn.RMSNorm(width), nn.RMSNorm(width)
-        self.attention = Attention(width, heads, True, True, False)
-        self.gate, self.up = nn.Linear(width, 3 * width, bias=False), nn.Linear(width, 3 * width, bias=False)
-        self.down = nn.Linear(3 * width, width, bias=False)
-
-    def forward(self, x):
-        x = x + self.attention(self.norm_1(x))
-        y = self.norm_2(x)
-        return x + self.down(F.silu(self.gate(y)) * self.up(y))
-
-
-class Decoder(nn.Module):
-    """Tokens to logits; GPT-like with learned positions, or Llama-like."""
-
-    def __init__(self, block: Callable, width: int, depth: int, vocabulary: int, tokens: int | None) -> None:
-        super().__init__()
-        self.embedding = nn.Embedding(vocabulary, width)
-        self.positions = nn.Embedding(tokens, width) if tokens else None
-        self.blocks = nn.ModuleList(block() for _ in range(depth))
-        self.norm, self.head = nn.LayerNorm(width), nn.Linear(width, vocabulary, bias=False)
+        self.embedding, self.positions = nn.Embedding(vocabulary, width), nn.Embedding(tokens, width)
 
     def forward(self, tokens):
-        x = self.embedding(tokens)
-        if self.positions is not None:
-            x = x + self.positions(torch.arange(tokens.shape[1], device=tokens.device))
-        for block in self.blocks:
-            x = block(x)
-        return self.head(self.norm(x))
+        return self.embedding(tokens) + self.positions(torch.arange(tokens.shape[1], device=tokens.device))
 
 
-class ViT(nn.Module):
-    def __init__(self, width: int, heads: int, depth: int, image: int, patch: int) -> None:
+class Patches(nn.Module):
+    """What a ViT's blocks get of an image: a token for the class, then the patches, and their positions."""
+
+    def __init__(self, width: int, image: int, patch: int) -> None:
         super().__init__()
         self.patches = nn.Conv2d(3, width, patch, patch)
         self.token = nn.Parameter(torch.randn(1, 1, width) * 0.02)
         self.positions = nn.Parameter(torch.randn(1, (image // patch) ** 2 + 1, width) * 0.02)
-        self.blocks = nn.ModuleList(EncoderBlock(width, heads) for _ in range(depth))
-        self.norm, self.head = nn.LayerNorm(width), nn.Linear(width, 10)
 
     def forward(self, images):
         x = self.patches(images).flatten(2).transpose(1, 2)
-        x = torch.cat([self.token.expand(x.shape[0], -1, -1), x], 1) + self.positions
-        for block in self.blocks:
-            x = block(x)
-        return self.head(self.norm(x)[:, 0])
+        return torch.cat([self.token.expand(x.shape[0], -1, -1), x], 1) + self.positions
 
 
-class ResidualBlock(nn.Module):
-    def __init__(self, width: int, out: int, stride: int) -> None:
+class Apply(nn.Module):
+    """A function as a layer."""
+
+    def __init__(self, function: Callable) -> None:
         super().__init__()
-        self.conv_1 = nn.Conv2d(width, out, 3, stride, 1, bias=False)
-        self.conv_2 = nn.Conv2d(out, out, 3, 1, 1, bias=False)
-        self.norm_1, self.norm_2 = nn.BatchNorm2d(out), nn.BatchNorm2d(out)
-        self.short = nn.Identity() if width == out and stride == 1 else nn.Conv2d(width, out, 1, stride, bias=False)
+        self.function = function
 
     def forward(self, x):
-        y = self.norm_2(self.conv_2(F.relu(self.norm_1(self.conv_1(x)))))
-        return F.relu(y + self.short(x))
+        return self.function(x)
 
 
-class ResNet(nn.Module):
-    def __init__(self, width: int) -> None:
+class Residual(nn.Module):
+    def __init__(self, width: int, out: int) -> None:
         super().__init__()
-        self.stem = nn.Sequential(
-            nn.Conv2d(3, width, 7, 2, 3, bias=False), nn.BatchNorm2d(width), nn.ReLU(), nn.MaxPool2d(3, 2, 1)
-        )
-        widths = [width, width, 2 * width, 4 * width]
-        self.blocks = nn.Sequential(*(ResidualBlock(a, b, 1 + (a != b)) for a, b in itertools.pairwise(widths)))
-        self.head = nn.Linear(4 * width, 10)
+        stride = 1 + (out != width)
+        self.body = nn.Sequential(
+            nn.Conv2d(width, out, 3, stride, 1, bias=False), nn.BatchNorm2d(out), nn.ReLU(),
+            nn.Conv2d(out, out, 3, 1, 1, bias=False), nn.BatchNorm2d(out),
+        )  # fmt: skip
+        self.short = nn.Identity() if width == out else nn.Conv2d(width, out, 1, stride, bias=False)
 
-    def forward(self, images):
-        return self.head(self.blocks(self.stem(images)).mean((2, 3)))
+    def forward(self, x):
+        return F.relu(self.body(x) + self.short(x))
+
+
+def resnet(width: int) -> nn.Module:
+    stem = nn.Conv2d(3, width, 7, 2, 3, bias=False), nn.BatchNorm2d(width), nn.ReLU(), nn.MaxPool2d(3, 2, 1)
+    blocks = Residual(width, width), Residual(width, 2 * width), Residual(2 * width, 4 * width)
+    return nn.Sequential(*stem, *blocks, Apply(lambda x: x.mean((2, 3))), nn.Linear(4 * width, 10))
 
 
 class UNet(nn.Module):
@@ -148,21 +113,19 @@ class UNet(nn.Module):
 
     def __init__(self, width: int) -> None:
         super().__init__()
-        self.first, self.down = self.step(3, width), self.step(width, 2 * width)
-        self.deep = self.step(2 * width, 2 * width)
-        self.up, self.last = self.step(4 * width, width), self.step(2 * width, width)
+        sizes = [(3, width), (width, 2 * width), (2 * width, 2 * width), (4 * width, width), (2 * width, width)]
+        self.steps = nn.ModuleList(
+            nn.Sequential(nn.Conv2d(a, b, 3, padding=1), nn.GroupNorm(4, b), nn.SiLU()) for a, b in sizes
+        )
         self.head = nn.Conv2d(width, 3, 1)
 
-    @staticmethod
-    def step(a: int, b: int) -> nn.Module:
-        return nn.Sequential(nn.Conv2d(a, b, 3, padding=1), nn.GroupNorm(4, b), nn.SiLU())
-
     def forward(self, x):
-        a = self.first(x)
-        b = self.down(F.avg_pool2d(a, 2))
-        c = self.deep(F.avg_pool2d(b, 2))
-        b = self.up(torch.cat([F.interpolate(c, scale_factor=2.0), b], 1))
-        return self.head(self.last(torch.cat([F.interpolate(b, scale_factor=2.0), a], 1)))
+        first, down, deep, up, last = self.steps
+        a = first(x)
+        b = down(F.avg_pool2d(a, 2))
+        c = deep(F.avg_pool2d(b, 2))
+        b = up(torch.cat([F.interpolate(c, scale_factor=2.0), b], 1))
+        return self.head(last(torch.cat([F.interpolate(b, scale_factor=2.0), a], 1)))
 
 
 class MixtureOfExperts(nn.Module):
@@ -207,91 +170,42 @@ class Recommender(nn.Module):
         super().__init__()
         self.tables = nn.ModuleList(nn.Embedding(rows, width) for _ in range(tables))
         self.dense = nn.Sequential(nn.Linear(13, width), nn.ReLU())
-        pairs = torch.triu_indices(tables + 1, tables + 1, 1)
-        self.register_buffer("a", pairs[0])
-        self.register_buffer("b", pairs[1])
-        self.top = nn.Sequential(nn.Linear(width + pairs.shape[1], 4 * width), nn.ReLU(), nn.Linear(4 * width, 1))
+        self.register_buffer("pairs", torch.triu_indices(tables + 1, tables + 1, 1))
+        self.top = nn.Sequential(nn.Linear(width + self.pairs.shape[1], 4 * width), nn.ReLU(), nn.Linear(4 * width, 1))
 
     def forward(self, dense, categories):
         x = self.dense(dense)
         all_of = torch.stack([x, *(table(categories[:, i]) for i, table in enumerate(self.tables))], 1)
         products = all_of @ all_of.transpose(1, 2)
-        return torch.sigmoid(self.top(torch.cat([x, products[:, self.a, self.b]], 1)))
+        return torch.sigmoid(self.top(torch.cat([x, products[:, self.pairs[0], self.pairs[1]]], 1)))
 
 
-class Encoder(nn.Module):
-    def __init__(self, width: int, heads: int, depth: int) -> None:
-        super().__init__()
-        self.blocks = nn.Sequential(*(EncoderBlock(width, heads) for _ in range(depth)))
-
-    def forward(self, x):
-        return self.blocks(x)
-
-
-def tokens_of(vocabulary: int, *shape: int) -> torch.Tensor:
-    return torch.randint(0, vocabulary, shape)
-
-
-def small_or_large(large: bool) -> dict[str, Callable[[], tuple[nn.Module, tuple]]]:
-    """{name: function that makes (model, inputs)} of this repository's own."""
+def models(large: bool) -> dict[str, Callable[[], tuple[nn.Module, tuple]]]:
+    """{name: function that makes (model, inputs)}."""
     w, n, t = (1024, 8, 512) if large else (32, 2, 8)
     heads, depth, vocabulary = (16, 4, 8192) if large else (2, 2, 64)
     image, patch, conv = (224, 16, 64) if large else (16, 4, 8)
-    tokens, side, tables = (tokens_of(vocabulary, n, t),), image if large else 2 * image, 8 if large else 3
+    side, tables = image if large else 2 * image, 8 if large else 3
+
+    def blocks(out: int, bias: bool = True, pool=(), **kind) -> list[nn.Module]:
+        return [*(Block(w, heads, **kind) for _ in range(depth)), nn.LayerNorm(w), *pool, nn.Linear(w, out, bias)]
+
+    def ids(size: int, *shape: int) -> torch.Tensor:
+        return torch.randint(0, size, shape)
+
     return {
-        "MLP": lambda: (MLP(w, depth), (torch.randn(n * t, w),)),
-        "encoder": lambda: (Encoder(w, heads, depth), (torch.randn(n, t, w),)),
-        "GPT": lambda: (Decoder(lambda: EncoderBlock(w, heads, True), w, depth, vocabulary, t), tokens),
-        "Llama": lambda: (Decoder(lambda: LlamaBlock(w, heads), w, depth, vocabulary, None), tokens),
-        "ViT": lambda: (ViT(w, heads, depth, image, patch), (torch.randn(4 * n, 3, image, image),)),
-        "ResNet": lambda: (ResNet(conv), (torch.randn(4 * n, 3, side, side),)),
+        "MLP": lambda: (nn.Sequential(*(layer for _ in range(depth) for layer in (
+            nn.Linear(w, w), nn.LayerNorm(w), nn.GELU())), nn.Linear(w, 10)), (torch.randn(n * t, w),)),
+        "encoder": lambda: (nn.Sequential(*blocks(1)[:depth]), (torch.randn(n, t, w),)),
+        "GPT": lambda: (nn.Sequential(Tokens(vocabulary, w, t), *blocks(vocabulary, False, causal=True)),
+                        (ids(vocabulary, n, t),)),
+        "Llama": lambda: (nn.Sequential(nn.Embedding(vocabulary, w), *blocks(vocabulary, False, llama=True)),
+                          (ids(vocabulary, n, t),)),
+        "ViT": lambda: (nn.Sequential(Patches(w, image, patch), *blocks(10, pool=[Apply(lambda x: x[:, 0])])),
+                        (torch.randn(4 * n, 3, image, image),)),
+        "ResNet": lambda: (resnet(conv), (torch.randn(4 * n, 3, side, side),)),
         "U-Net": lambda: (UNet(conv), (torch.randn(n, 3, image, image),)),
         "MoE": lambda: (MixtureOfExperts(w, tables), (torch.randn(n * t, w),)),
         "LSTM": lambda: (LSTM(w), (torch.randn(8 * n, 16 if large else 3, w),)),
-        "recommender": lambda: (
-            Recommender(tables, 1000, w // 8), (torch.randn(t * n, 13), tokens_of(1000, t * n, tables))),
+        "recommender": lambda: (Recommender(tables, 1000, w // 8), (torch.randn(t * n, 13), ids(1000, t * n, tables))),
     }  # fmt: skip
-
-
-def of_libraries(large: bool) -> dict[str, Callable[[], tuple[nn.Module, tuple]]]:
-    """Models that nobody here wrote, of the packages that are installed."""
-    found: dict[str, Callable] = {}
-    w, n, t, depth = (768, 8, 256, 4) if large else (32, 2, 8, 2)
-    if find_spec("transformers"):
-        import transformers as hf
-
-        def text(config, cls):
-            class Wrapped(nn.Module):
-                def __init__(self) -> None:
-                    super().__init__()
-                    self.model = cls(config)
-
-                def forward(self, tokens):
-                    return self.model(tokens, **({} if "Bert" in cls.__name__ else {"use_cache": False}))[0]
-
-            return lambda: (Wrapped(), (tokens_of(96, n, t),))
-
-        common = {"vocab_size": 96, "hidden_size": w, "num_hidden_layers": depth, "num_attention_heads": 4}
-        common["intermediate_size"] = 2 * w
-        none = dict.fromkeys(("hidden_dropout_prob", "attention_probs_dropout_prob"), 0.0)
-        found["hf BERT"] = text(hf.BertConfig(**common, **none), hf.BertModel)
-        none = dict.fromkeys(("resid_pdrop", "embd_pdrop", "attn_pdrop"), 0.0)
-        gpt = hf.GPT2Config(vocab_size=96, n_embd=w, n_layer=depth, n_head=4, **none)
-        found["hf GPT-2"] = text(gpt, hf.GPT2LMHeadModel)
-        found["hf Llama"] = text(hf.LlamaConfig(**common, num_key_value_heads=2), hf.LlamaForCausalLM)
-    side = 224 if large else 64
-
-    def images() -> tuple[torch.Tensor]:
-        return (torch.randn(n, 3, side, side),)
-
-    if find_spec("torchvision"):
-        from torchvision.models import mobilenet_v3_small, resnet18
-
-        found["tv ResNet-18"] = lambda: (resnet18(num_classes=10), images())
-        found["tv MobileNet"] = lambda: (mobilenet_v3_small(num_classes=10, dropout=0.0), images())
-    if find_spec("timm"):
-        from timm.models import VisionTransformer
-
-        sizes = {"embed_dim": w, "depth": depth, "num_heads": 4, "num_classes": 10}
-        found["timm ViT"] = lambda: (VisionTransformer(side, 16, **sizes), images())
-    return found
