@@ -319,7 +319,6 @@ class Writer(Walker):
         self.inner, self.inner_memo, start = [], {}, []
         names, maxima = {root: f"acc{level}_{i}" for i, root in enumerate(reductions)}, self.layout.online
         for root, total in names.items():
-            dtype = register(root.dtype)
             start.append(f"{total} = {self.nothing(root)}")
             if root in maxima.values():
                 continue

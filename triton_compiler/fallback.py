@@ -23,7 +23,7 @@ class Unsupported(Exception):
 
 
 def check(fx: torch.fx.Node, value, device: torch.device | None) -> None:
-    """Raises Unsupported where an operation's result or argument is nothing that a kernel on `device` reads or writes."""
+    """Raises Unsupported where a result or an argument is nothing that a kernel on `device` reads or writes."""
     for each in tree_leaves(value):
         check_tensor(each)
         if each.device != device:

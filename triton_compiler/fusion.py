@@ -448,7 +448,8 @@ class Fusion:
 
     def merge_round(self) -> bool:
         """Tries all pairs that share memory, those first that share most; whether any were merged."""
-        maker, place = self.makers(), {kernel: i for i, kernel in enumerate(sorted(self.kernels, key=lambda kernel: kernel.serial))}
+        ordered = sorted(self.kernels, key=lambda kernel: kernel.serial)
+        maker, place = self.makers(), {kernel: i for i, kernel in enumerate(ordered)}
         shared: dict[tuple, int] = defaultdict(int)
 
         def share(a: Kernel, b: Kernel, size: int) -> None:
@@ -536,7 +537,7 @@ class Fusion:
                 agree = all(length == root.elements // root.shape[0] for root in columns.roots)
                 if not agree or not any(self.hint(each.elements) == total for each in shared):
                     continue
-                most = WALKERS * max(1, min(4, 2048 // length))  # short rows: more programs, so that enough is in flight
+                most = WALKERS * max(1, min(4, 2048 // length))  # short rows: more programs
                 parts = max((i for i in range(1, most + 1) if n % i == 0 and n // i >= 4), default=0)
                 if parts * 4 >= WALKERS and self.try_walk(rows, columns, parts):
                     break

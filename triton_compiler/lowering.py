@@ -412,12 +412,9 @@ class Lowering:
         given = [axis for axis, each in enumerate(indices) if each is not None]
         shape = broadcast([indices[axis].shape for axis in given])
         first = given[0] if given == list(range(given[0], given[0] + len(given))) else 0
-        free = iter([*range(first), *range(first + len(shape), len(x.shape) + len(shape))])
-        places = [
-            (lambda index, at=next(free): index[at]) if each is None
-            else (self.expand(each, shape), lambda index: index[first : first + len(shape)])
-            for each in indices
-        ]  # fmt: skip
+        free = map(operator.itemgetter, [*range(first), *range(first + len(shape), len(x.shape) + len(shape))])
+        places = [next(free) if each is None else (self.expand(each, shape), lambda i: i[first : first + len(shape)])
+                  for each in indices]  # fmt: skip
         kept = [size for size, each in zip(x.shape, indices, strict=True) if each is None]
         return places, (*kept[:first], *shape, *kept[first:])
 
