@@ -271,9 +271,7 @@ class Writer(Walker):
             if set(spaces) - used:
                 text += f" + tl.zeros([{shape}], tl.int32)"
             mask = self.mask(set(spaces))
-            if adds and root.kept is not None:
-                mask = " & ".join(filter(None, (mask, self.read(root.kept, self.layout.sources[root]).name)))
-            elif root.target is not None and not adds and self.plan.kind == "rows":
+            if root.target is not None and not adds and self.plan.kind == "rows":
                 lines.append("tl.debug_barrier()")
             pointer = self.pointer(root.target or root, True)
             if register(root.dtype) is not root.dtype:

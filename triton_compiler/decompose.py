@@ -27,7 +27,7 @@ logsumexp addmv upsample_nearest1d upsample_nearest2d upsample_nearest3d narrow_
 
 # Of the core table, kept whole: lowered, or better left to a library or eager (random numbers in torch's order).
 KEPT = """
-baddbmm bernoulli _scaled_dot_product_flash_attention_for_cpu scaled_dot_product_attention embedding_dense_backward
+baddbmm bernoulli _scaled_dot_product_flash_attention_for_cpu scaled_dot_product_attention
 _unsafe_index_put dot mv upsample_bilinear2d upsample_bicubic2d cumprod where var_mean
 """
 
@@ -97,15 +97,13 @@ def interpolate(input, size=None, scale_factor=None, mode="nearest", *rest, **na
     return F.interpolate(input, size, scale_factor, mode, *rest, **named)
 
 
-def avg_pool2d(
-    input, kernel_size, stride=None, padding=0, ceil_mode=False, count_include_pad=True, divisor_override=None
-):
+def avg_pool2d(input, kernel_size, stride=None, padding=0, *rest, **named):
     """F.avg_pool2d; as a mean where its windows tile the image."""
-    kernel = each_of(kernel_size, 2)
-    tiles = each_of(stride or kernel, 2) == kernel and not any(each_of(padding, 2)) and divisor_override is None
+    kernel, divisor = each_of(kernel_size, 2), named.get("divisor_override", rest[2] if len(rest) > 2 else None)
+    tiles = each_of(stride or kernel, 2) == kernel and not any(each_of(padding, 2)) and divisor is None
     if tiles and input.ndim == 4 and is_static(input) and not any(map(operator.mod, input.shape[2:], kernel)):
         return averaged(input, tuple(kernel))
-    return F.avg_pool2d(input, kernel_size, stride, padding, ceil_mode, count_pad, divisor_override)
+    return F.avg_pool2d(input, kernel_size, stride, padding, *rest, **named)
 
 
 def windows(gm: torch.fx.GraphModule) -> None:

@@ -226,9 +226,9 @@ def try_layout(dims: list[Dim], roots: list[Node]) -> Layout:
                 layout.online[root] = maximum
                 recorder.levels[root] = recorder.levels[maximum]
         elif isinstance(root, Scatter):
-            read = [recorder.read(each, sources[root]) for each in (root.values, root.kept) if each is not None]
+            read = recorder.read(root.values, sources[root])
             place = root.address(root.at(recorder, sources[root]))
-            recorder.levels[root] = max(*read, recorder.load_at(root.target, place, True))
+            recorder.levels[root] = max(read, recorder.load_at(root.target, place, True))
         else:
             recorder.levels[root] = recorder.read(root, places[root])
     overwriting = {root.target: root for root in roots if isinstance(root, Pointwise) and root.target}
@@ -499,7 +499,7 @@ class Fusion:
                 raise CannotFuse(f"{step.name or step.roots[0].name} must run between them")
         both = Kernel(by_serial(a.roots + b.roots))
         reads = both.reads
-        if len(both.roots) > MOST_ROOTS or len(reads) + self.stored_of(both) > MOST_MEMORY:
+        if len(both.roots) > MOST_ROOTS or len(reads) + len(both.roots) > MOST_MEMORY:
             raise CannotFuse(TOO_LARGE)
         both.layout = lay_out(both.roots)
         if both.layout.recorder.operations > 600:
@@ -513,14 +513,6 @@ class Fusion:
         self.steps[self.steps.index(a)] = both
         self.steps.remove(b)
         return both
-
-    def stored_of(self, kernel: Kernel) -> int:
-        """How many of a kernel's roots others read."""
-        own = set(kernel.roots)
-        if len(own) + len(kernel.reads) <= MOST_MEMORY:  # it makes no difference
-            return len(own)
-        others = [step for step in self.steps if not (isinstance(step, Kernel) and set(step.roots) <= own)]
-        return len(own & set().union(self.needed, *(self.memory_read[step] for step in others)))
 
     def walk_rows(self) -> None:
         """Column sums beside reductions of rows, as in the backward of a norm: a program walks over some rows, holds

@@ -316,11 +316,10 @@ class Gather(Placed):
 class Scatter(Placed):
     """The target's memory after all `values` were added to it, by atomic additions, at computed places.
 
-    Its loops are those of the values. `kept`: a condition beside the values, without which nothing is added.
+    Its loops are those of the values.
     """
 
     values: Node | None = None
-    kept: Node | None = None
     stored: bool = True
 
 

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-import functools
 import itertools
 import operator
 from collections.abc import Callable
@@ -401,7 +400,7 @@ class Lowering:
 
     # ------------------------------------------------------------------------------------------ computed places
     def gather(self, table, places, wraps=False) -> Gather:
-        args = (table, *(place[0] for place in places if isinstance(place, tuple)))
+        args = (table, *nodes_of(places))
         return Gather(self.shape, table.dtype, table.device, args=args, places=tuple(places), wraps=wraps)
 
     def indexed(self, x, indices) -> tuple[list, tuple[Size, ...]]:
@@ -427,7 +426,7 @@ class Lowering:
         place = (index, lambda i: (i[dim],) if select else i)
         return [place if axis == dim else operator.itemgetter(axis) for axis in range(len(x.shape))]
 
-    def added(self, x, values, places, wraps=False, checked=True, kept=None) -> Node:
+    def added(self, x, values, places, wraps=False, checked=True) -> Node:
         """x after `values` were added at computed places; halves are summed in float32."""
         if torch.are_deterministic_algorithms_enabled():
             raise Unsupported("atomic additions come in any order")
@@ -437,10 +436,8 @@ class Lowering:
         memory = {"device": x.device, "name": self.fx.name, "strides": tuple(map(size_of, self.meta.stride()))}
         start = Pointwise(x.shape, dtype, stored=True, args=(x,), compute=dtype, **memory)
         values = self.cast(values, dtype)
-        args = (start, values, *(place[0] for place in places if isinstance(place, tuple)))
-        args = args if kept is None else (*args, kept)
-        total = Scatter(x.shape, dtype, args=args, target=start, values=values, places=tuple(places), wraps=wraps,
-                        checked=checked, kept=kept, **memory)  # fmt: skip
+        args, how = (start, values, *nodes_of(places)), {"wraps": wraps, "checked": checked}
+        total = Scatter(x.shape, dtype, args=args, target=start, values=values, places=tuple(places), **how, **memory)
         return self.cast(total, x.dtype)
 
     def op_index_put(self, x, indices, values, accumulate=False, checked=True):
@@ -448,16 +445,6 @@ class Lowering:
             raise Unsupported("without accumulation")
         places, shape = self.indexed(x, indices)
         return self.added(x, self.expand(values, shape), places, True, checked)
-
-    def op_embedding_dense_backward(self, grad, index, rows, padding, by_frequency):
-        if by_frequency:
-            raise Unsupported("gradients scaled by frequency")
-        tests = [self.build(op, [index, n], torch.bool, index.dtype) for op, n in
-                 (("ge", 0), ("lt", rows), *([("ne", padding)] if padding >= 0 else []))]  # fmt: skip
-        kept = functools.reduce(lambda a, b: self.build("logical_and", [a, b], torch.bool), tests)
-        kept = self.view(kept, lambda i: i[:-1], grad.shape)
-        places = [(index, lambda i: i[:-1]), lambda i: i[-1]]
-        return self.added(self.filled(0), grad, places, checked=False, kept=kept)
 
     # ------------------------------------------------------------------------------------------ reductions
     def reduce(self, kind: str, x: Node, dims=None, keepdim=False) -> Node:
@@ -617,6 +604,11 @@ def broadcast(shapes) -> tuple[Size, ...]:
         for i, size in enumerate(shape, rank - len(shape)):
             result[i] = result[i] if size == 1 else size
     return tuple(result)
+
+
+def nodes_of(places) -> list[Node]:
+    """The nodes whose values are positions."""
+    return [place[0] for place in places if isinstance(place, tuple)]
 
 
 def axes_of(x: Node, dims) -> list[int]:
