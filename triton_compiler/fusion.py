@@ -499,7 +499,8 @@ class Fusion:
                 raise CannotFuse(f"{step.name or step.roots[0].name} must run between them")
         both = Kernel(by_serial(a.roots + b.roots))
         reads = both.reads
-        if len(both.roots) > MOST_ROOTS or len(reads) + len(both.roots) > MOST_MEMORY:
+        most = MOST_MEMORY - len(reads)
+        if len(both.roots) > MOST_ROOTS or (len(both.roots) > most and self.stored_of(both) > most):
             raise CannotFuse(TOO_LARGE)
         both.layout = lay_out(both.roots)
         if both.layout.recorder.operations > 600:
@@ -513,6 +514,12 @@ class Fusion:
         self.steps[self.steps.index(a)] = both
         self.steps.remove(b)
         return both
+
+    def stored_of(self, kernel: Kernel) -> int:
+        """How many of a kernel's roots others read."""
+        own = set(kernel.roots)
+        others = [step for step in self.steps if not (isinstance(step, Kernel) and set(step.roots) <= own)]
+        return len(own & self.needed.union(*(self.memory_read[step] for step in others)))
 
     def walk_rows(self) -> None:
         """Column sums beside reductions of rows, as in the backward of a norm: a program walks over some rows, holds
