@@ -6,9 +6,10 @@
     from triton_compiler import explain
     print(explain(model, x))                             # graphs, fusion groups and their boundaries, generated source
 
-Stage by stage: capture.py (Dynamo's graph, AOTAutograd) -> decompose.py -> lowering.py to the loop-level IR of ir.py
--> fusion.py -> schedule.py -> codegen.py (Triton source) -> runtime.py. docs/triton_compiler.md walks through them with
-one example. Without a GPU the generated kernels run in Triton's interpreter, at small sizes.
+Stage by stage: capture.py (Dynamo's graph, AOTAutograd) -> decompose.py -> lowering.py to the loop-level IR of ir.py,
+with the operations of ops.py -> fusion.py -> schedule.py -> codegen.py (Triton source) -> runtime.py.
+docs/triton_compiler.md walks through them with one example. Without a GPU the generated kernels run in Triton's
+interpreter, at small sizes.
 """
 
 from __future__ import annotations

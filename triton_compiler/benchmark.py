@@ -2,7 +2,7 @@
 
     python -m triton_compiler.benchmark [graphs|models|compile] [--only NAME ...] [--json FILE] [--quick]
 
-Both are checked against a float64 run first. On a GPU the tables are timed with the harness' timer and recorded as the
+All are checked against a float64 run first. On a GPU the tables are timed with the harness' timer and recorded as the
 topic triton_compiler (schema 2); without one everything is small, checked and not timed.
 """
 
@@ -11,11 +11,10 @@ from __future__ import annotations
 import argparse
 import contextlib
 import copy
-import functools
 import json
-import math
 import os
 import shlex
+import statistics
 import subprocess
 import sys
 import tempfile
@@ -26,13 +25,19 @@ from collections.abc import Callable
 from pathlib import Path
 from unittest.mock import patch
 
+from harness.bench import Row, Table, Work, time_variants
+from harness.check import tensors_of
+from harness.hardware import ceilings, machine
+from harness.record import ExampleRecord, Record, git_state
+from harness.sources import sources_hash
+
 import torch
 import torch.nn.functional as F
 
 from triton_compiler.capture import recording, triton_backend
 from triton_compiler.device import INTERPRETED
 from triton_compiler.explain import Explanation
-from triton_compiler.models import of_libraries, small_or_large
+from triton_compiler.models import models
 
 OURS, INDUCTOR, EAGER = "triton_compiler", "Inductor", "torch eager"
 QUESTIONS = {
@@ -116,34 +121,20 @@ def graphs(large: bool) -> dict[str, tuple[Callable, tuple]]:
     }  # fmt: skip
 
 
-# ---------------------------------------------------------------------------------------------- checks
+# ---------------------------------------------------------------------------------------------- one comparison
 def wide(value):
     return value.double() if isinstance(value, torch.Tensor) and value.is_floating_point() else value
-
-
-def tensors(value) -> list[torch.Tensor]:
-    return [value] if isinstance(value, torch.Tensor) else [each for each in value if isinstance(each, torch.Tensor)]
 
 
 def error(got, want) -> float:
     """The largest rms error of an output, relative to its rms; integers must agree but for a few roundings."""
     worst = 0.0
-    for mine, true in zip(tensors(got), tensors(want), strict=True):
+    for mine, true in zip(tensors_of(got), tensors_of(want), strict=True):
         mine, true = torch.nan_to_num(mine.double()), torch.nan_to_num(true.double())
         worst = max(worst, float((mine - true).pow(2).mean().sqrt() / (true.pow(2).mean().sqrt() + 1e-30)))
     return worst
 
 
-def judged(results: dict[str, object], want) -> dict[str, float]:
-    """Errors of all; raises where ours is more than twice that of eager or Inductor, whichever is larger."""
-    errors = {name: error(got, want) for name, got in results.items()}
-    allowed = 2 * max(errors[name] for name in errors if name != OURS) + 1e-6
-    if not errors[OURS] <= allowed:
-        raise AssertionError(f"triton_compiler is wrong: error {errors[OURS]:.3g}, allowed {allowed:.3g}")
-    return errors
-
-
-# ---------------------------------------------------------------------------------------------- what is compared
 @contextlib.contextmanager
 def inductor_bytes():
     """Counts, in a list of one number, the bytes that graphs compiled by Inductor within move, by its own estimate."""
@@ -161,76 +152,15 @@ def inductor_bytes():
         yield total
 
 
-def launched(call: Callable) -> int:
+def launched(call: Callable, inputs: tuple) -> int:
     """The kernels that one call runs on the GPU."""
-    call()
+    call(*inputs)
     torch.cuda.synchronize()
     with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as seen:
-        call()
+        call(*inputs)
         torch.cuda.synchronize()
     return sum(each.count for each in seen.key_averages() if each.device_type == torch.autograd.DeviceType.CUDA
                and "memcpy" not in each.key.lower() and "memset" not in each.key.lower())  # fmt: skip
-
-
-def copy_of(fn: Callable) -> Callable:
-    """A function with code of its own, which Dynamo has not met."""
-    if not isinstance(fn, types.FunctionType):
-        return fn
-    return types.FunctionType(fn.__code__.replace(), fn.__globals__, fn.__name__, fn.__defaults__, fn.__closure__)
-
-
-class Report:
-    """Tables and facts of one example of the record; prints each row as it comes, and hands it to `keep`."""
-
-    def __init__(self, name: str, on_gpu: bool, keep: Callable[[Report, str, str | None], None]) -> None:
-        self.name, self.on_gpu, self.tables, self.facts, self.started = name, on_gpu, [], {}, time.perf_counter()
-        self.failed: dict[str, str] = {}
-        self.keep = keep
-
-    def row(
-        self, title: str, case: str, variants: dict[str, Callable], inputs, errors, firsts, end_to_end, extra
-    ) -> None:
-        from harness.bench import Row, Table, Work, time_variants
-        from harness.hardware import ceilings
-
-        table = Table(title, case, INDUCTOR, default=OURS)
-        table.rows = [Row(name, name == OURS, firsts.get(name), errors[name]) for name in variants]
-        said = f"error {errors[OURS]:.2g}, eager {errors[EAGER]:.2g}"
-        if self.on_gpu:
-            time_variants(table, variants, inputs, Work(bytes=extra.get("bytes") or 0), ceilings(), end_to_end)
-            over = "".join(f"{table.over(other, OURS):5.2f}x {other}  " for other in (INDUCTOR, EAGER))
-            said = f"{table[OURS].ms:9.4f} ms  {over}first {firsts[OURS]:.1f} s, its {firsts[INDUCTOR]:.1f} s"
-            said += f"; its kernels {extra['inductor_kernels']}"
-        print(f"{title:8} {case:24} {said}; kernels {extra['kernels']}", flush=True)
-        self.tables.append(table)
-        self.facts.setdefault(title, {})[case] = extra
-        self.keep(self, "failed", "it was stopped before its end")
-
-    @contextlib.contextmanager
-    def guard(self, case: str):
-        """One case that fails does not keep the others from being measured."""
-        try:
-            yield
-        except Exception as error:
-            traceback.print_exc()
-            self.failed[case] = f"{type(error).__name__}: {error}"[:300]
-
-    def answer(self) -> str | None:
-        if self.name == "compile" and self.facts:
-            times = self.facts[COLD_FACT].items()
-            mean, worst, value = summary({name: each[OURS] / each["inductor"] for name, each in times}, max)
-            return f"{mean:.2f} of Inductor's time (geometric mean of {len(times)} models); worst {value:.2f} ({worst})"
-        ratios = {table.case: table.over(INDUCTOR, OURS) for table in self.tables if table.timed}
-        if not ratios:
-            return None
-        mean, worst, value = summary(ratios, min)
-        return f"{mean:.2f}x Inductor (geometric mean of {len(ratios)}); worst {value:.2f}x ({worst})"
-
-
-def summary(ratios: dict[str, float], pick: Callable) -> tuple[float, str, float]:
-    """The geometric mean, the worst case and its ratio."""
-    worst = pick(ratios, key=ratios.get)
-    return math.exp(sum(map(math.log, ratios.values())) / len(ratios)), worst, ratios[worst]
 
 
 def timed_first(fn: Callable, *args):
@@ -241,34 +171,79 @@ def timed_first(fn: Callable, *args):
     return result, time.perf_counter() - start
 
 
-def compare(
-    report: Report, title: str, case: str, calls: dict[str, Callable], want, inputs: tuple, whole: bool
-) -> dict:
-    """First calls, errors, counts and times of one case; `whole`: of calls as their caller sees them."""
-    from torch._inductor import metrics
+class Report:
+    """Tables and facts of one example of the record, which `keep` saves after each case."""
 
-    results, firsts = {}, {}
-    metrics.reset()
-    with recording() as seen, inductor_bytes() as moved:
-        for name, call in calls.items():
-            results[name], firsts[name] = timed_first(call, *inputs)
-    errors = judged(results, want)
-    del results
-    told = Explanation(seen.graphs, [], 0, 0)
-    extra = {"kernels": told.kernels, "calls": told.calls, "bytes": told.bytes, "fallbacks": dict(told.fallbacks)}
-    if INDUCTOR in calls:
-        extra |= {"inductor_kernels": metrics.generated_kernel_count, "inductor_bytes": moved[0] or None}
-        extra["launched"] = launched(lambda: calls[OURS](*inputs))
-        extra["inductor_launched"] = launched(lambda: calls[INDUCTOR](*inputs))
-    report.row(title, case, calls, inputs, errors, firsts, whole, extra)
-    return errors
+    def __init__(self, name: str, keep: Callable[[Report, str, str | None], None]) -> None:
+        self.name, self.keep, self.started = name, keep, time.perf_counter()
+        self.tables: list[Table] = []
+        self.facts: dict = {}
+        self.failed: dict[str, str] = {}
+
+    @contextlib.contextmanager
+    def guard(self, case: str):
+        """One case that fails does not keep the others from being measured."""
+        try:
+            yield
+        except Exception as error:
+            traceback.print_exc()
+            self.failed[case] = f"{type(error).__name__}: {error}"[:300]
+        self.keep(self, "failed", "it was stopped before its end")
+
+    def compare(self, title: str, case: str, calls: dict[str, Callable], want, inputs: tuple, whole: bool) -> None:
+        """First calls, errors, counts and times of one case; `whole`: of calls as their caller sees them.
+
+        Raises AssertionError where our error is more than twice that of eager or Inductor, whichever is larger.
+        """
+        from torch._inductor import metrics
+
+        results, firsts = {}, {}
+        metrics.reset()
+        with recording() as seen, inductor_bytes() as moved:
+            for name, call in calls.items():
+                results[name], firsts[name] = timed_first(call, *inputs)
+        errors = {name: error(got, want) for name, got in results.items()}
+        allowed = 2 * max(errors[name] for name in errors if name != OURS) + 1e-6
+        if not errors[OURS] <= allowed:
+            raise AssertionError(f"triton_compiler is wrong: error {errors[OURS]:.3g}, allowed {allowed:.3g}")
+        del results
+        told = Explanation(seen.graphs, [], 0, 0)
+        facts = {"kernels": told.kernels, "calls": told.calls, "bytes": told.bytes, "fallbacks": dict(told.fallbacks)}
+        table = Table(title, case, INDUCTOR, default=OURS)
+        table.rows = [Row(name, name == OURS, firsts.get(name), errors[name]) for name in calls]
+        said = f"error {errors[OURS]:.2g}, eager {errors[EAGER]:.2g}"
+        if INDUCTOR in calls:
+            facts |= {"inductor_kernels": metrics.generated_kernel_count, "inductor_bytes": moved[0] or None}
+            facts |= {"launched": launched(calls[OURS], inputs), "inductor_launched": launched(calls[INDUCTOR], inputs)}
+            time_variants(table, calls, inputs, Work(bytes=told.bytes), ceilings(), whole)
+            over = "".join(f"{table.over(other, OURS):5.2f}x {other}  " for other in (INDUCTOR, EAGER))
+            said = f"{table[OURS].ms:9.4f} ms  {over}first {firsts[OURS]:.1f} s, its {firsts[INDUCTOR]:.1f} s"
+            said += f"; its kernels {facts['inductor_kernels']}"
+        print(f"{title:8} {case:24} {said}; kernels {told.kernels}", flush=True)
+        self.tables.append(table)
+        self.facts.setdefault(title, {})[case] = facts
+
+    def answer(self) -> str | None:
+        if self.name == "compile" and self.facts:
+            ratios = {name: each[OURS] / each["inductor"] for name, each in self.facts[COLD_FACT].items()}
+            worst, text = max(ratios, key=ratios.get), "{:.2f} of Inductor's time (geometric mean of {} models)"
+        else:
+            ratios = {table.case: table.over(INDUCTOR, OURS) for table in self.tables if table.timed}
+            worst, text = min(ratios, key=ratios.get, default=None), "{:.2f}x Inductor (geometric mean of {})"
+        if not ratios:
+            return None
+        told = text.format(statistics.geometric_mean(ratios.values()), len(ratios))
+        return f"{told}; worst {ratios[worst]:.2f}{'' if self.name == 'compile' else 'x'} ({worst})"
 
 
-def compiled_by(fn: Callable, other: Callable) -> dict[str, Callable]:
-    """Eager, our compiler and, where there is a GPU, Inductor, which gets `other`: code that Dynamo has not met."""
+# ---------------------------------------------------------------------------------------------- the parts
+def compiled_by(fn: Callable) -> dict[str, Callable]:
+    """Eager, our compiler and, where there is a GPU, Inductor, which gets code that Dynamo has not met."""
     torch._dynamo.reset()
     ours = {EAGER: fn, OURS: torch.compile(fn, backend=triton_backend)}
-    return ours if INTERPRETED else ours | {INDUCTOR: torch.compile(other)}
+    if isinstance(fn, types.FunctionType):
+        fn = types.FunctionType(fn.__code__.replace(), fn.__globals__, fn.__name__, fn.__defaults__, fn.__closure__)
+    return ours if INTERPRETED else ours | {INDUCTOR: torch.compile(fn)}
 
 
 def run_graphs(report: Report, only, large: bool) -> None:
@@ -276,29 +251,20 @@ def run_graphs(report: Report, only, large: bool) -> None:
     for name, (fn, inputs) in graphs(large).items():
         if not only or name in only:
             with report.guard(name):
-                compare(report, "graph", name, compiled_by(fn, copy_of(fn)), fn(*map(wide, inputs)), inputs, False)
+                report.compare("graph", name, compiled_by(fn), fn(*map(wide, inputs)), inputs, False)
 
 
-def training_step(model: torch.nn.Module) -> Callable:
-    """Forward and backward; returns the output and the gradients, which are given back for the next call."""
+def training_step(compiled: Callable, model: torch.nn.Module) -> Callable:
+    """Forward and backward: the output and the gradients as one vector, so that the errors of tiny gradients are judged
+    beside the large ones."""
     parameters = [each for each in model.parameters() if each.requires_grad]
 
-    def step(compiled, *inputs):
+    def step(*inputs):
         out = compiled(*inputs)
         grads = torch.autograd.grad(out.float().square().mean(), parameters, allow_unused=True)
-        return [out.detach(), *(each for each in grads if each is not None)]
+        return torch.cat([each.double().flatten() for each in (out.detach(), *grads) if each is not None])
 
     return step
-
-
-def run_models(report: Report, only, large: bool) -> None:
-    found = small_or_large(large)
-    if not only or set(only) - set(found):  # importing the libraries takes a while
-        found |= of_libraries(large)
-    for name, make in found.items():
-        if not only or name in only:
-            with report.guard(name):
-                compare_model(report, name, make)
 
 
 def prepared(make: Callable) -> tuple[torch.nn.Module, tuple]:
@@ -310,60 +276,49 @@ def prepared(make: Callable) -> tuple[torch.nn.Module, tuple]:
     return model.to(DEVICE, dtype), tuple(x.to(DEVICE, dtype if x.is_floating_point() else None) for x in inputs)
 
 
-def compare_model(report: Report, name: str, make: Callable) -> None:
-    model, inputs = prepared(make)
-    exact = copy.deepcopy(model).double()
-    step = training_step(model)
-    want = training_step(exact)(exact, *map(wide, inputs))
-
-    def steps(modules):
-        return {kind: functools.partial(flat, step, module) for kind, module in modules.items()}
-
-    modules = compiled_by(model, model)
-    compare(report, "training", name, steps(modules), torch.cat([each.flatten() for each in want]), inputs, True)
-    with torch.no_grad():
-        exact_output = exact(*map(wide, inputs))
-    del exact, want
-    forward = {kind: torch.no_grad()(module.__call__) for kind, module in modules.items()}
-    compare(report, "forward", name, forward, exact_output, inputs, True)
-
-
-def flat(step: Callable, module: Callable, *inputs) -> torch.Tensor:
-    """Output and gradients as one vector: the errors of tiny gradients are judged beside the large ones."""
-    return torch.cat([each.double().flatten() for each in step(module, *inputs)])
-
-
-# ---------------------------------------------------------------------------------------------- cold compile times
-def cold(name: str, backend: str, large: bool) -> float:
-    """The seconds of a first training step, in this process, whose caches the caller has emptied."""
-    model, inputs = prepared((small_or_large(large) | ({} if name in COLD else of_libraries(large)))[name])
-    step = training_step(model)
-    step(model, *inputs)  # libraries and autograd are warm
-    warm = torch.compile(lambda x: x + 1, backend="aot_eager", dynamic=False)
-    warm(torch.ones(2, device=DEVICE))  # and so is Dynamo
-    compiled = torch.compile(model, backend=triton_backend if backend == OURS else backend)
-    return timed_first(step, compiled, *inputs)[1]
+def run_models(report: Report, only, large: bool) -> None:
+    for name, make in models(large).items():
+        if not only or name in only:
+            with report.guard(name):
+                model, inputs = prepared(make)
+                exact, exact_inputs, calls = copy.deepcopy(model).double(), tuple(map(wide, inputs)), compiled_by(model)
+                steps = {kind: training_step(call, model) for kind, call in calls.items()}
+                report.compare("training", name, steps, training_step(exact, exact)(*exact_inputs), inputs, True)
+                with torch.no_grad():
+                    want = exact(*exact_inputs)
+                del exact
+                forward = {kind: torch.no_grad()(call.__call__) for kind, call in calls.items()}
+                report.compare("forward", name, forward, want, inputs, True)
 
 
 def run_compile(report: Report, only, large: bool) -> None:
-    times: dict[str, dict[str, float]] = {}
+    times = report.facts[COLD_FACT] = {}
     for name in only or COLD:
         with report.guard(name):
             times[name] = {backend: cold_alone(name, backend, large) for backend in (OURS, "inductor")}
             ours, its = times[name].values()
             print(f"compile  {name:24} {ours:6.1f} s, Inductor {its:6.1f} s: {ours / its:.2f}", flush=True)
-            report.facts[COLD_FACT] = times
-            report.keep(report, "failed", "it was stopped before its end")
+
+
+def cold(name: str, backend: str, large: bool) -> float:
+    """The seconds of a first training step, in this process, whose caches the caller has emptied."""
+    model, inputs = prepared(models(large)[name])
+    training_step(model, model)(*inputs)  # libraries and autograd are warm
+    warm = torch.compile(lambda x: x + 1, backend="aot_eager", dynamic=False)
+    warm(torch.ones(2, device=DEVICE))  # and so is Dynamo
+    compiled = torch.compile(model, backend=triton_backend if backend == OURS else backend)
+    return timed_first(training_step(compiled, model), *inputs)[1]
 
 
 def cold_alone(name: str, backend: str, large: bool) -> float:
     """The same in a process of its own, with empty caches."""
     with tempfile.TemporaryDirectory() as folder:
         caches = ("TRITON_CACHE_DIR", "TORCHINDUCTOR_CACHE_DIR", "TRITON_COMPILER_CACHE_DIR")
-        env = os.environ | {key: f"{folder}/{key}" for key in caches}
         command = [sys.executable, "-m", "triton_compiler.benchmark", "--cold", name, backend]
-        command += [] if large else ["--quick"]
-        done = subprocess.run(command, capture_output=True, text=True, env=env, check=False)
+        done = subprocess.run(
+            command if large else [*command, "--quick"], capture_output=True, text=True, check=False,
+            env=os.environ | {key: f"{folder}/{key}" for key in caches},
+        )  # fmt: skip
     if done.returncode:
         raise RuntimeError(f"{name} with {backend}: {done.stderr[-2000:]}")
     return json.loads(done.stdout.splitlines()[-1])
@@ -391,11 +346,7 @@ def main(argv: list[str] | None = None) -> int:
         return 0
     if unknown := set(options.parts) - set(RUN):
         command_line().error(f"no part {', '.join(sorted(unknown))}; there are {', '.join(RUN)}")
-    from harness.hardware import machine
-    from harness.record import ExampleRecord, Record, git_state
-    from harness.sources import sources_hash
-
-    record = Record(options.json, "triton_compiler", machine().gpu)
+    record, failed = Record(options.json, "triton_compiler", machine().gpu), False
     commit, dirty = git_state()
 
     def keep(report: Report, status: str, reason: str | None) -> None:
@@ -408,18 +359,16 @@ def main(argv: list[str] | None = None) -> int:
         ), list(RUN))  # fmt: skip
         record.save()
 
-    failed = False
     for name in options.parts or (RUN if not INTERPRETED else ["graphs", "models"]):
-        report, status, reason = Report(name, not INTERPRETED, keep), "passed", None
+        report, reason = Report(name, keep), None
         try:
             RUN[name](report, options.only, large)
-            if report.failed:
-                raise RuntimeError("; ".join(f"{case}: {why}" for case, why in report.failed.items()))
+            reason = "; ".join(f"{case}: {why}" for case, why in report.failed.items())[:500] or None
         except Exception as error:
-            status, reason, failed = "failed", f"{type(error).__name__}: {error}"[:500], True
-        answer = None if INTERPRETED else report.answer()
-        print(f"{name}: {answer or reason or 'checked; not timed without a GPU'}")
-        keep(report, status, reason)
+            reason = f"{type(error).__name__}: {error}"[:500]
+        failed |= reason is not None
+        print(f"{name}: {(None if INTERPRETED else report.answer()) or reason or 'checked; not timed without a GPU'}")
+        keep(report, "failed" if reason else "passed", reason)
     return int(failed)
 
 

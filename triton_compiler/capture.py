@@ -9,9 +9,7 @@ scheduling and code generation.
 from __future__ import annotations
 
 import contextlib
-import itertools
 import os
-import time
 import warnings
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -22,12 +20,15 @@ from functorch.compile import make_boxed_func, min_cut_rematerialization_partiti
 from torch._dynamo.backends.common import aot_autograd
 
 from triton_compiler.codegen import Source, generate
-from triton_compiler.decompose import decompositions, windows
+from triton_compiler.decompose import channels_last, decompositions, windows
 from triton_compiler.device import INTERPRETED
 from triton_compiler.fusion import Fusion, Kernel
 from triton_compiler.lowering import Lowering
 from triton_compiler.runtime import Wrapper
 from triton_compiler.schedule import schedule
+
+STRICT = bool(os.environ.get("TRITON_COMPILER_STRICT"))  # an error of this compiler is raised, not warned of
+CHANNELS_LAST = not INTERPRETED  # cuDNN's kernels for tensor cores want it
 
 
 @dataclass
@@ -39,7 +40,6 @@ class CompiledGraph:
     lowered: Lowering
     fusion: Fusion
     sources: dict[Kernel, Source]
-    seconds: dict[str, float] = field(default_factory=dict)
     wrapper: Wrapper | None = None
     call: Callable | None = None
 
@@ -71,8 +71,7 @@ def hints_of(gm: torch.fx.GraphModule) -> dict[sympy.Symbol, int]:
     hints: dict = {}
     for node in gm.graph.nodes:
         value = node.meta.get("val")
-        sizes = value.shape if isinstance(value, torch.Tensor) else (value,)
-        for size in sizes:
+        for size in value.shape if isinstance(value, torch.Tensor) else (value,):
             if isinstance(size, torch.SymInt) and isinstance(size.node.expr, sympy.Symbol) and size.node.has_hint():
                 hints.setdefault(size.node.expr, size.node.hint)
     return hints
@@ -80,38 +79,27 @@ def hints_of(gm: torch.fx.GraphModule) -> dict[sympy.Symbol, int]:
 
 def plan_graph(gm: torch.fx.GraphModule, kind: str = "inference") -> CompiledGraph:
     """An ATen graph, whose nodes have fake tensors in meta["val"], as kernels in Triton's language: needs no GPU."""
-    times = [time.perf_counter()]
-
-    def timed(result):
-        times.append(time.perf_counter())
-        return result
-
-    lowered = timed(Lowering(gm))
-    fusion = timed(Fusion(lowered, hints_of(gm)))
-    kernels = [step for step in fusion.steps if isinstance(step, Kernel)]
-    sources = timed({kernel: generate(kernel, schedule(kernel, fusion.hint)) for kernel in kernels})
-    seconds = {name: times[i + 1] - times[i] for i, name in enumerate(("lowering", "fusion", "codegen"))}
-    return CompiledGraph(kind, gm, lowered, fusion, sources, seconds)
+    lowered = Lowering(gm)
+    fusion = Fusion(lowered, hints_of(gm))
+    sources = {kernel: generate(kernel, schedule(kernel, fusion.hint)) for kernel in fusion.kernels}
+    return CompiledGraph(kind, gm, lowered, fusion, sources)
 
 
 def compile_graph(gm: torch.fx.GraphModule, kind: str = "inference") -> CompiledGraph:
     """The same, compiled: `call` takes a list of the graph's inputs and returns its outputs."""
     graph = plan_graph(gm, kind)
-    start = time.perf_counter()
     device = graph.lowered.only_device
     with torch.cuda.device(device) if device is not None and device.type == "cuda" else contextlib.nullcontext():
         graph.wrapper = Wrapper(graph.fusion, graph.sources)
         graph.call = graph.wrapper.finish()
-    graph.seconds["triton"] = time.perf_counter() - start
     for captured in _recordings:
         captured.graphs.append(graph)
     return graph
 
 
-STRICT = bool(os.environ.get("TRITON_COMPILER_STRICT"))  # an error of this compiler is raised, not warned of
-
-
 def compiler(kind: str) -> Callable:
+    """What AOTAutograd calls with a graph of that kind: compiled, or as it is where that fails."""
+
     def compile_it(gm: torch.fx.GraphModule, example_inputs: list) -> Callable:
         try:
             graph = compile_graph(gm, kind)
@@ -121,10 +109,12 @@ def compiler(kind: str) -> Callable:
             reason = f"{type(error).__name__}: {str(error).splitlines()[0] if str(error) else ''}"
             warnings.warn(f"triton_compiler: this {kind} graph runs in eager: {reason}", stacklevel=2)
             return make_boxed_func(gm.forward)
+
         call, device = graph.call, graph.lowered.only_device
+        anywhere = device is None or device.type == "cpu"
 
         def run(args: list):
-            if device is None or device.type == "cpu" or torch._C._cuda_getDevice() == device.index:
+            if anywhere or torch._C._cuda_getDevice() == device.index:
                 return call(args)
             with torch.cuda.device(device):
                 return call(args)
@@ -133,49 +123,6 @@ def compiler(kind: str) -> Callable:
         return run
 
     return compile_it
-
-
-CHANNELS_LAST = not INTERPRETED  # cuDNN's kernels for tensor cores want it
-
-
-def channels_last(gm: torch.fx.GraphModule) -> None:
-    """Two-dimensional convolutions read images and weights with channels last; outputs of the graph keep their layout.
-
-    It is done before autograd, so that the backward sees the same layout. What lies between convolutions follows it.
-    """
-    found = [node for node in gm.graph.nodes if node.target in (torch.conv2d, torch.nn.functional.conv2d)]
-    if not found or any(torch.is_tensor(v := n.meta.get("example_value")) and has_symbols(v) for n in found):
-        return
-    views = [node for node in gm.graph.nodes if node.op == "call_method" and node.target == "view"]
-    if views and any(map(changes_its_argument, itertools.dropwhile(lambda node: node is not views[0], gm.graph.nodes))):
-        return  # it may be changed through the view, which would be a copy in another layout
-    for node in views:
-        given = (*node.args, *node.kwargs.values())
-        node.target = "view" if any(isinstance(each, torch.dtype) for each in given) else "reshape"
-    for node in found:
-        with gm.graph.inserting_before(node):
-            for arg in node.all_input_nodes[:2]:
-                moved = gm.graph.call_method("contiguous", (arg,), {"memory_format": torch.channels_last})
-                node.replace_input_with(arg, moved)
-    output = next(iter(gm.graph.find_nodes(op="output")))
-    for node in output.all_input_nodes:
-        value = node.meta.get("example_value")
-        if node.op != "placeholder" and torch.is_tensor(value) and value.ndim == 4 and value.is_contiguous():
-            with gm.graph.inserting_before(output):
-                output.replace_input_with(node, gm.graph.call_method("contiguous", (node,)))
-    gm.recompile()
-
-
-def changes_its_argument(node: torch.fx.Node) -> bool:
-    name = getattr(node.target, "__name__", str(node.target))
-    named = name.endswith("_") and not name.endswith("__")
-    named |= name in ("setitem", "iadd", "imul", "isub", "itruediv", "ifloordiv", "imod", "ipow", "iand", "ior", "ixor")
-    # Of a function's True it is not known which argument it is: relu6's second is inplace.
-    return named or "out" in node.kwargs or any(each is True for each in (*node.args, *node.kwargs.values()))
-
-
-def has_symbols(value: torch.Tensor) -> bool:
-    return any(isinstance(size, torch.SymInt) for size in value.shape)
 
 
 def triton_backend(gm: torch.fx.GraphModule, example_inputs: list[torch.Tensor]) -> Callable:

@@ -27,9 +27,8 @@ logsumexp addmv upsample_nearest1d upsample_nearest2d upsample_nearest3d narrow_
 
 # Of the core table, kept whole: lowered, or better left to a library or eager (random numbers in torch's order).
 KEPT = """
-baddbmm bernoulli _scaled_dot_product_flash_attention_for_cpu scaled_dot_product_attention embedding_dense_backward
-_unsafe_index_put dot mv upsample_bilinear2d upsample_bicubic2d cumprod sum prod
-all any var mean var_mean std std_mean where floor_divide
+baddbmm bernoulli _scaled_dot_product_flash_attention_for_cpu scaled_dot_product_attention
+_unsafe_index_put dot mv upsample_bilinear2d upsample_bicubic2d cumprod where var_mean
 """
 
 
@@ -83,42 +82,74 @@ def each_of(value, count: int) -> list:
     return list(value) * (count // len(value)) if isinstance(value, (list, tuple)) else [value] * count
 
 
-def interpolation(old, new, input, size=None, scale_factor=None, mode="nearest", *_, **__) -> list[int] | None:
-    """The factors of a nearest interpolation by powers of two: by others torch's positions are rounded."""
-    factors, given = [b // a for a, b in zip(old, new, strict=True)], each_of(scale_factor, len(old))
-    exact = all(b == a * n and n & (n - 1) == 0 for a, b, n in zip(old, new, factors, strict=True))
-    nearest = mode in ("nearest", "nearest-exact") and all(g in (None, n) for g, n in zip(given, factors, strict=True))
-    return factors if nearest and exact and max(factors, default=1) > 1 else None
+def is_static(x: torch.Tensor) -> bool:
+    return all(isinstance(size, int) and size > 0 for size in x.shape)
 
 
-def pooling(old, new, input, kernel_size, stride=None, padding=0, ceil=False, pad=True, divisor_override=None):
-    """The windows of an average pooling, where they tile the image."""
-    kernel = each_of(kernel_size, 2)
-    tiles = each_of(stride or kernel, 2) == kernel and not any(each_of(padding, 2)) and divisor_override is None
-    return kernel if tiles and all(size % n == 0 for size, n in zip(old, kernel, strict=True)) else None
+def interpolate(input, size=None, scale_factor=None, mode="nearest", *rest, **named):
+    """F.interpolate; as views where it repeats elements by powers of two: by others torch's positions are rounded."""
+    old = input.shape[2:]
+    if mode in ("nearest", "nearest-exact") and is_static(input) and old:
+        factors = each_of(scale_factor if size is None else size, len(old))
+        factors = factors if size is None else [new / each for new, each in zip(factors, old, strict=True)]
+        if all(isinstance(n, (int, float)) and n in (1, 2, 4, 8, 16, 32) for n in factors) and max(factors) > 1:
+            return enlarged(input, tuple(map(int, factors)))
+    return F.interpolate(input, size, scale_factor, mode, *rest, **named)
 
 
-CALLS = {F.interpolate: (interpolation, enlarged), F.avg_pool2d: (pooling, averaged)}
+def avg_pool2d(input, kernel_size, stride=None, padding=0, *rest, **named):
+    """F.avg_pool2d; as a mean where its windows tile the image."""
+    kernel, divisor = each_of(kernel_size, 2), named.get("divisor_override", rest[2] if len(rest) > 2 else None)
+    tiles = each_of(stride or kernel, 2) == kernel and not any(each_of(padding, 2)) and divisor is None
+    if tiles and input.ndim == 4 and is_static(input) and not any(map(operator.mod, input.shape[2:], kernel)):
+        return averaged(input, tuple(kernel))
+    return F.avg_pool2d(input, kernel_size, stride, padding, *rest, **named)
 
 
 def windows(gm: torch.fx.GraphModule) -> None:
     """Changes calls on Dynamo's graph to views and sums, of which autograd makes sums and views: torch would trace the
     backward of an interpolation as additions at computed places, and leave a pooling to a library."""
     for node in gm.graph.nodes:
-        if node.op != "call_function" or node.target not in CALLS:
-            continue
-        factors_of, change = CALLS[node.target]
-        x = node.args[0] if node.args else node.kwargs.get("input")
-        values = [each.meta.get("example_value") for each in (x, node) if isinstance(each, torch.fx.Node)]
-        if len(values) < 2 or not all(map(torch.is_tensor, values)):
-            continue
-        old, new = (each.shape for each in values)
-        if (len(old) < 4 and change is averaged) or not all(isinstance(size, int) for size in (*old[2:], *new[2:])):
-            continue
-        try:
-            factors = factors_of(old[2:], new[2:], *node.args, **node.kwargs)
-        except (TypeError, ValueError, ZeroDivisionError):  # arguments of a kind that torch takes, and this does not
-            continue
-        if factors:
-            node.target, node.args, node.kwargs = change, (x, tuple(factors)), {}
+        if node.target in (F.interpolate, F.avg_pool2d):
+            node.target = interpolate if node.target is F.interpolate else avg_pool2d
     gm.recompile()
+
+
+def channels_last(gm: torch.fx.GraphModule) -> None:
+    """Two-dimensional convolutions read images and weights with channels last; outputs of the graph keep their layout.
+
+    It is done before autograd, so that the backward sees the same layout. What lies between convolutions follows it.
+    """
+    nodes = list(gm.graph.nodes)
+    found = [node for node in nodes if node.target in (torch.conv2d, F.conv2d)]
+    shapes = [each.shape for node in found if torch.is_tensor(each := node.meta.get("example_value"))]
+    if not found or any(isinstance(size, torch.SymInt) for shape in shapes for size in shape):
+        return
+    views = [node for node in nodes if node.op == "call_method" and node.target == "view"]
+    if views and any(map(changes_its_argument, nodes[nodes.index(views[0]) :])):
+        return  # it may be changed through the view, which would be a copy in another layout
+    for node in views:
+        if not any(isinstance(each, torch.dtype) for each in (*node.args, *node.kwargs.values())):
+            node.target = "reshape"
+    for node in found:
+        with gm.graph.inserting_before(node):
+            for arg in node.all_input_nodes[:2]:
+                moved = gm.graph.call_method("contiguous", (arg,), {"memory_format": torch.channels_last})
+                node.replace_input_with(arg, moved)
+    output = next(iter(gm.graph.find_nodes(op="output")))
+    for node in output.all_input_nodes:
+        value = node.meta.get("example_value")
+        if node.op != "placeholder" and torch.is_tensor(value) and value.ndim == 4 and value.is_contiguous():
+            with gm.graph.inserting_before(output):
+                output.replace_input_with(node, gm.graph.call_method("contiguous", (node,)))
+    gm.recompile()
+
+
+IN_PLACE = ("setitem", "iadd", "imul", "isub", "itruediv", "ifloordiv", "imod", "ipow", "iand", "ior", "ixor")
+
+
+def changes_its_argument(node: torch.fx.Node) -> bool:
+    name = getattr(node.target, "__name__", str(node.target))
+    named = name in IN_PLACE or (name.endswith("_") and not name.endswith("__")) or "out" in node.kwargs
+    # Of a function's True it is not known which argument it is: relu6's second is inplace.
+    return named or any(each is True for each in (*node.args, *node.kwargs.values()))

@@ -16,7 +16,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from triton_compiler.capture import CompiledGraph, recording, triton_backend
-from triton_compiler.fusion import Fusion, Kernel
+from triton_compiler.fusion import Fusion, Kernel, made_by, reads_of
 from triton_compiler.ir import Extern, Node, product
 from triton_compiler.schedule import accesses_of, weigh
 
@@ -31,24 +31,23 @@ class CountBytes(TorchDispatchMode):
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         result = func(*args, **(kwargs or {}))
         if not any(each.alias_info and not each.alias_info.is_write for each in func._schema.returns):
-            tensors = [each for each in tree_leaves((args, kwargs, result)) if isinstance(each, torch.Tensor)]
-            self.bytes += sum(each.numel() * each.itemsize for each in tensors)
+            leaves = tree_leaves((args, kwargs, result))
+            self.bytes += sum(each.numel() * each.itemsize for each in leaves if isinstance(each, torch.Tensor))
             self.operations += 1
         return result
 
 
 def bytes_of(step: Kernel | Extern, fusion: Fusion) -> int:
     """What a step moves: each piece of memory once for reading and once for writing."""
-    if isinstance(step, Kernel):
-        largest: dict = {}
-        for access in accesses_of(step):
-            key, moved = (access.node, access.write), weigh(access, fusion.hint)
-            if access.gathered:  # an element for each step of the loops
-                moved = fusion.hint(product(dim.size for dim in step.layout.dims)) * access.node.dtype.itemsize
-            largest[key] = max(largest.get(key, 0), min(moved, fusion.bytes_of(access.node)))
-        return sum(largest.values())
-    written = [out for _, out in step.outputs if isinstance(out, Node)]
-    return sum(map(fusion.bytes_of, [*step.reads, *written]))
+    if isinstance(step, Extern):
+        return sum(map(fusion.bytes_of, [*step.reads, *(each for each in made_by(step) if isinstance(each, Node))]))
+    largest: Counter = Counter()
+    for access in accesses_of(step):
+        moved, key = weigh(access, fusion.hint), (access.node, access.write)
+        if access.offset.gathered:  # an element for each step of the loops
+            moved = fusion.hint(product(dim.size for dim in step.layout.dims)) * access.node.dtype.itemsize
+        largest[key] = max(largest[key], min(moved, fusion.bytes_of(access.node)))
+    return largest.total()
 
 
 @dataclass
@@ -77,7 +76,7 @@ class Explanation:
         return "\n".join(source.text for graph in self.graphs for source in graph.sources.values())
 
     def __str__(self) -> str:
-        lines = []
+        lines, reasons = [], {}
         for gm in self.dynamo:
             lines += ["", "1. Dynamo's graph: torch functions and modules, real inputs", *opcodes(gm)]
         for graph in self.graphs:
@@ -85,32 +84,29 @@ class Explanation:
             lines += ["", f"3. {graph.kind}: fusion groups", *groups(graph)]
             lines += ["", f"4. {graph.kind}: generated source"]
             for kernel, source in graph.sources.items():
-                body = source.text[source.text.index("@triton") :]
-                blocks = ", ".join(f"{space.upper()}BLOCK {size}" for space, size in source.plan.blocks.items())
                 plan = source.plan
-                lines += [f"# {kernel.name}: {plan.kind}, {blocks}, {plan.warps} warps, {plan.grid}", body]
-            if graph.wrapper:
-                lines += [f"5. {graph.kind}: the function that allocates and launches", graph.wrapper.source]
+                blocks = ", ".join(f"{space.upper()}BLOCK {size}" for space, size in plan.blocks.items())
+                lines.append(f"# {kernel.name}: {plan.kind}, {blocks}, {plan.warps} warps, {plan.grid}")
+                lines.append(source.text[source.text.index("@triton") :])
+            lines += [f"5. {graph.kind}: the function that allocates and launches", graph.wrapper.source]
+            reasons |= graph.lowered.reasons
         share = f"{self.bytes / self.eager_bytes:.0%} of eager's" if self.eager_bytes else "eager was not counted"
         counts = f"{self.kernels} kernels and {self.calls} calls of torch's for {self.eager_operations} operations"
         lines += ["", f"{counts}; {self.bytes:,} bytes moved, {share} {self.eager_bytes:,}"]
-        for name, count in self.fallbacks.items():
-            reason = next(graph.lowered.reasons[name] for graph in self.graphs if name in graph.lowered.reasons)
-            lines.append(f"left to eager: {name} x {count} ({reason})")
+        lines += [f"left to eager: {name} x {count} ({reasons[name]})" for name, count in self.fallbacks.items()]
         return "\n".join(lines)
 
     def dot(self) -> str:
         """The fused graph for graphviz: a box for each kernel, a grey one for each call of torch's."""
-        lines = ["digraph fused {", "  node [shape=box, fontname=monospace]"]
-        for g, graph in enumerate(self.graphs):
-            makers = {}
-            for i, step in enumerate(graph.fusion.steps):
-                name, is_kernel = f"s{g}_{i}", isinstance(step, Kernel)
+        lines, makers = ["digraph fused {", "  node [shape=box, fontname=monospace]"], {}
+        for graph in self.graphs:
+            for step in graph.fusion.steps:
+                name, is_kernel = f"s{len(lines)}", isinstance(step, Kernel)
                 label = graph.sources[step].name if is_kernel else step.name
                 lines.append(f'  {name} [label="{label}"{"" if is_kernel else ", style=filled"}]')
-                makers |= dict.fromkeys(step.roots if is_kernel else [out for _, out in step.outputs], name)
-                made_by = {makers.get(each, name) for each in Fusion.reads_of(step)} - {name}
-                lines += [f"  {maker} -> {name}" for maker in sorted(made_by)]
+                made_from = {makers[each] for each in reads_of(step) if each in makers}
+                lines += [f"  {each} -> {name}" for each in sorted(made_from)]
+                makers |= dict.fromkeys(made_by(step), name)
         return "\n".join([*lines, "}"])
 
 
@@ -118,8 +114,7 @@ def opcodes(gm: torch.fx.GraphModule) -> list[str]:
     """The opcode table of a graph: opcode, name, target, shape."""
     lines = [f"   {'opcode':14} {'name':22} {'target':44} result"]
     for node in gm.graph.nodes:
-        value = node.meta.get("val", node.meta.get("example_value"))
-        shown = ""
+        value, shown = node.meta.get("val", node.meta.get("example_value")), ""
         if isinstance(value, torch.Tensor):
             shown = f"{str(value.dtype).removeprefix('torch.')}{list(value.shape)}"
         named = isinstance(node.target, (str, torch._ops.OpOverload))
@@ -129,17 +124,15 @@ def opcodes(gm: torch.fx.GraphModule) -> list[str]:
 
 
 def groups(graph: CompiledGraph) -> list[str]:
-    fusion, lines = graph.fusion, []
-    for step in fusion.steps:
+    """A line for each step, and the reason of each boundary."""
+    lines = []
+    for step in graph.fusion.steps:
         if isinstance(step, Extern):
-            what = "library" if step.library else f"eager ({step.reason})"
-            lines.append(f"   {step.name}: {what}, {bytes_of(step, fusion):,} bytes")
-            continue
-        roots = [f"{root.name}{'' if root in step.stored else ' (in registers)'}" for root in step.roots]
-        name = step.name or graph.sources[step].name
-        lines.append(f"   {name}: {', '.join(roots)}; {bytes_of(step, fusion):,} bytes")
-    lines += [f"   boundary {each.producer} | {each.consumer}: {each.reason}" for each in fusion.boundaries]
-    return lines
+            what = "library" if step.library else f"eager ({step.reason}),"
+        else:
+            what = ", ".join(f"{root.name}{'' if root in step.stored else ' (in registers)'}" for root in step.roots)
+        lines.append(f"   {step.name}: {what}; {bytes_of(step, graph.fusion):,} bytes")
+    return lines + [f"   boundary {each.producer} | {each.consumer}: {each.reason}" for each in graph.fusion.boundaries]
 
 
 def explain(fn: Callable, *inputs, backward: bool = False, **kwargs) -> Explanation:

@@ -1,9 +1,9 @@
 """The loop-level IR: every tensor is a function from its index to a value; only some tensors are stored.
 
-A node has a shape, a dtype and `value(walker, index)`, which says how one element is computed: a Pointwise asks its
-arguments at the same index, a View asks its source at another index, a Reduction is left to the kernel that it is a
-root of. Nothing is computed here: a *walker* decides what an operation means. One walker records which memory a kernel
-would touch (fusion.py), another writes Triton code (codegen.py).
+A node has a shape, a dtype, arguments, and `value(walker, index)`, which says how one element is computed: a Pointwise
+asks its arguments at the same index, a View asks its source at another index, a Reduction is left to the kernel that it
+is a root of. Nothing is computed here: a *walker* decides what an operation means. One walker records which memory a
+kernel would touch (fusion.py), another writes Triton code (codegen.py).
 
 An index is affine in the loop variables of the kernel: `4*d0 + d1 + 7`. Permutes, slices, expands and flips keep it
 affine. A reshape does too, provided that loops are split where the reshape splits an axis: divide() raises Split, the
@@ -53,20 +53,23 @@ def at_least(a: Size, b: Size) -> bool:
     return bool(sympy.expand(sympy.sympify(a) - b).is_nonnegative)
 
 
+def same(a: Size, b: Size) -> bool:
+    return a == b or exact_quotient(a, b) == 1
+
+
 def product(sizes) -> Size:
-    result: Size = 1
-    for size in sizes:
-        result = result * size
-    return size_of(result)
+    return size_of(functools.reduce(lambda a, b: a * b, sizes, 1))
 
 
 def row_major(shape) -> list[Size]:
     """The strides of a contiguous tensor."""
-    strides, stride = [], 1
-    for size in reversed(shape):
-        strides.append(stride)
-        stride = size_of(stride * size)
-    return strides[::-1]
+    strides = itertools.accumulate(reversed(shape), lambda a, b: size_of(a * b), initial=1)
+    return list(strides)[-2::-1]
+
+
+def same_strides(shape, a, b) -> bool:
+    """Whether the two place each element alike: the stride of an axis of size 1 means nothing."""
+    return all(size == 1 or s == t for size, s, t in zip(shape, a, b, strict=True))
 
 
 # ---------------------------------------------------------------------------------------------- indices
@@ -123,6 +126,10 @@ class Affine:
     def coefficient(self, dim: Dim) -> Size:
         return next((c for d, c in self.terms if d is dim or d == dim), 0)
 
+    @property
+    def gathered(self) -> bool:
+        return any(dim.gathered for dim, _ in self.terms)
+
 
 ZERO = Affine()
 
@@ -133,13 +140,10 @@ def divide(index: Affine, by: Size) -> tuple[Affine, Affine]:
     for dim, c in index.terms:
         q = exact_quotient(c, by)
         (rest if q is None else quotient)[dim] = c if q is None else q
-    offset = exact_quotient(index.offset, by)
-    if offset is not None:
-        remainder = 0
-    elif isinstance(index.offset, int) and isinstance(by, int):
-        offset, remainder = divmod(index.offset, by)
-    else:
-        offset, remainder = 0, index.offset
+    offset, remainder = exact_quotient(index.offset, by), 0
+    if offset is None:
+        static = isinstance(index.offset, int) and isinstance(by, int)
+        offset, remainder = divmod(index.offset, by) if static else (0, index.offset)
     positive = all(at_least(c, 0) for c in rest.values())
     largest = remainder + sum(c * (dim.size - 1) for dim, c in rest.items())
     if positive and at_least(remainder, 0) and at_least(by, largest + 1):
@@ -153,25 +157,23 @@ def divide(index: Affine, by: Size) -> tuple[Affine, Affine]:
 
 def unflatten(linear: Affine, shape) -> tuple[Affine, ...]:
     """The index into `shape` of the element that is number `linear` in row-major order."""
-    index = []
-    axes = [i for i, size in enumerate(shape) if size != 1]
-    found = {}
-    for position, axis in enumerate(reversed(axes)):
-        if position == len(axes) - 1:
-            found[axis] = linear
-        else:
-            linear, found[axis] = divide(linear, shape[axis])
-    index = [found.get(i, ZERO) for i in range(len(shape))]
+    index, axes = [ZERO] * len(shape), [axis for axis, size in enumerate(shape) if size != 1]
+    for axis in reversed(axes[1:]):
+        linear, index[axis] = divide(linear, shape[axis])
+    if axes:
+        index[axes[0]] = linear
     return tuple(index)
 
 
 def flatten(index, shape) -> Affine:
     """The number in row-major order of the element at `index`."""
-    total = ZERO
-    for each, stride, size in zip(index, row_major(shape), shape, strict=True):
-        if size != 1:
-            total = total + each * stride
-    return total
+    steps = zip(index, row_major(shape), shape, strict=True)
+    return sum((each * stride for each, stride, size in steps if size != 1), ZERO)
+
+
+def linear(dims: list[Dim]) -> Affine:
+    """The number of a step of these nested loops."""
+    return Affine.of(dict(zip(dims, row_major([dim.size for dim in dims]), strict=True)))
 
 
 # ---------------------------------------------------------------------------------------------- nodes
@@ -185,12 +187,9 @@ class Node:
     name: str = ""
     strides: tuple[Size, ...] | None = None
     stored: bool = False
+    args: tuple[Node, ...] = ()  # what it reads, stored or not
+    target: Node | None = None  # the memory that is overwritten, or added to
     serial: int = field(default_factory=lambda: next(_serial))
-
-    @property
-    def sources(self) -> tuple[Node, ...]:
-        """What it reads, stored or not."""
-        return ()
 
     def value(self, walker, index):
         raise NotImplementedError
@@ -200,16 +199,33 @@ class Node:
         return product(self.shape)
 
     @property
-    def bytes(self) -> Size:
-        return self.elements * self.dtype.itemsize
+    def memory_strides(self) -> tuple[Size, ...]:
+        return tuple(row_major(self.shape)) if self.strides is None else self.strides
+
+    @property
+    def is_row_major(self) -> bool:
+        return self.strides is None or same_strides(self.shape, self.strides, row_major(self.shape))
+
+    @property
+    def base(self) -> Node:
+        """What it is a view of."""
+        node = self
+        while isinstance(node, View):
+            node = node.args[0]
+        return node
+
+    def address(self, index) -> Affine:
+        """Where in its memory the element at `index` is."""
+        steps = zip(index, self.memory_strides, self.shape, strict=True)
+        return sum((each * stride for each, stride, size in steps if size != 1 or each.offset), ZERO)
 
 
 @dataclass(eq=False)
 class Input(Node):
-    """An argument of the graph, or what a library call returned: memory that kernels read."""
+    """An argument of the graph, or what a call of torch's returned: memory that kernels read."""
 
-    producer: Extern | None = None
     stored: bool = True
+    producer: Extern | None = None
 
 
 @dataclass(eq=False)
@@ -235,16 +251,10 @@ class Iota(Node):
 
 @dataclass(eq=False)
 class Pointwise(Node):
-    """`op` of the arguments at the same index, converted to `compute` first. `target`: an Input to overwrite."""
+    """`op` of the arguments at the same index, converted to `compute` first."""
 
     op: str = "identity"
-    args: tuple[Node, ...] = ()
     compute: torch.dtype | None = None
-    target: Input | None = None
-
-    @property
-    def sources(self):
-        return self.args
 
     def value(self, walker, index):
         return walker.op(self.op, [walker.read(arg, index) for arg in self.args], self.compute, self.dtype)
@@ -257,123 +267,87 @@ class View(Node):
     A reshape also has `linear`, the position in a row-major source: where that is stored, nothing is divided.
     """
 
-    source: Node | None = None
     back: Callable | None = None
     linear: Callable | None = None
 
-    @property
-    def sources(self):
-        return (self.source,)
-
     def value(self, walker, index):
-        if self.linear and walker.loads(self.source) and is_row_major(self.source):
-            return walker.load_at(self.source, self.linear(index))
+        (source,) = self.args
+        if self.linear and walker.loads(source) and source.is_row_major:
+            return walker.load_at(source, self.linear(index))
         try:
             at = self.back(index)
         except Uneven as uneven:
             uneven.view = uneven.view or self
             raise
-        return walker.read(self.source, at)
-
-
-def is_row_major(node: Node) -> bool:
-    return node.strides is None or all(
-        size == 1 or a == b for size, a, b in zip(node.shape, node.strides, row_major(node.shape), strict=True)
-    )
+        return walker.read(source, at)
 
 
 @dataclass(eq=False)
-class Gather(Node):
-    """Elements of a table at computed places. `places` has one entry for each axis of the table: a function that maps
-    the index, or (node, function), where that node's value at the mapped index is the position; `wraps`: a negative
-    one counts from the end."""
+class Placed(Node):
+    """With computed positions. `places` has one entry for each axis: a function that maps the index, or (node,
+    function), where that node's value at the mapped index is the position. `wraps`: a negative one counts from the end;
+    `checked`: any other that is out of range stops the program."""
 
-    table: Node | None = None
-    places: tuple = ()
-    wraps: bool = False
-
-    @property
-    def sources(self):
-        return (self.table, *(place[0] for place in self.places if isinstance(place, tuple)))
-
-    def value(self, walker, index):
-        return walker.read(self.table, computed(walker, self.table.shape, self.places, index, self.wraps))
-
-
-def computed(walker, shape, places, index, wraps: bool, checked: bool = True) -> tuple[Affine, ...]:
-    """The index into a tensor of this shape whose positions are computed, as Gather and Scatter have them."""
-    at = []
-    for size, place in zip(shape, places, strict=True):
-        if isinstance(place, tuple):
-            node, back = place
-            at.append(walker.position(walker.read(node, back(index)), size, wraps, checked))
-        else:
-            at.append(place(index))
-    return tuple(at)
-
-
-@dataclass(eq=False)
-class Scatter(Node):
-    """The target's memory after all `values` were added to it, by atomic additions, at computed places (as Gather's).
-
-    Its loops are those of the values. `kept`: a condition beside the values, without which nothing is added.
-    """
-
-    target: Pointwise | None = None
-    values: Node | None = None
     places: tuple = ()
     wraps: bool = False
     checked: bool = True
-    kept: Node | None = None
-    stored: bool = True
-
-    @property
-    def sources(self):
-        nodes = (place[0] for place in self.places if isinstance(place, tuple))
-        return (self.target, self.values, *nodes, *([self.kept] if self.kept is not None else []))
 
     def at(self, walker, index) -> tuple[Affine, ...]:
-        """Where in the target the value at `index` goes."""
-        return computed(walker, self.shape, self.places, index, self.wraps, self.checked)
+        """The index into the memory whose positions are computed."""
+        at = []
+        for size, place in zip(self.args[0].shape, self.places, strict=True):
+            if isinstance(place, tuple):
+                value = walker.read(place[0], place[1](index))
+                at.append(walker.position(value, size, self.wraps, self.checked))
+            else:
+                at.append(place(index))
+        return tuple(at)
+
+
+@dataclass(eq=False)
+class Gather(Placed):
+    """Elements of a table, its first argument, at computed places."""
+
+    def value(self, walker, index):
+        return walker.read(self.args[0], self.at(walker, index))
+
+
+@dataclass(eq=False)
+class Scatter(Placed):
+    """The target's memory after all `values` were added to it, by atomic additions, at computed places.
+
+    Its loops are those of the values.
+    """
+
+    values: Node | None = None
+    stored: bool = True
 
 
 @dataclass(eq=False)
 class Pieces(Node):
-    """cat, pad and slice_scatter: along `axis`, positions [low, high) come from a piece, `shift` earlier in it.
-
-    `rest` is read where no piece applies: a node, read at the index itself. Pieces are (node, low, high).
-    """
+    """cat, pad and slice_scatter: along `axis`, positions [low, high) come from an argument, `low` earlier in it; where
+    no piece applies the argument after those of `ranges` is read, at the index itself."""
 
     axis: int = 0
-    pieces: tuple = ()
-    rest: Node | None = None
-
-    @property
-    def sources(self):
-        return (*(piece for piece, _, _ in self.pieces), *([self.rest] if self.rest is not None else []))
+    ranges: tuple[tuple[Size, Size], ...] = ()
 
     def value(self, walker, index):
-        choices = []
-        for piece, low, high in self.pieces:
-            at = (*index[: self.axis], index[self.axis] + -low, *index[self.axis + 1 :])
-            choices.append((index[self.axis], low, high, functools.partial(walker.read, piece, at)))
-        rest = None if self.rest is None else functools.partial(walker.read, self.rest, index)
-        return walker.choose(choices, rest, self.dtype)
+        position, choices = index[self.axis], []
+        for piece, (low, high) in zip(self.args, self.ranges, strict=False):
+            at = (*index[: self.axis], position + -low, *index[self.axis + 1 :])
+            choices.append((position, low, high, functools.partial(walker.read, piece, at)))
+        rest = self.args[len(self.ranges) :]
+        return walker.choose(choices, functools.partial(walker.read, *rest, index) if rest else None, self.dtype)
 
 
 @dataclass(eq=False)
 class Reduction(Node):
-    """`kind` (sum, max, min, prod) over `axes` of the source; its shape is what is left of the source's."""
+    """`kind` (sum, max, min, prod) over `axes` of the argument; its shape is what is left of the argument's."""
 
     kind: str = "sum"
-    source: Node | None = None
     axes: tuple[int, ...] = ()
     whole: tuple[Node, int] | None = None  # of the parts of a column sum: what is summed, and how many axes of it
     walked: bool = False  # summed by programs that walk over rows, beside reductions of these rows
-
-    @property
-    def sources(self):
-        return (self.source,)
 
 
 @dataclass(eq=False)
@@ -390,3 +364,21 @@ class Extern:
     reason: str = ""
     random: bool = False
     serial: int = field(default_factory=lambda: next(_serial))
+
+
+def strided_view(node: Node) -> tuple[Node, tuple[Size, ...], Size]:
+    """(stored tensor, strides, offset) of a view of it. Raises Uneven where no strides describe it."""
+    index = tuple(Dim(f"v{i}", size) for i, size in enumerate(node.shape))
+    at = tuple(ZERO if dim.size == 1 else Affine(((dim, 1),)) for dim in index)
+    place = None
+    while isinstance(node, View):
+        view, (node,) = node, node.args
+        if view.linear and node.is_row_major and not isinstance(node, View):
+            place = view.linear(at)
+            break
+        try:
+            at = view.back(at)
+        except Split:
+            raise Uneven from None
+    place = node.address(at) if place is None else place
+    return node, tuple(place.coefficient(dim) for dim in index), place.offset

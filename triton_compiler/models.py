@@ -1,45 +1,52 @@
-"""Models with random weights for tests and the benchmark, each in a few lines: build(size) gives (model, inputs, loss).
-
-Sizes are "small" (a test, also in the interpreter) and "large" (a GPU). Those of transformers, timm and torchvision are
-here where these packages are installed.
-"""
+"""Models with random weights for tests and the benchmark: models(large) makes each, small enough for the interpreter or
+of a size to be timed."""
 
 from __future__ import annotations
 
-import itertools
 from collections.abc import Callable
-from importlib.util import find_spec
 
 import torch
 import torch.nn.functional as F
 from torch import nn
 
 
-class MLP(nn.Module):
-    def __init__(self, width: int, depth: int) -> None:
+class Model(nn.Module):
+    """What `function(model, *inputs)` computes with these parts: modules, parameters, numbers."""
+
+    def __init__(self, function: Callable, **parts) -> None:
         super().__init__()
-        layers = [(nn.Linear(width, width), nn.LayerNorm(width), nn.GELU()) for _ in range(depth)]
-        self.net = nn.Sequential(*(layer for each in layers for layer in each), nn.Linear(width, 10))
+        self.function = function
+        for name, part in parts.items():
+            setattr(self, name, part)
 
-    def forward(self, x):
-        return self.net(x)
+    def forward(self, *inputs):
+        return self.function(self, *inputs)
 
 
-class Attention(nn.Module):
-    """Rotary positions where `rotary`; causal where asked."""
+# ---------------------------------------------------------------------------------------------- transformers
+def block(width: int, heads: int, causal: bool = False, llama: bool = False) -> nn.Module:
+    """Norm, attention, norm, MLP: an encoder's, a decoder's where it is `causal`; Llama's has rotary positions, RMSNorm
+    and SwiGLU."""
+    inner, norm = (3 if llama else 4) * width, nn.RMSNorm if llama else nn.LayerNorm
+    gelu = nn.Sequential(nn.Linear(width, inner), nn.GELU(), nn.Linear(inner, width))
+    return Model(
+        attend_and_feed, heads=heads, causal=causal or llama, llama=llama, norm_1=norm(width), norm_2=norm(width),
+        qkv=nn.Linear(width, 3 * width, not llama), out=nn.Linear(width, width, not llama),
+        mlp=Model(swiglu, gate=nn.Linear(width, inner, False), up=nn.Linear(width, inner, False),
+                  down=nn.Linear(inner, width, False)) if llama else gelu,
+    )  # fmt: skip
 
-    def __init__(self, width: int, heads: int, causal: bool, rotary: bool = False, bias: bool = True) -> None:
-        super().__init__()
-        self.heads, self.causal, self.rotary = heads, causal, rotary
-        self.qkv, self.out = nn.Linear(width, 3 * width, bias), nn.Linear(width, width, bias)
 
-    def forward(self, x):
-        batch, tokens, width = x.shape
-        q, k, v = self.qkv(x).view(batch, tokens, 3, self.heads, -1).permute(2, 0, 3, 1, 4)
-        if self.rotary:
-            q, k = rotate(q), rotate(k)
-        y = F.scaled_dot_product_attention(q, k, v, is_causal=self.causal)
-        return self.out(y.transpose(1, 2).reshape(batch, tokens, width))
+def attend_and_feed(m, x):
+    q, k, v = m.qkv(m.norm_1(x)).unflatten(-1, (3, m.heads, -1)).permute(2, 0, 3, 1, 4)
+    if m.llama:
+        q, k = rotate(q), rotate(k)
+    x = x + m.out(F.scaled_dot_product_attention(q, k, v, is_causal=m.causal).transpose(1, 2).flatten(2))
+    return x + m.mlp(m.norm_2(x))
+
+
+def swiglu(m, x):
+    return m.down(F.silu(m.gate(x)) * m.up(x))
 
 
 def rotate(x: torch.Tensor) -> torch.Tensor:
@@ -52,246 +59,124 @@ def rotate(x: torch.Tensor) -> torch.Tensor:
     return x * cos + torch.cat([-b, a], -1) * sin
 
 
-class EncoderBlock(nn.Module):
-    """Norm, attention, norm, MLP; `causal` makes it a decoder's."""
-
-    def __init__(self, width: int, heads: int, causal: bool = False) -> None:
-        super().__init__()
-        self.norm_1, self.norm_2 = nn.LayerNorm(width), nn.LayerNorm(width)
-        self.attention = Attention(width, heads, causal)
-        self.mlp = nn.Sequential(nn.Linear(width, 4 * width), nn.GELU(), nn.Linear(4 * width, width))
-
-    def forward(self, x):
-        x = x + self.attention(self.norm_1(x))
-        return x + self.mlp(self.norm_2(x))
+def embed(m, tokens):
+    return m.embedding(tokens) + m.positions(torch.arange(tokens.shape[1], device=tokens.device))
 
 
-class LlamaBlock(nn.Module):
-    def __init__(self, width: int, heads: int) -> None:
-        super().__init__()
-        self.norm_1, self.norm_2 = nn.RMSNorm(width), nn.RMSNorm(width)
-        self.attention = Attention(width, heads, True, True, False)
-        self.gate, self.up = nn.Linear(width, 3 * width, bias=False), nn.Linear(width, 3 * width, bias=False)
-        self.down = nn.Linear(3 * width, width, bias=False)
-
-    def forward(self, x):
-        x = x + self.attention(self.norm_1(x))
-        y = self.norm_2(x)
-        return x + self.down(F.silu(self.gate(y)) * self.up(y))
+def patches_and_class(m, images):
+    x = m.patches(images).flatten(2).transpose(1, 2)
+    return torch.cat([m.token.expand(x.shape[0], -1, -1), x], 1) + m.positions
 
 
-class Decoder(nn.Module):
-    """Tokens to logits; GPT-like with learned positions, or Llama-like."""
-
-    def __init__(self, block: Callable, width: int, depth: int, vocabulary: int, tokens: int | None) -> None:
-        super().__init__()
-        self.embedding = nn.Embedding(vocabulary, width)
-        self.positions = nn.Embedding(tokens, width) if tokens else None
-        self.blocks = nn.ModuleList(block() for _ in range(depth))
-        self.norm, self.head = nn.LayerNorm(width), nn.Linear(width, vocabulary, bias=False)
-
-    def forward(self, tokens):
-        x = self.embedding(tokens)
-        if self.positions is not None:
-            x = x + self.positions(torch.arange(tokens.shape[1], device=tokens.device))
-        for block in self.blocks:
-            x = block(x)
-        return self.head(self.norm(x))
+# ---------------------------------------------------------------------------------------------- convolutions
+def residual(width: int, out: int) -> nn.Module:
+    stride = 1 + (out != width)
+    body = nn.Sequential(
+        nn.Conv2d(width, out, 3, stride, 1, bias=False), nn.BatchNorm2d(out), nn.ReLU(),
+        nn.Conv2d(out, out, 3, 1, 1, bias=False), nn.BatchNorm2d(out),
+    )  # fmt: skip
+    short = nn.Identity() if width == out else nn.Conv2d(width, out, 1, stride, bias=False)
+    return Model(lambda m, x: F.relu(m.body(x) + m.short(x)), body=body, short=short)
 
 
-class ViT(nn.Module):
-    def __init__(self, width: int, heads: int, depth: int, image: int, patch: int) -> None:
-        super().__init__()
-        self.patches = nn.Conv2d(3, width, patch, patch)
-        self.token = nn.Parameter(torch.randn(1, 1, width) * 0.02)
-        self.positions = nn.Parameter(torch.randn(1, (image // patch) ** 2 + 1, width) * 0.02)
-        self.blocks = nn.ModuleList(EncoderBlock(width, heads) for _ in range(depth))
-        self.norm, self.head = nn.LayerNorm(width), nn.Linear(width, 10)
-
-    def forward(self, images):
-        x = self.patches(images).flatten(2).transpose(1, 2)
-        x = torch.cat([self.token.expand(x.shape[0], -1, -1), x], 1) + self.positions
-        for block in self.blocks:
-            x = block(x)
-        return self.head(self.norm(x)[:, 0])
+def resnet(width: int) -> nn.Module:
+    stem = nn.Conv2d(3, width, 7, 2, 3, bias=False), nn.BatchNorm2d(width), nn.ReLU(), nn.MaxPool2d(3, 2, 1)
+    blocks = residual(width, width), residual(width, 2 * width), residual(2 * width, 4 * width)
+    return nn.Sequential(*stem, *blocks, Model(lambda m, x: x.mean((2, 3))), nn.Linear(4 * width, 10))
 
 
-class ResidualBlock(nn.Module):
-    def __init__(self, width: int, out: int, stride: int) -> None:
-        super().__init__()
-        self.conv_1 = nn.Conv2d(width, out, 3, stride, 1, bias=False)
-        self.conv_2 = nn.Conv2d(out, out, 3, 1, 1, bias=False)
-        self.norm_1, self.norm_2 = nn.BatchNorm2d(out), nn.BatchNorm2d(out)
-        self.short = nn.Identity() if width == out and stride == 1 else nn.Conv2d(width, out, 1, stride, bias=False)
-
-    def forward(self, x):
-        y = self.norm_2(self.conv_2(F.relu(self.norm_1(self.conv_1(x)))))
-        return F.relu(y + self.short(x))
+def unet(width: int) -> nn.Module:
+    sizes = [(3, width), (width, 2 * width), (2 * width, 2 * width), (4 * width, width), (2 * width, width)]
+    steps = [nn.Sequential(nn.Conv2d(a, b, 3, padding=1), nn.GroupNorm(4, b), nn.SiLU()) for a, b in sizes]
+    return Model(down_and_up, steps=nn.ModuleList(steps), head=nn.Conv2d(width, 3, 1))
 
 
-class ResNet(nn.Module):
-    def __init__(self, width: int) -> None:
-        super().__init__()
-        self.stem = nn.Sequential(
-            nn.Conv2d(3, width, 7, 2, 3, bias=False), nn.BatchNorm2d(width), nn.ReLU(), nn.MaxPool2d(3, 2, 1)
-        )
-        widths = [width, width, 2 * width, 4 * width]
-        self.blocks = nn.Sequential(*(ResidualBlock(a, b, 1 + (a != b)) for a, b in itertools.pairwise(widths)))
-        self.head = nn.Linear(4 * width, 10)
-
-    def forward(self, images):
-        return self.head(self.blocks(self.stem(images)).mean((2, 3)))
+def down_and_up(m, x):
+    """Two levels down and up, with skips."""
+    first, down, deep, up, last = m.steps
+    a = first(x)
+    b = down(F.avg_pool2d(a, 2))
+    c = deep(F.avg_pool2d(b, 2))
+    b = up(torch.cat([F.interpolate(c, scale_factor=2.0), b], 1))
+    return m.head(last(torch.cat([F.interpolate(b, scale_factor=2.0), a], 1)))
 
 
-class UNet(nn.Module):
-    """Two levels down and up, with group norms and skips."""
-
-    def __init__(self, width: int) -> None:
-        super().__init__()
-        self.first, self.down = self.step(3, width), self.step(width, 2 * width)
-        self.deep = self.step(2 * width, 2 * width)
-        self.up, self.last = self.step(4 * width, width), self.step(2 * width, width)
-        self.head = nn.Conv2d(width, 3, 1)
-
-    @staticmethod
-    def step(a: int, b: int) -> nn.Module:
-        return nn.Sequential(nn.Conv2d(a, b, 3, padding=1), nn.GroupNorm(4, b), nn.SiLU())
-
-    def forward(self, x):
-        a = self.first(x)
-        b = self.down(F.avg_pool2d(a, 2))
-        c = self.deep(F.avg_pool2d(b, 2))
-        b = self.up(torch.cat([F.interpolate(c, scale_factor=2.0), b], 1))
-        return self.head(self.last(torch.cat([F.interpolate(b, scale_factor=2.0), a], 1)))
-
-
-class MixtureOfExperts(nn.Module):
+# ---------------------------------------------------------------------------------------------- others
+def mixture_of_experts(m, x):
     """Every expert sees every token, weighted by the two largest gates: static shapes."""
-
-    def __init__(self, width: int, experts: int) -> None:
-        super().__init__()
-        self.norm, self.gate = nn.RMSNorm(width), nn.Linear(width, experts, bias=False)
-        self.up = nn.Parameter(torch.randn(experts, width, 2 * width) * width**-0.5)
-        self.down = nn.Parameter(torch.randn(experts, 2 * width, width) * (2 * width) ** -0.5)
-
-    def forward(self, x):
-        y = self.norm(x)
-        gates = self.gate(y).softmax(-1)
-        kept, _ = gates.topk(2, -1)
-        gates = torch.where(gates >= kept[..., 1:], gates, 0.0)
-        gates = gates / gates.sum(-1, keepdim=True)
-        hidden = F.silu(torch.einsum("nd,edh->enh", y, self.up))
-        return x + (torch.einsum("enh,ehd->end", hidden, self.down) * gates.t().unsqueeze(-1)).sum(0)
+    y = m.norm(x)
+    gates = m.gate(y).softmax(-1)
+    kept, _ = gates.topk(2, -1)
+    gates = torch.where(gates >= kept[..., 1:], gates, 0.0)
+    gates = gates / gates.sum(-1, keepdim=True)
+    hidden = F.silu(torch.einsum("nd,edh->enh", y, m.up))
+    return x + (torch.einsum("enh,ehd->end", hidden, m.down) * gates.t().unsqueeze(-1)).sum(0)
 
 
-class LSTM(nn.Module):
+def lstm(m, x):
     """Unrolled: a cell for each token."""
-
-    def __init__(self, width: int) -> None:
-        super().__init__()
-        self.x, self.h, self.head = nn.Linear(width, 4 * width), nn.Linear(width, 4 * width), nn.Linear(width, 10)
-
-    def forward(self, x):
-        hidden = cell = x.new_zeros(x.shape[0], x.shape[2])
-        for step in x.unbind(1):
-            i, f, g, o = (self.x(step) + self.h(hidden)).chunk(4, 1)
-            cell = torch.sigmoid(f) * cell + torch.sigmoid(i) * torch.tanh(g)
-            hidden = torch.sigmoid(o) * torch.tanh(cell)
-        return self.head(hidden)
+    hidden = cell = x.new_zeros(x.shape[0], x.shape[2])
+    for step in x.unbind(1):
+        i, f, g, o = (m.x(step) + m.h(hidden)).chunk(4, 1)
+        cell = torch.sigmoid(f) * cell + torch.sigmoid(i) * torch.tanh(g)
+        hidden = torch.sigmoid(o) * torch.tanh(cell)
+    return m.head(hidden)
 
 
-class Recommender(nn.Module):
+def recommender(tables: int, rows: int, width: int) -> nn.Module:
     """Embeddings of categories, their pairwise products, and an MLP: DLRM in small."""
-
-    def __init__(self, tables: int, rows: int, width: int) -> None:
-        super().__init__()
-        self.tables = nn.ModuleList(nn.Embedding(rows, width) for _ in range(tables))
-        self.dense = nn.Sequential(nn.Linear(13, width), nn.ReLU())
-        pairs = torch.triu_indices(tables + 1, tables + 1, 1)
-        self.register_buffer("a", pairs[0])
-        self.register_buffer("b", pairs[1])
-        self.top = nn.Sequential(nn.Linear(width + pairs.shape[1], 4 * width), nn.ReLU(), nn.Linear(4 * width, 1))
-
-    def forward(self, dense, categories):
-        x = self.dense(dense)
-        all_of = torch.stack([x, *(table(categories[:, i]) for i, table in enumerate(self.tables))], 1)
-        products = all_of @ all_of.transpose(1, 2)
-        return torch.sigmoid(self.top(torch.cat([x, products[:, self.a, self.b]], 1)))
+    pairs = torch.triu_indices(tables + 1, tables + 1, 1)
+    return Model(
+        products, tables=nn.ModuleList(nn.Embedding(rows, width) for _ in range(tables)), pairs=nn.Buffer(pairs),
+        dense=nn.Sequential(nn.Linear(13, width), nn.ReLU()),
+        top=nn.Sequential(nn.Linear(width + pairs.shape[1], 4 * width), nn.ReLU(), nn.Linear(4 * width, 1)),
+    )  # fmt: skip
 
 
-class Encoder(nn.Module):
-    def __init__(self, width: int, heads: int, depth: int) -> None:
-        super().__init__()
-        self.blocks = nn.Sequential(*(EncoderBlock(width, heads) for _ in range(depth)))
-
-    def forward(self, x):
-        return self.blocks(x)
+def products(m, dense, categories):
+    x = m.dense(dense)
+    vectors = torch.stack([x, *(table(categories[:, i]) for i, table in enumerate(m.tables))], 1)
+    products = vectors @ vectors.transpose(1, 2)
+    return torch.sigmoid(m.top(torch.cat([x, products[:, m.pairs[0], m.pairs[1]]], 1)))
 
 
-def tokens_of(vocabulary: int, *shape: int) -> torch.Tensor:
-    return torch.randint(0, vocabulary, shape)
-
-
-def small_or_large(large: bool) -> dict[str, Callable[[], tuple[nn.Module, tuple]]]:
-    """{name: function that makes (model, inputs)} of this repository's own."""
+def models(large: bool) -> dict[str, Callable[[], tuple[nn.Module, tuple]]]:
+    """{name: function that makes (model, inputs)}."""
     w, n, t = (1024, 8, 512) if large else (32, 2, 8)
     heads, depth, vocabulary = (16, 4, 8192) if large else (2, 2, 64)
     image, patch, conv = (224, 16, 64) if large else (16, 4, 8)
-    tokens, side, tables = (tokens_of(vocabulary, n, t),), image if large else 2 * image, 8 if large else 3
+    side, tables = image if large else 2 * image, 8 if large else 3
+
+    def blocks(**kind) -> list[nn.Module]:
+        return [block(w, heads, **kind) for _ in range(depth)]
+
+    def scaled(*shape: int, by: float) -> nn.Parameter:
+        return nn.Parameter(torch.randn(shape) * by)
+
+    def ids(size: int, *shape: int) -> torch.Tensor:
+        return torch.randint(0, size, shape)
+
     return {
-        "MLP": lambda: (MLP(w, depth), (torch.randn(n * t, w),)),
-        "encoder": lambda: (Encoder(w, heads, depth), (torch.randn(n, t, w),)),
-        "GPT": lambda: (Decoder(lambda: EncoderBlock(w, heads, True), w, depth, vocabulary, t), tokens),
-        "Llama": lambda: (Decoder(lambda: LlamaBlock(w, heads), w, depth, vocabulary, None), tokens),
-        "ViT": lambda: (ViT(w, heads, depth, image, patch), (torch.randn(4 * n, 3, image, image),)),
-        "ResNet": lambda: (ResNet(conv), (torch.randn(4 * n, 3, side, side),)),
-        "U-Net": lambda: (UNet(conv), (torch.randn(n, 3, image, image),)),
-        "MoE": lambda: (MixtureOfExperts(w, tables), (torch.randn(n * t, w),)),
-        "LSTM": lambda: (LSTM(w), (torch.randn(8 * n, 16 if large else 3, w),)),
-        "recommender": lambda: (
-            Recommender(tables, 1000, w // 8), (torch.randn(t * n, 13), tokens_of(1000, t * n, tables))),
+        "MLP": lambda: (nn.Sequential(*(layer for _ in range(depth) for layer in (
+            nn.Linear(w, w), nn.LayerNorm(w), nn.GELU())), nn.Linear(w, 10)), (torch.randn(n * t, w),)),
+        "encoder": lambda: (nn.Sequential(*blocks()), (torch.randn(n, t, w),)),
+        "GPT": lambda: (nn.Sequential(
+            Model(embed, embedding=nn.Embedding(vocabulary, w), positions=nn.Embedding(t, w)), *blocks(causal=True),
+            nn.LayerNorm(w), nn.Linear(w, vocabulary, False)), (ids(vocabulary, n, t),)),
+        "Llama": lambda: (nn.Sequential(
+            nn.Embedding(vocabulary, w), *blocks(llama=True), nn.LayerNorm(w), nn.Linear(w, vocabulary, False)),
+            (ids(vocabulary, n, t),)),
+        "ViT": lambda: (nn.Sequential(
+            Model(patches_and_class, patches=nn.Conv2d(3, w, patch, patch), token=scaled(1, 1, w, by=0.02),
+                  positions=scaled(1, (image // patch) ** 2 + 1, w, by=0.02)), *blocks(),
+            nn.LayerNorm(w), Model(lambda m, x: x[:, 0]), nn.Linear(w, 10)), (torch.randn(4 * n, 3, image, image),)),
+        "ResNet": lambda: (resnet(conv), (torch.randn(4 * n, 3, side, side),)),
+        "U-Net": lambda: (unet(conv), (torch.randn(n, 3, image, image),)),
+        "MoE": lambda: (Model(
+            mixture_of_experts, norm=nn.RMSNorm(w), gate=nn.Linear(w, tables, bias=False),
+            up=scaled(tables, w, 2 * w, by=w**-0.5), down=scaled(tables, 2 * w, w, by=(2 * w) ** -0.5)),
+            (torch.randn(n * t, w),)),
+        "LSTM": lambda: (Model(lstm, x=nn.Linear(w, 4 * w), h=nn.Linear(w, 4 * w), head=nn.Linear(w, 10)),
+                         (torch.randn(8 * n, 16 if large else 3, w),)),
+        "recommender": lambda: (recommender(tables, 1000, w // 8), (torch.randn(t * n, 13), ids(1000, t * n, tables))),
     }  # fmt: skip
-
-
-def of_libraries(large: bool) -> dict[str, Callable[[], tuple[nn.Module, tuple]]]:
-    """Models that nobody here wrote, of the packages that are installed."""
-    found: dict[str, Callable] = {}
-    w, n, t, depth = (768, 8, 256, 4) if large else (32, 2, 8, 2)
-    if find_spec("transformers"):
-        import transformers as hf
-
-        def text(config, cls):
-            class Wrapped(nn.Module):
-                def __init__(self) -> None:
-                    super().__init__()
-                    self.model = cls(config)
-
-                def forward(self, tokens):
-                    return self.model(tokens, **({} if "Bert" in cls.__name__ else {"use_cache": False}))[0]
-
-            return lambda: (Wrapped(), (tokens_of(96, n, t),))
-
-        common = {"vocab_size": 96, "hidden_size": w, "num_hidden_layers": depth, "num_attention_heads": 4}
-        common["intermediate_size"] = 2 * w
-        none = dict.fromkeys(("hidden_dropout_prob", "attention_probs_dropout_prob"), 0.0)
-        found["hf BERT"] = text(hf.BertConfig(**common, **none), hf.BertModel)
-        none = dict.fromkeys(("resid_pdrop", "embd_pdrop", "attn_pdrop"), 0.0)
-        gpt = hf.GPT2Config(vocab_size=96, n_embd=w, n_layer=depth, n_head=4, **none)
-        found["hf GPT-2"] = text(gpt, hf.GPT2LMHeadModel)
-        found["hf Llama"] = text(hf.LlamaConfig(**common, num_key_value_heads=2), hf.LlamaForCausalLM)
-    side = 224 if large else 64
-
-    def images() -> tuple[torch.Tensor]:
-        return (torch.randn(n, 3, side, side),)
-
-    if find_spec("torchvision"):
-        from torchvision.models import mobilenet_v3_small, resnet18
-
-        found["tv ResNet-18"] = lambda: (resnet18(num_classes=10), images())
-        found["tv MobileNet"] = lambda: (mobilenet_v3_small(num_classes=10, dropout=0.0), images())
-    if find_spec("timm"):
-        from timm.models import VisionTransformer
-
-        sizes = {"embed_dim": w, "depth": depth, "num_heads": 4, "num_classes": 10}
-        found["timm ViT"] = lambda: (VisionTransformer(side, 16, **sizes), images())
-    return found

@@ -22,14 +22,14 @@ from pathlib import Path
 import sympy
 import torch
 import triton
+from triton._utils import type_canonicalisation_dict
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
 from triton_compiler.codegen import WIDE, Source
 from triton_compiler.device import INTERPRETED
-from triton_compiler.fusion import Fusion, Kernel, base_of, strides_of
-from triton_compiler.ir import Extern, Node, View, is_row_major
-from triton_compiler.lowering import strided_view
+from triton_compiler.fusion import Fusion, Kernel, made_by, reads_of
+from triton_compiler.ir import Extern, Node, View, row_major, same_strides, strided_view
 
 aten, _guards = torch.ops.aten, torch._C._dynamo.guards
 _kernels: dict[tuple, Future] = {}
@@ -83,12 +83,8 @@ def interpreted(source: Source) -> Callable:
 def compile_kernel(source: Source, target: GPUTarget, wide: bool = False):
     """Triton's binary for an architecture: pointers are multiples of 16 bytes; `wide`: sizes and indices of 64 bits."""
     kernel, pointers = load(source), len(source.arguments)
-    kinds = {"bool": "i1", "uint8": "u8", "bfloat16": "bf16"}
-    kinds |= {
-        f"{kind}{bits}": f"{short}{bits}" for kind, short in (("float", "fp"), ("int", "i")) for bits in (8, 16, 32, 64)
-    }
-    types = [f"*{kinds[str(node.dtype).removeprefix('torch.')]}" for node, _ in source.arguments]
-    types += ["i64" if wide else "i32"] * len(source.symbols)
+    types = [type_canonicalisation_dict[str(node.dtype).removeprefix("torch.")] for node, _ in source.arguments]
+    types = [*(f"*{name}" for name in types), *(["i64" if wide else "i32"] * len(source.symbols))]
     rest = range(len(types), len(kernel.arg_names))
     constants = {(i,): wide for i in rest}  # WIDE, where there are sizes
     signature = dict(zip(kernel.arg_names, [*types, *("constexpr" for _ in rest)], strict=True))
@@ -128,9 +124,7 @@ def launcher(source: Source, device: int) -> Callable:
 # ---------------------------------------------------------------------------------------------- calls of torch's
 def as_expected(tensor: torch.Tensor, stride: tuple[int, ...]) -> torch.Tensor:
     """A library's result with the strides that kernels were written for; a copy where they differ."""
-    if not tensor.numel() or all(
-        n == 1 or a == b for n, a, b in zip(tensor.shape, tensor.stride(), stride, strict=True)
-    ):
+    if not tensor.numel() or same_strides(tensor.shape, tensor.stride(), stride):
         return tensor
     return torch.empty_strided(tensor.shape, stride, dtype=tensor.dtype, device=tensor.device).copy_(tensor)
 
@@ -145,16 +139,26 @@ def tuple_text(items) -> str:
     return "(" + "".join(f"{each}, " for each in items) + ")"
 
 
-def target_of(node) -> Node | None:
-    """The input that this node overwrites."""
-    return getattr(node, "target", None)
+def dense(node: Node) -> bool:
+    """Whether its strides leave no gaps: it can take the memory of another dense tensor of its size."""
+    pairs = [(stride, size) for stride, size in zip(node.memory_strides, node.shape, strict=True) if size != 1]
+    if not all(isinstance(each, int) for pair in pairs for each in pair):
+        return node.is_row_major
+    strides, sizes = zip(*sorted(pairs), strict=True) if pairs else ((), ())
+    return list(strides) == row_major(sizes[::-1])[::-1]
+
+
+def with_targets(nodes) -> list[Node]:
+    """These, and the memory that they overwrite."""
+    nodes = [each for each in nodes if isinstance(each, Node)]
+    return nodes + [each.target for each in nodes if each.target is not None]
 
 
 class Wrapper:
     """Writes the function that runs a graph; `source` is its text."""
 
     def __init__(self, fusion: Fusion, sources: dict[Kernel, Source]) -> None:
-        self.fusion, self.sources = fusion, sources
+        self.fusion, self.sources, self.outputs = fusion, sources, fusion.lowered.outputs
         self.names: dict[Node, str] = {}
         self.lines: list[str] = []
         self.free: list[tuple[Node, str]] = []
@@ -162,51 +166,43 @@ class Wrapper:
             "torch": torch, "assert_size_stride": _guards.assert_size_stride, "view": _guards._reinterpret_tensor,
             "aligned": aligned, "as_expected": as_expected, "device": torch.device,
         }  # fmt: skip
-        self.write(fusion.lowered.outputs)
-        results = "".join(f"{self.argument(each)}, " for each in fusion.lowered.outputs)
-        body = "\n".join(f"    {line}" for line in [*self.lines, f"return ({results})"])
-        self.source = f"def call(args):\n{body}\n"
-
-    def write(self, outputs) -> None:
-        steps = self.fusion.steps
-        lasting = {base_of(each) for each in outputs if isinstance(each, Node)}
-        lasting |= {target_of(each) for each in lasting}
-        last: dict[Node, int] = {}
-        shared: set[Node] = set()  # what eager may have returned a view of
-        for i, step in enumerate(steps):
-            made = step.stored if isinstance(step, Kernel) else [out for _, out in step.outputs]
-            read = [*Fusion.reads_of(step), *map(target_of, Fusion.reads_of(step))]
-            last |= dict.fromkeys((each for each in [*read, *made, *map(target_of, made)] if isinstance(each, Node)), i)
-            if isinstance(step, Extern) and not step.library:
-                shared |= set(read)
-        dying = defaultdict(list)
-        for node, i in last.items():
-            dying[i] += [node] if node not in lasting else []
-        self.inputs(self.fusion.lowered.inputs)
-        for i, step in enumerate(steps):
+        self.inputs(fusion.lowered.inputs)
+        dying, shared = self.lifetimes()
+        for i, step in enumerate(fusion.steps):
             self.kernel(step) if isinstance(step, Kernel) else self.extern(step)
             for node in dying[i]:
                 if self.names.get(node, "").startswith("buf") and node not in shared:
                     self.free.append((node, self.names[node]))
                 elif node in self.names:
                     self.lines.append(f"del {self.names[node]}")
+        self.lines.append(f"return {tuple_text(map(self.argument, self.outputs))}")
+        self.source = "\n    ".join(["def call(args):", *self.lines]) + "\n"
+
+    def lifetimes(self) -> tuple[dict[int, list[Node]], set[Node]]:
+        """(what is used by step i and no later one, what eager may have returned a view of)."""
+        lasting = with_targets(each.base for each in self.outputs if isinstance(each, Node))
+        last, shared, dying = {}, set(), defaultdict(list)
+        for i, step in enumerate(self.fusion.steps):
+            read, made = reads_of(step), step.stored if isinstance(step, Kernel) else made_by(step)
+            last |= dict.fromkeys(with_targets([*read, *made]), i)
+            if isinstance(step, Extern) and not step.library:
+                shared |= set(with_targets(read))
+        for node, i in last.items():
+            dying[i] += [node] if node not in lasting else []
+        return dying, shared
 
     def inputs(self, inputs) -> None:
-        names = [f"arg{i}" for i in range(len(inputs))]
-        self.lines += [f"{', '.join(names)}, = args"] if names else []
+        named = {f"arg{i}": each for i, each in enumerate(inputs)}
+        self.lines += [f"{tuple_text(named)} = args"] if named else []
         self.lines.append("args.clear()")
-        kernels = [step for step in self.fusion.steps if isinstance(step, Kernel)]
-        written = {target_of(root) for kernel in kernels for root in kernel.roots}
-        read = set().union(written, *(kernel.reads for kernel in kernels))
-        symbols = {}
-        for name, each in zip(names, inputs, strict=True):
-            if isinstance(each, sympy.Symbol):
-                symbols[each] = name
-            if isinstance(each, Node):
-                self.names[each] = name
-                for axis, size in enumerate(each.shape):
-                    if isinstance(size, sympy.Symbol):
-                        symbols.setdefault(size, f"{name}.shape[{axis}]")
+        written = {root.target for kernel in self.fusion.kernels for root in kernel.roots}
+        read, symbols = written.union(*(kernel.reads for kernel in self.fusion.kernels)), {}
+        symbols |= {each: name for name, each in named.items() if isinstance(each, sympy.Symbol)}
+        self.names |= {each: name for name, each in named.items() if isinstance(each, Node)}
+        for each, name in self.names.items():
+            for axis, size in enumerate(each.shape):
+                if isinstance(size, sympy.Symbol):
+                    symbols.setdefault(size, f"{name}.shape[{axis}]")
         self.lines += [f"{symbol} = {text}" for symbol, text in symbols.items()]
         for each, name in self.names.items():
             if each in read and each.strides is not None:
@@ -230,11 +226,11 @@ class Wrapper:
             inside = tuple_text(map(self.argument, value))
             return f"list({inside})" if isinstance(value, list) else inside
         if value is None or isinstance(value, (bool, int, str, sympy.Expr)):
-            return repr(value) if not isinstance(value, sympy.Expr) else str(value)
+            return str(value) if isinstance(value, sympy.Expr) else repr(value)
         return self.constant(value)
 
     def name(self, node: Node) -> str:
-        return self.names[target_of(node) or node]
+        return self.names[node.target or node]
 
     def constant(self, value, kind: str = "const") -> str:
         name = f"{kind}{len(self.globals)}"
@@ -243,23 +239,21 @@ class Wrapper:
 
     def allocate(self, node: Node) -> None:
         """Memory of its own: of a dead buffer of the same size where there is one."""
-        name, shape, strides = f"buf{len(self.names)}", tuple_text(node.shape), tuple_text(strides_of(node))
-        kind = (node.dtype, node.device, node.elements)
-        for i, (dead, old) in enumerate(self.free):
-            if (dead.dtype, dead.device, dead.elements) == kind and dense(node) and dense(dead):
-                del self.free[i]
-                self.lines.append(f"{name} = view({old}, {shape}, {strides}); del {old}")
-                break
-        else:
-            empty, dtype = f"empty_{node.device.type}", str(node.dtype).replace(".", "_")
-            self.globals |= {empty: getattr(_guards, f"_empty_strided_{node.device.type}"), dtype: node.dtype}
-            self.lines.append(f"{name} = {empty}({shape}, {strides}, {dtype})")
+        name, shape, strides = f"buf{len(self.names)}", tuple_text(node.shape), tuple_text(node.memory_strides)
         self.names[node] = name
+        for dead, old in self.free if dense(node) else ():
+            if (dead.dtype, dead.device, dead.elements) == (node.dtype, node.device, node.elements) and dense(dead):
+                self.free.remove((dead, old))
+                self.lines.append(f"{name} = view({old}, {shape}, {strides}); del {old}")
+                return
+        empty, dtype = f"empty_{node.device.type}", str(node.dtype).replace(".", "_")
+        self.globals |= {empty: getattr(_guards, f"_empty_strided_{node.device.type}"), dtype: node.dtype}
+        self.lines.append(f"{name} = {empty}({shape}, {strides}, {dtype})")
 
     def kernel(self, kernel: Kernel) -> None:
         source = self.sources[kernel]
         for root in kernel.stored:
-            if target_of(root) is None:
+            if root.target is None:
                 self.allocate(root)
         arguments = [self.name(node) for node, _ in source.arguments] + source.symbols
         if source.symbols:
@@ -272,22 +266,23 @@ class Wrapper:
     def extern(self, call: Extern) -> None:
         arguments = [self.argument(each) for each in call.args]
         arguments += [f"{key}={self.argument(each)}" for key, each in call.kwargs.items()]
-        result = f"res{len(self.globals)}"
-        target = self.constant(FAST.get(call.target, call.target), "op")
+        result, target = f"res{len(self.globals)}", self.constant(FAST.get(call.target, call.target), "op")
         self.lines.append(f"{result} = {target}({', '.join(arguments)})")
         for path, node in call.outputs:
             place = result + "".join(f"[{i}]" for i in path)
-            name = str(node) if isinstance(node, sympy.Symbol) else ""
-            if isinstance(node, Node):
-                name = self.names[node] = f"ext{len(self.names)}"
-                if node.strides is not None and node.device.type in ("cpu", "cuda"):
-                    strides = tuple_text(node.strides)
-                    # cuDNN's attention returns no logarithms unless it is asked for them; the trace has a tensor.
-                    as_traced = f"{place} is None or {place}.stride() == {strides}"
-                    place += f" if {as_traced} else as_expected({place}, {strides})"
-            if isinstance(node, (Node, sympy.Symbol)):
+            if isinstance(node, sympy.Symbol):
+                self.lines.append(f"{node} = {place}")
+            if not isinstance(node, Node):
+                continue
+            name = self.names[node] = f"ext{len(self.names)}"
+            if node.strides is None or node.device.type not in ("cpu", "cuda"):
                 self.lines.append(f"{name} = {place}")
-            if " if " in place and not INTERPRETED and not call.library:
+                continue
+            strides = tuple_text(node.strides)
+            # cuDNN's attention returns no logarithms unless it is asked for them; the trace has a tensor.
+            as_traced = f"{place} is None or {place}.stride() == {strides}"
+            self.lines.append(f"{name} = {place} if {as_traced} else as_expected({place}, {strides})")
+            if not INTERPRETED and not call.library:
                 self.lines.append(f"if {name}.data_ptr() & 15: {name} = aligned({name})")
         self.lines.append(f"del {result}")
 
@@ -296,15 +291,3 @@ class Wrapper:
         self.globals |= {name: each.result() for name, each in self.globals.items() if isinstance(each, Future)}
         exec(compile(self.source, "<triton_compiler>", "exec"), self.globals)
         return self.globals["call"]
-
-
-def dense(node: Node) -> bool:
-    """Whether its strides leave no gaps: it can take the memory of another dense tensor of its size."""
-    expected, pairs = 1, [(s, n) for s, n in zip(strides_of(node), node.shape, strict=True) if n != 1]
-    if not all(isinstance(each, int) for pair in pairs for each in pair):
-        return is_row_major(node)
-    for stride, size in sorted(pairs):
-        if stride != expected:
-            return False
-        expected = stride * size
-    return True

@@ -5,11 +5,12 @@ import copy
 import pytest
 import torch
 
+from tests.triton_compiler.foreign import of_libraries
 from tests.triton_compiler.helpers import DEVICE, wide
 from triton_compiler import recording, triton_compiler
-from triton_compiler.models import of_libraries, small_or_large
+from triton_compiler.models import models
 
-OWN, FOREIGN = small_or_large(False), of_libraries(False)
+OWN, FOREIGN = models(False), of_libraries()
 FALLBACKS = {
     "aten.max_pool2d_with_indices.default", "aten.max_pool2d_with_indices_backward.default", "aten.topk.default",
     "aten.index_put.default", "aten.cumsum.default",
