@@ -10,6 +10,7 @@ import math
 import re
 from collections.abc import Callable, Iterator
 from contextlib import suppress
+from functools import partial
 from itertools import cycle, islice, pairwise
 from typing import NamedTuple
 
@@ -105,9 +106,9 @@ def outcome(base: str, over: dict[str, dict[str, float]], told: str | None) -> s
     ratio, name, case = max(others)
     where = f" ({case})" if len(gains) > 1 else ""
     if f"{ratio:.2f}" != "1.00":
-        sees += f"; {name} is {'up to ' * bool(where)}{ratio:.2f}x as fast as that{where}"
+        sees += f"; {name} is {'up to ' * bool(where)}{ratio:.2f}x as fast as {told}{where}"
     elif len(over) > 1:
-        sees += "; in no case is another bar longer" if where else "; no other bar is longer"
+        sees += "; no other row is faster by 1 %" + " in any case" * bool(where)
     return f"{sees}."
 
 
@@ -292,11 +293,11 @@ def stages(part: dict) -> Chart:
         }
         series.append(Series(table.case, points, 1 + i))
     best = {each.name: min(each.points, key=each.points.get) for each in series}
+    enough = {s.name: min(n for n, time in s.points.items() if time <= 1.02 * s.points[best[s.name]]) for s in series}
     told = [
-        f"{case} {n} stages ({s.points[1] / s.points[n]:.2f}x as fast as one)"
+        f"{s.name} {best[s.name]} stages ({s.points[1] / s.points[best[s.name]]:.2f}x as fast as one)"
+        + f", with {enough[s.name]} within 2 %" * (enough[s.name] != best[s.name])
         for s in series
-        for case, n in best.items()
-        if case == s.name
     ]
     sees = f"The least time is with: {'; '.join(told)}."
     return Chart("lines", "Time against num_stages", "num_stages", "time, cuBLAS = 1", series, sees, {"cuBLAS": 1.0})
@@ -463,18 +464,16 @@ def partitions(part: dict) -> Chart:
 
 
 def streams(part: dict) -> Chart:
-    """One step on rank 0, a lane for each way: when NCCL's kernels ran, and over them when others did."""
+    """One step on rank 0, two lanes for each way: when kernels of NCCL ran, and when others did."""
     held = part["facts"][f"start and end in ms of kernels of rank 0, {DRAWN}"]
-    series = [
-        Series(what, {name: list(pairs(each[what])) for name, each in held.items()}, look)
-        for what, look in {"NCCL": 2, "other kernels": 0}.items()
-    ]
-    said = []
-    for name in held:
-        own, others = (each.points[name] for each in series)
+    lanes, said = {}, []
+    for name, each in held.items():
+        others, own = (list(pairs(each[what])) for what in ("other kernels", "NCCL"))
+        lanes |= {name: others, f"NCCL, {name}": own}
         alone = sum(b - a for a, b in own) - sum(max(0, min(b, d) - max(a, c)) for a, b in own for c, d in others)
         said.append(f"{alone:.3g} ms ({name}, of {max(b for _, b in own + others):.3g})")
-    sees = f"NCCL runs with nothing beside it, or waits for the other rank, for {_list(said)}."
+    sees = f"Where NCCL has nothing above it, the step waits for it, and it may wait for the other rank: {_list(said)}."
+    series = [Series("a kernel runs", lanes, 1)]
     return Chart("timeline", "Both streams of a step, rank 0", "ms from the first kernel", "", series, sees)
 
 
@@ -501,7 +500,7 @@ def by_message(part: dict) -> Chart:
     )
     return Chart(
         "lines", f"Speed over {held[0].baseline} by size", "bytes of the message (1K = 1024)",
-        f"times as fast as {held[0].baseline}", series, sees, {}, True,
+        f"times as fast as {held[0].baseline}", series, sees, {held[0].baseline: 1.0}, True,
     )  # fmt: skip
 
 
@@ -605,6 +604,10 @@ PICTURES: dict[str, tuple[Callable[[dict], Chart | None], ...]] = {
     "tma_matmul": (gemm_steps,),
     "gluon_matmul": (partitions, speedups),
     "ddp": (streams, speedups),
+    "fused_collectives": tuple(
+        partial(speedups, title=f"GEMM {when} the collective", heading=f"GEMM {when} the collective")
+        for when in ("after", "before")
+    ),
     "one_shot_allreduce": (by_message,),
     "scan_layers": (compile_by_layers,),
     "static_shapes": (programs_by_padding, speedups),

@@ -6,7 +6,9 @@ for (const table of all("table.sort")) {
   const body = table.tBodies[0], rows = [...body.rows];
   all("th", table.tHead).forEach((head, i) => {
     const cells = rows.map(row => row.cells[i]);
-    if (cells.some(cell => cell?.dataset.v)) [head, ...cells].forEach(cell => cell?.classList.add("n"));
+    const numbers = cells.filter(cell => cell?.dataset.v);
+    if (2 * numbers.length > rows.length) numbers.push(head);
+    numbers.forEach(cell => cell.classList.add("n"));
     if (rows.length < 3 || !head.textContent) return;
     const button = document.createElement("button");
     button.type = "button";
@@ -51,6 +53,7 @@ const alike = ["size shape length", "different another varying variable changing
   "attention sdpa", "quantize quantization int4 int8"].map(group => split(group).map(stem));
 const known = all("article").map(each => ({
   href: "#" + each.id, name: each.id, says: text(".question", each), leads: [], words: text(".answer, figcaption, .line.wins", each), of: each,
+  topic: each.closest("section").querySelector("h2").textContent,
 }));
 for (const way of all(".ways li")) for (const link of all("a", way)) {
   known.find(each => each.href === link.getAttribute("href"))?.leads.push(way.firstElementChild.textContent);
@@ -61,7 +64,7 @@ for (const claim of all("tr[id]")) {
 }
 const parts = each => each.parts ??= [
   [4, each.name + " " + each.name.replaceAll("_", "")], [3, each.says], [3, each.leads.join(" ")], [2, each.words],
-  [2, each.of?.dataset.group ?? ""], [.5, each.of ? spaced(each.of) : ""],
+  [2, each.of ? `${each.of.dataset.group} ${each.topic}` : ""], [.5, each.of ? spaced(each.of) : ""],
 ].map(([weight, text]) => [weight, split(text).map(word => [word, stem(word)])]);
 const points = (each, asked) => parts(each).reduce((sum, [weight, held]) => sum + weight * Math.max(0, ...held.map(([word, stem]) =>
   stem === asked ? 1 : asked.length > 2 && word.startsWith(asked) ? .6 : 0)), 0);
@@ -99,11 +102,11 @@ const look = () => {
   const hits = known.map((each, i) => [sums[i], each, scores.filter(each => each[i]).length])
     .filter(([sum, , count]) => sum > most / 4 && 2 * count >= words.length).sort((a, b) => b[0] - a[0]).map(([, each]) => each);
   found.hidden = !words.length;
-  document.getElementById("count").textContent = words.length ? `${hits.length} found` + (taken.length ? `, with ${taken.join(", ")}` : "") : "";
+  document.getElementById("count").textContent = words.length ? `${hits.length > 12 ? "12 of " : ""}${hits.length} found` + (taken.length ? `, with ${taken.join(", ")}` : "") : "";
   list.replaceChildren(...hits.slice(0, 12).map(hit => {
     const item = document.createElement("li"), link = document.createElement("a"), says = document.createElement("small");
     link.href = hit.href;
-    says.textContent = [hit.says, ...hit.leads].join(" \u00b7 ");
+    says.textContent = [...(hit.topic ? [hit.topic] : []), hit.says, ...hit.leads].join(" \u00b7 ");
     link.append(hit.name, ...(hit.verdict ? [": ", hit.verdict.cloneNode(true)] : []), says);
     item.append(link);
     return item;
