@@ -193,7 +193,7 @@ def speed_up_map(part: dict) -> Chart:
     series = [Series(bound, each, looks[bound]) for bound, each in gains.items()]
     sees = "; ".join(said)
     sees = f"{sees[0].upper()}{sees[1:]}. A thick border is launch-bound: eager's host takes longer than its GPU."
-    return Chart("map", "Speed-up over eager by batch and tokens", "tokens", "batch", series, sees)
+    return Chart("map", "Default mode over eager, by batch and tokens", "tokens", "batch", series, sees)
 
 
 def launch_gaps(part: dict) -> Chart:
