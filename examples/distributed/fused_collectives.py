@@ -79,8 +79,9 @@ def all_gather_matmul_kernel(
 def all_gather_matmul(x: torch.Tensor, w: torch.Tensor, work: GatherWorkspace) -> torch.Tensor:
     """The rows of every rank times w: x [rows, K] of each rank, w [K, N] -> y [ranks * rows, N], dtype of x.
 
-    x and w are bfloat16 or float16, both the same, with contiguous rows of multiples of 8 elements; `work` is
-    gather_workspace(x). Calls with one workspace come one after the other, equally often in every rank.
+    x and w are bfloat16 or float16, both the same, with contiguous rows of multiples of 8 elements; x whose rows lie
+    apart is copied first. `work` is gather_workspace(x). Calls with one workspace come one after the other, equally
+    often in every rank.
 
     Raises TypeError for dtypes; ValueError for rank, sizes, a layout that TMA cannot load, or another workspace;
     RuntimeError for a device without Triton, an input that requires grad, or within a CUDA graph's capture.
@@ -93,6 +94,7 @@ def all_gather_matmul(x: torch.Tensor, w: torch.Tensor, work: GatherWorkspace) -
     options = launch_options(x.device)
     tiles = triton.cdiv(rows, BLOCK_M) * triton.cdiv(N, options["BLOCK_N"])
     work.call += 1
+    x = x.contiguous()  # before the streams part: a copy of rows that lie apart is a kernel, and needs SMs
     if work.side is not None:  # copies first: whatever stands between the streams, no copy is behind what waits for it
         work.side.wait_stream(torch.cuda.current_stream())
     with torch.cuda.stream(work.side):

@@ -99,8 +99,11 @@ def check_fused(name: str, x: torch.Tensor, w: torch.Tensor, data: Symmetric, wa
 def push_rows(x: torch.Tensor, work: GatherWorkspace) -> int:
     """Copy x to every peer, chunk by chunk, each followed by its signal; on the side stream, by copy engines.
 
-    Each rank begins with the next one, so that no two push to one peer. Returns the rows of a chunk.
+    Each rank begins with the next one, so that no two push to one peer. Returns the rows of a chunk. x is contiguous:
+    else its copies would be kernels, without an SM where programs of every rank wait for them.
     """
+    if not x.is_contiguous():
+        raise ValueError(f"push_rows: strides {x.stride()}; call x.contiguous() before the streams part")
     rank, world, half = work.data.rank, work.data.world, work.call % 2
     chunk_rows = triton.cdiv(len(x), CHUNKS)
     for step in range(1, world):

@@ -56,4 +56,7 @@ the rows of another rank are multiplied at the place of the first
 what a rank has of another is stored as its own
   - store_part(y_ptr + source.to(tl.int64) * rows * N,
   + store_part(y_ptr + RANK * rows * N,
+rows that lie apart are copied by kernels, beside programs that wait for them
+  - x = x.contiguous()
+  + pass
 """)
