@@ -129,8 +129,8 @@ def compare(h: Harness, scatter: bool, M: int, N: int, K: int) -> tuple:
     library, collective = ("cuBLAS + NCCL", "torch NCCL") if x.is_cuda else ("torch + gloo", "torch gloo")
     variants = {library: separate(scatter), "torch fused": torch_fused(scatter), "triton": ours}
     variants = {row: lambda *inputs, fn=fn: fn(*own(*inputs)) for row, fn in variants.items() if fn}
-    gemm = gemm_alone(scatter, h.rank)
-    variants[alone := f"{library.split()[0]} GEMM alone"] = gemm
+    gemm, alone = gemm_alone(scatter, h.rank), f"{library.split()[0]} GEMM alone"
+    variants[alone] = gemm
     case, options = f"{M}x{N}x{K}", budget(h.half, scatter, K * h.ranks)
     moved = 2 * (h.ranks - 1) * M // h.ranks * (N if scatter else K)
     table = h.compare(
@@ -157,11 +157,11 @@ def answer(pairs: list) -> str:
     for row in ("triton", "torch fused"):
         if row in last[0][0]:
             saved = " and ".join(f"{hidden(*pair, row):.0%}" for pair in last)
-            told += [f"{row} {saved} ({' and '.join(f'{t.over(library, row):.2f}x' for t, _ in last)} {library})"]
+            told += [f"{row} hides {saved} ({' and '.join(f'{t.over(library, row):.2f}x' for t, _ in last)} {library})"]
     won = sum(table.over(library) > 1.02 for table, _ in pairs)
     return (
-        f"Hidden of a gather and of a reduce-scatter, M = {last[0][0].case.split('x')[0]}: {'; '.join(told)}. "
-        f"Ours is faster than {library} in {won} of {len(pairs)} tables."
+        f"Of the time of a gather and of a reduce-scatter, M = {last[0][0].case.split('x')[0]}, {', '.join(told)}. "
+        f"Ours is faster in {won} of {len(pairs)} tables."
     )
 
 

@@ -42,9 +42,10 @@ def collective_alone(scatter: bool, part: torch.Tensor) -> Callable[..., torch.T
     distributed, world = torch.distributed, torch.distributed.get_world_size()
     rows = len(part) // world if scatter else len(part) * world
     y = torch.empty(rows, part.shape[1], dtype=part.dtype, device=part.device)
+    collective = distributed.reduce_scatter_tensor if scatter else distributed.all_gather_into_tensor
 
     def call(*_) -> torch.Tensor:
-        (distributed.reduce_scatter_tensor if scatter else distributed.all_gather_into_tensor)(y, part)
+        collective(y, part)
         return y
 
     return call

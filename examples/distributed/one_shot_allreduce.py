@@ -91,9 +91,9 @@ def one_shot_allreduce(
 ) -> torch.Tensor:
     """The sum of x over the ranks of `work`, which workspace(x) made: of x's shape and dtype, the same bits in each.
 
-    x is bfloat16 or float16, contiguous, of a multiple of 8 elements. `out` may be x. `variant` is "pull" or
-    "mailbox", by size unless given, the same in every rank. Calls with one workspace come one after the other, equally
-    often in every rank; a rank that leaves one out lets the others wait for ever.
+    x is bfloat16 or float16, contiguous, of a multiple of 8 elements, at most 2**28, outside the workspace. `out` may
+    be x. `variant` is "pull" or "mailbox", by size unless given, the same in every rank. Calls with one workspace come
+    one after the other, equally often in every rank; a rank that leaves one out lets the others wait for ever.
 
     Raises TypeError for another dtype; ValueError for another shape than the workspace's, a layout that is not
     contiguous, an `out` that overlaps the workspace or a part of x, or an unknown variant; RuntimeError for a device
@@ -130,13 +130,14 @@ def compare(h: Harness, nbytes: int):
     xs = h.randn(h.ranks, nbytes // 2, dtype=h.half)
     work = workspace(xs[h.rank])
     calls = library_calls(xs[h.rank])
-    variants = {name: lambda xs, fn=fn: fn(xs[h.rank]) for name, fn in calls.items()}
-    for variant in (None, *VARIANTS):
-        variants[variant or "dispatcher"] = lambda xs, v=variant: one_shot_allreduce(xs[h.rank], work, variant=v)
+    baseline, *others = calls
+    ours = {v or "dispatcher": partial(one_shot_allreduce, work=work, variant=v) for v in (None, *VARIANTS)}
+    functions = {baseline: calls[baseline]} | ours | {name: calls[name] for name in others}
+    variants = {name: lambda xs, fn=fn: fn(xs[h.rank]) for name, fn in functions.items()}
     size = f"{nbytes // 1024} KiB" if nbytes < 2**20 else f"{nbytes // 2**20} MiB"
     wrong = {"without the last rank": lambda xs: reference(xs[:-1])}
     return h.compare(
-        variants, reference, xs, baseline=next(iter(calls)), work=Work(bytes=2 * nbytes), case=size, wrong=wrong,
+        variants, reference, xs, baseline=baseline, work=Work(bytes=2 * nbytes), case=size, wrong=wrong,
         library={"stores": h.ranks},
     )  # fmt: skip
 
