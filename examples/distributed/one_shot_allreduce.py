@@ -40,7 +40,8 @@ from examples.distributed.one_shot_allreduce_mailbox import (
 from examples.distributed.one_shot_allreduce_torch import library_calls
 
 WARPS = 16
-BLOCK, LARGEST_BLOCK = WARPS * 32 * 8, WARPS * 32 * 32  # elements a program moves at a time: 16 bytes a thread, or four
+BLOCK = WARPS * 32 * 8  # elements a program moves at a time: 16 bytes a thread
+LARGEST_BLOCK = 4 * BLOCK
 
 
 @triton.jit

@@ -23,9 +23,9 @@ from examples.common.symmetric import Symmetric, pointer, symmetric
 
 DTYPES = (torch.bfloat16, torch.float16)
 VARIANTS = ("pull", "mailbox")
-PER_SM = 2  # programs that wait, on an eighth of the SMs (sms_to_wait_on): WARPS of either kernel leave room for them
-WARPS = 8
-BLOCK = WARPS * 32 * 4  # words of 4 bytes that a program sends at a time: four a thread, as _receive needs
+PER_SM = 2  # programs that wait, on an eighth of the SMs (sms_to_wait_on): the warps of both kernels leave room
+MAILBOX_WARPS = 8
+MAILBOX_BLOCK = MAILBOX_WARPS * 32 * 4  # words of 4 bytes a program sends at a time: four a thread, for _receive
 MOST = 2**28  # elements: 32 bits hold the offsets of the boxes of up to 16 ranks, and those one block past the end
 MAILBOX_BYTES = 256 * 1024  # sent in all, up to which mailboxes are faster: they send every byte twice
 
@@ -221,8 +221,8 @@ def one_shot_allreduce_mailbox_kernel(
 
 def launch_mailbox(x: torch.Tensor, y: torch.Tensor, work: Workspace) -> None:
     words = x.numel() // 2
-    one_shot_allreduce_mailbox_kernel[(work.programs(words, BLOCK),)](
+    one_shot_allreduce_mailbox_kernel[(work.programs(words, MAILBOX_BLOCK),)](
         x.view(-1).view(torch.int32), y.view(-1).view(torch.int32), work.mail.addresses, work.calls[1], words,
-        RANK=work.data.rank, WORLD=work.data.world, BLOCK=BLOCK,
-        DTYPE=tl.bfloat16 if x.dtype is torch.bfloat16 else tl.float16, num_warps=WARPS,
+        RANK=work.data.rank, WORLD=work.data.world, BLOCK=MAILBOX_BLOCK,
+        DTYPE=tl.bfloat16 if x.dtype is torch.bfloat16 else tl.float16, num_warps=MAILBOX_WARPS,
     )  # fmt: skip
