@@ -1,9 +1,8 @@
-"""What the two fused collectives share: memory, checks, the tile's K loop and its store; what they are put beside."""
+"""What the two fused collectives share: memory, checks, the tile's K loop and its store."""
 
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
@@ -99,8 +98,11 @@ def check_fused(name: str, x: torch.Tensor, w: torch.Tensor, data: Symmetric, wa
 def push_rows(x: torch.Tensor, work: GatherWorkspace) -> int:
     """Copy x to every peer, chunk by chunk, each followed by its signal; on the side stream, by copy engines.
 
-    Each rank begins with the next one, so that no two push to one peer. Returns the rows of a chunk.
+    Each rank begins with the next one, so that no two push to one peer. Returns the rows of a chunk. x is contiguous:
+    else its copies would be kernels, without an SM where programs of every rank wait for them.
     """
+    if not x.is_contiguous():
+        raise ValueError(f"push_rows: strides {x.stride()}; call x.contiguous() before the streams part")
     rank, world, half = work.data.rank, work.data.world, work.call % 2
     chunk_rows = triton.cdiv(len(x), CHUNKS)
     for step in range(1, world):
@@ -178,41 +180,6 @@ def order_for_tma(ASYNC_PROXY: tl.constexpr):
             "fence.proxy.async.global; mov.b32 $0, 0;", "=r,r", [tl.full((), 0, tl.int32)], dtype=tl.int32,
             is_pure=False, pack=1,
         )  # fmt: skip
-
-
-def separate(scatter: bool) -> Callable[[torch.Tensor, torch.Tensor], torch.Tensor]:
-    """torch's collective, then or after its GEMM, each whole; into memory that stays, as a model's would."""
-    distributed, kept = torch.distributed, {}
-
-    def buffer(like: torch.Tensor, rows: int) -> torch.Tensor:
-        if "y" not in kept:
-            kept["y"] = torch.empty(rows, like.shape[1], dtype=like.dtype, device=like.device)
-        return kept["y"]
-
-    def gather(x: torch.Tensor, w: torch.Tensor) -> torch.Tensor:
-        gathered = buffer(x, len(x) * distributed.get_world_size())
-        distributed.all_gather_into_tensor(gathered, x)
-        return gathered @ w
-
-    def reduce_scatter(x: torch.Tensor, w: torch.Tensor) -> torch.Tensor:
-        parts = x @ w
-        y = torch.empty(len(x) // distributed.get_world_size(), w.shape[1], dtype=x.dtype, device=x.device)
-        distributed.reduce_scatter_tensor(y, parts)
-        return y
-
-    return reduce_scatter if scatter else gather
-
-
-def torch_fused(scatter: bool) -> Callable[[torch.Tensor, torch.Tensor], torch.Tensor] | None:
-    """torch's own fused operators, which cut the GEMM into one for each rank's rows; None on a CPU."""
-    if not torch.cuda.is_available():
-        return None
-    from torch.distributed import _symmetric_memory  # noqa: F401 - defines them
-
-    group = torch.distributed.group.WORLD.group_name
-    if scatter:
-        return lambda x, w: torch.ops.symm_mem.fused_matmul_reduce_scatter(x, w, "sum", 0, group)
-    return lambda x, w: torch.ops.symm_mem.fused_all_gather_matmul(x, [w], 0, group, return_A=False)[1][0]
 
 
 def reference(x: torch.Tensor, w: torch.Tensor) -> torch.Tensor:

@@ -5,12 +5,11 @@ number has the 4 bytes beside it. So there is no barrier and no fence, which wou
 was written; a message is one trip over NVLink, of twice its bytes. NCCL's protocol LL does the same.
 docs/memory_ordering.md, "Ranks that wait for each other", says why two boxes for each sender are enough.
 
-Here are also what the lesson's two kernels share: the workspace and the checks; and NCCL as it is put beside them.
+Here is also what the lesson's two kernels share: the workspace and the checks.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import NamedTuple
 
 import torch
@@ -24,9 +23,10 @@ from examples.common.symmetric import Symmetric, pointer, symmetric
 
 DTYPES = (torch.bfloat16, torch.float16)
 VARIANTS = ("pull", "mailbox")
-PER_SM = 2  # programs that wait, on an eighth of the SMs (sms_to_wait_on): WARPS of either kernel leave room for them
-WARPS = 8
-BLOCK = WARPS * 32 * 4  # words of 4 bytes that a program sends at a time: four a thread, as _receive needs
+PER_SM = 2  # programs that wait, on an eighth of the SMs (sms_to_wait_on): the warps of both kernels leave room
+MAILBOX_WARPS = 8
+MAILBOX_BLOCK = MAILBOX_WARPS * 32 * 4  # words of 4 bytes a program sends at a time: four a thread, for _receive
+MOST = 2**28  # elements: 32 bits hold the offsets of the boxes of up to 16 ranks, and those one block past the end
 MAILBOX_BYTES = 256 * 1024  # sent in all, up to which mailboxes are faster: they send every byte twice
 
 
@@ -62,7 +62,8 @@ def workspace(x: torch.Tensor, group=None) -> Workspace:
 
 def check_message(name: str, *tensors: torch.Tensor) -> None:
     """Raises what require_triton_device does; TypeError for a dtype that is not one of DTYPES; ValueError for a layout
-    that is not contiguous, a start that is no multiple of 16 bytes, or elements that are no multiple of 8."""
+    that is not contiguous, a start that is no multiple of 16 bytes, or elements that are no multiple of 8 or more than
+    MOST."""
     require_triton_device(name, *tensors)
     for x in tensors:
         if x.dtype not in DTYPES:
@@ -74,6 +75,8 @@ def check_message(name: str, *tensors: torch.Tensor) -> None:
                 f"{name}: {x.numel()} elements from an address {x.data_ptr() % 16} past a multiple of 16; need a "
                 "multiple of 8 elements at a multiple of 16 bytes: pad x, or clone it"
             )
+        if x.numel() > MOST:
+            raise ValueError(f"{name}: {x.numel()} elements, at most {MOST}; call NCCL, or split x")
 
 
 def check_operands(
@@ -88,7 +91,17 @@ def check_operands(
                 f"{name}: {label} is {tuple(each.shape)} {each.dtype} on {each.device}, the workspace is for "
                 f"{tuple(work.shape)} {work.data.own.dtype} on {work.calls.device}; call workspace(x) in every rank"
             )
-    return torch.empty_like(x) if out is None else out
+    if out is None:
+        return torch.empty_like(x)
+    held = [x] * (out.data_ptr() != x.data_ptr()) + [work.data.own, work.signals.own, work.mail.own, work.calls]
+    if any(overlap(out, each) for each in held):
+        raise ValueError(f"{name}: out overlaps x in part, or the workspace; pass x itself or memory of its own")
+    return out
+
+
+def overlap(a: torch.Tensor, b: torch.Tensor) -> bool:
+    """Whether two contiguous tensors share memory."""
+    return a.data_ptr() < b.data_ptr() + b.nbytes and b.data_ptr() < a.data_ptr() + a.nbytes
 
 
 def mailbox_is_faster(x: torch.Tensor, work: Workspace) -> bool:
@@ -187,6 +200,7 @@ def one_shot_allreduce_mailbox_kernel(
         at += programs * BLOCK
         bits = tl.load(x_ptr + at, mask=at < words, other=0)
 
+    tl.debug_barrier()  # y may be x: all threads have read what they send before one stores over it
     own = pointer(mail[RANK], tl.int64) + box
     for start in range(program * BLOCK, words, programs * BLOCK):
         at = start + tl.arange(0, BLOCK)
@@ -207,24 +221,8 @@ def one_shot_allreduce_mailbox_kernel(
 
 def launch_mailbox(x: torch.Tensor, y: torch.Tensor, work: Workspace) -> None:
     words = x.numel() // 2
-    one_shot_allreduce_mailbox_kernel[(work.programs(words, BLOCK),)](
+    one_shot_allreduce_mailbox_kernel[(work.programs(words, MAILBOX_BLOCK),)](
         x.view(-1).view(torch.int32), y.view(-1).view(torch.int32), work.mail.addresses, work.calls[1], words,
-        RANK=work.data.rank, WORLD=work.data.world, BLOCK=BLOCK,
-        DTYPE=tl.bfloat16 if x.dtype is torch.bfloat16 else tl.float16, num_warps=WARPS,
+        RANK=work.data.rank, WORLD=work.data.world, BLOCK=MAILBOX_BLOCK,
+        DTYPE=tl.bfloat16 if x.dtype is torch.bfloat16 else tl.float16, num_warps=MAILBOX_WARPS,
     )  # fmt: skip
-
-
-def all_reduce_in_place() -> Callable[[torch.Tensor], torch.Tensor]:
-    """all_reduce as it is called where speed counts: in place. The copy that a check needs is not in the timed calls.
-
-    The tensor is filled when x is another one or has been written to; the calls after that add up what is in it.
-    """
-    kept = {}
-
-    def call(x: torch.Tensor) -> torch.Tensor:
-        if kept.get("of") != (found := (x.data_ptr(), x._version)):
-            kept.update(of=found, y=x.clone())
-        torch.distributed.all_reduce(kept["y"])
-        return kept["y"]
-
-    return call

@@ -48,6 +48,18 @@ the two halves of the buffer do not take turns
 each rank adds up its own message, so often as there are ranks
   - total += tl.load(pointer(data[rank], dtype)
   + total += tl.load(pointer(data[RANK], dtype)
+even and odd calls have one box
+  - box = (call % 2) * WORLD * words
+  + box = (call * 0) * WORLD * words
+any call's words are taken for this one's
+  - while tl.max(((words >> 32).to(tl.int32) != call.to(tl.int32)).to(tl.int32)
+  + while tl.max(((words >> 32) == 0).to(tl.int32)
+a mailbox of this rank is read for every peer's
+  - bits = _receive(own + rank * words + at,
+  + bits = _receive(own + (RANK + 1) % WORLD * words + at,
+an output that lies in the workspace is accepted
+  - if any(overlap(out, each) for each in held):
+  + if False:
 
 # distributed/fused_collectives
 the rows of another rank are multiplied at the place of the first
@@ -56,4 +68,7 @@ the rows of another rank are multiplied at the place of the first
 what a rank has of another is stored as its own
   - store_part(y_ptr + source.to(tl.int64) * rows * N,
   + store_part(y_ptr + RANK * rows * N,
+rows that lie apart are copied by kernels, beside programs that wait for them
+  - x = x.contiguous()
+  + pass
 """)

@@ -22,7 +22,7 @@ def sums(rank: int) -> str:
                 time.sleep(0.02)  # the other rank is then a call ahead
             x = xs[rank].clone()
             variant = VARIANTS[call // 2 % 2]
-            y = one_shot_allreduce(x, work, out=x if call % 4 == 3 else None, variant=variant)
+            y = one_shot_allreduce(x, work, out=x if call % 2 else None, variant=variant)
             want = torch.zeros(n)
             for each in xs:
                 want += each.float()
@@ -55,6 +55,12 @@ def refused(rank: int) -> list[str]:
     refuse(one_shot_allreduce, torch.zeros(65, dtype=torch.float16)[1:], work)
     refuse(one_shot_allreduce, half, work, variant="ring")
     refuse(one_shot_allreduce, half, work, out=torch.zeros(32, dtype=torch.float16))
+    refuse(workspace, torch.empty(2**28 + 8, dtype=torch.float16))  # no memory until it is written
+    longer = torch.zeros(72, dtype=torch.float16)
+    refuse(one_shot_allreduce, longer[:64], work, out=longer[8:])
+    refuse(one_shot_allreduce, longer[8:], work, out=longer[:64])
+    for held in (work.data.own[1], work.mail.own.view(torch.float16).view(-1)[64:128]):
+        refuse(one_shot_allreduce, half, work, out=held)
     return messages
 
 
@@ -62,6 +68,8 @@ def test_bad_input_is_refused_in_every_rank():
     one, other = (eval(each) for each in on_ranks(refused))
     assert one == other
     assert "rank 0 calls with 2x64" in one[0]
+    assert "at most 268435456; call NCCL" in one[7]
+    assert all("overlaps" in message for message in one[8:])
     assert all(message.startswith(("workspace: ", "one_shot_allreduce: ")) for message in one)
 
 
