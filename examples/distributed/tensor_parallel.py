@@ -11,7 +11,7 @@ parallelism is a pass of Inductor that makes one operator of a collective and it
 memory while it computes others. Fused weights (qkv, gate_up) need their rows in the order of the ranks first.
 
 Question   What do column, row and sequence parallel send, and what of the wait do compiling and its async pass save?
-Needs      torch, 2 ranks, peers
+Needs      torch, 2 or 4 or 8 ranks, peers
 Wins when  GPUs share NVLink, and a layer does not fit one of them or the batch is too small to be split.
 Source     goes beyond the chapter; torch.distributed.tensor.parallel's documentation
 """
