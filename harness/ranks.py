@@ -98,8 +98,8 @@ def lacks(needs: Needs) -> str | None:
         why = "--ranks N starts N" if not torch.cuda.device_count() else "one GPU is one rank"
         return f"needs {needs.ranks} ranks (this run has {world()}; {why})"
     if needs.rank_counts and world() not in needs.rank_counts:
-        *others, last = needs.rank_counts
-        return f"needs {', '.join(map(str, others))} or {last} ranks (this run has {world()}; use --ranks {needs.ranks})"
+        *others, last = map(str, needs.rank_counts)
+        return f"needs {', '.join(others)} or {last} ranks (this run has {world()}; use --ranks {needs.ranks})"
     distributed = torch.distributed
     if not distributed.is_available():
         return "needs torch.distributed (this torch was built without it)"

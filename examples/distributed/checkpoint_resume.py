@@ -1,4 +1,4 @@
-"""Checkpoints of a compiled FSDP2 model: each rank writes its parts, and any number of ranks reads them.
+"""Checkpoints of an FSDP2 model: each rank writes its parts, and any number of ranks reads them.
 
 torch.distributed.checkpoint saves where in the whole tensor each part belongs. A rank that loads asks for what its own
 parts cover, of however many files, so that the number of ranks may change. The optimizer's state, the number of the
@@ -7,6 +7,9 @@ step and what the data depend on must be in it too.
 With as many ranks training goes on bit by bit. With another number it starts from the same bits, and the next gradient
 is summed in another order, which rounds otherwise. One rank that runs the batch in two parts adds up what two ranks do,
 in their order. Compiled or not, a checkpoint is the same: the other numbers of ranks run this one without compiling.
+
+All of it runs on CPUs, on machines with GPUs too: float32, gloo, blocks compiled by aot_eager, one thread a rank. What
+a checkpoint holds is the same for NCCL; whether GPUs go on bit by bit depends on their kernels and reductions as well.
 
 torch.compile(module) is a module around another, whose names begin with `_orig_mod.`. module.compile() changes nothing
 but how it runs, and get_model_state_dict leaves such prefixes out.
@@ -42,6 +45,7 @@ from torch.distributed.fsdp import fully_shard
 from examples.common.transformer import Config
 from examples.compiler.training_step_model import LanguageModel
 
+OFF = "largest difference, of the largest number"
 STEPS = 2  # before the checkpoint, and after it
 CONFIG = Config(width=64, layers=2, heads=4, kv_heads=2, hidden=128, vocab=256)
 
@@ -145,7 +149,8 @@ def one_thread() -> Iterator[None]:
 
 
 def compared(found: tuple, saved: torch.Tensor, end: torch.Tensor, same_ranks: bool = False) -> dict[str, str]:
-    """Of a training that went on, beside one that was not stopped. Raises AssertionError where it began otherwise, or
+    """Of a training that went on, beside one that was not stopped: differences are parts of the largest number in the
+    state. Raises AssertionError where it began otherwise, or
     the same ranks did not go on bit by bit."""
     loaded, after = found
     if not torch.equal(loaded, saved):
@@ -153,7 +158,7 @@ def compared(found: tuple, saved: torch.Tensor, end: torch.Tensor, same_ranks: b
     if same_ranks and not torch.equal(after, end):
         raise AssertionError(f"{int((after != end).sum())} of {end.numel()} numbers differ, on the same ranks")
     off = (after - end).abs().max().item() / end.abs().max().item()
-    return {"bits that differ": "none" if torch.equal(after, end) else "some", "largest difference": f"{off:.1g}"}
+    return {"bits that differ": "none" if torch.equal(after, end) else "some", OFF: f"{off:.1g}"}
 
 
 def names() -> dict[str, dict[str, str]]:
@@ -174,11 +179,12 @@ def names() -> dict[str, dict[str, str]]:
 
 def answer(ranks: int, rows: dict[str, dict], found: dict[str, dict]) -> str:
     same = [how for how, row in rows.items() if row["bits that differ"] == "none"]
-    others = ", ".join(f"{how} {row['largest difference']}" for how, row in rows.items() if how not in same)
+    others = ", ".join(f"{how} {row[OFF]}" for how, row in rows.items() if how not in same)
     plain = " and ".join(how for how, row in found.items() if row["plain"] == "yes")
     return (
-        f"From a checkpoint of {ranks} ranks bit by bit: {'; '.join(same)}."
-        f"{f' Summed in another order, off by: {others}.' if others else ''} {plain} have a plain model's names."
+        f"On CPUs, by gloo, from {ranks} ranks' checkpoint bit by bit: {'; '.join(same)}."
+        f"{f' Summed in another order, off by (of the largest number) {others}.' if others else ''} "
+        f"{plain} have a plain model's names."
     )
 
 

@@ -1,4 +1,4 @@
-"""fsdp2: the bytes that each rank sends against theory, and what keeping gathered weights until backward changes."""
+"""fsdp2: bytes that are gathered against theory, and what keeping weights until backward changes."""
 
 from __future__ import annotations
 
@@ -34,9 +34,9 @@ def study(h: Harness) -> None:
     norms = 4 * sum(norm.weight.numel() for norm in first_and_last_norm(model))  # the gradients that Step looks at
     for name, keep in kept.items():
         theory = gathered * (whole + (0 if keep else blocks)) // h.ranks
-        rows[name]["gathered by theory"] = f"{theory / 1e6:.1f} MB"
+        rows[name]["gathers by theory"] = f"{theory * (h.ranks - 1) / 1e6:.1f} MB"  # in a ring each part is sent on
         found = sum(total for kind, (_, total) in sent[name].items() if "gather" in kind)
         if h.ranks > 1 and not 0 <= found - theory <= norms // h.ranks:
             raise AssertionError(f"{name}: a rank gave {found} bytes to be gathered, {theory} by theory")
-    h.table("bytes that a rank sends", rows)
+    h.table("what a rank sends, by what is gathered again", rows)
     h.answer(lambda: f"Kept until backward: {table.over(twice, once):.2f}x gathered twice.")
