@@ -8,8 +8,8 @@ With as many ranks training goes on bit by bit. With another number it starts fr
 is summed in another order, which rounds otherwise. One rank that runs the batch in two parts adds up what two ranks do,
 in their order. Compiled or not, a checkpoint is the same: the other numbers of ranks run this one without compiling.
 
-All of it runs on CPUs, on machines with GPUs too: float32, gloo, blocks compiled by aot_eager, one thread a rank. What
-a checkpoint holds is the same for NCCL; whether GPUs go on bit by bit depends on their kernels and reductions as well.
+All of it runs on CPUs, on machines with GPUs too: float32, gloo, blocks compiled by aot_eager, one thread a rank.
+Whether GPUs go on bit by bit depends on their kernels and on NCCL as well, and is not shown here.
 
 torch.compile(module) is a module around another, whose names begin with `_orig_mod.`. module.compile() changes nothing
 but how it runs, and get_model_state_dict leaves such prefixes out.
@@ -183,8 +183,8 @@ def answer(ranks: int, rows: dict[str, dict], found: dict[str, dict]) -> str:
     plain = " and ".join(how for how, row in found.items() if row["plain"] == "yes")
     return (
         f"On CPUs, by gloo, from {ranks} ranks' checkpoint bit by bit: {'; '.join(same)}."
-        f"{f' Summed in another order, off by (of the largest number) {others}.' if others else ''} "
-        f"{plain} have a plain model's names."
+        f"{f' Other orders are off by, of the largest number: {others}.' if others else ''} "
+        f"{plain} keep a plain model's names."
     )
 
 

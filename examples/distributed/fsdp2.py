@@ -38,8 +38,7 @@ from examples.compiler.training_step_model import LanguageModel
 
 PLAIN, PLAIN_COMPILED, EAGER = "torch, one process", "torch.compile, one process", "torch FSDP2"
 BEFORE, AFTER, WHOLE = "torch.compile, then fully_shard", "torch.compile after fully_shard", "torch.compile, whole"
-CHECKPOINTED = "torch.compile, checkpointed"
-ABOVE = "GiB above what is held"
+CHECKPOINTED, ABOVE = "torch.compile, checkpointed", "GiB above what is held"
 SHARDED = (EAGER, BEFORE, AFTER, WHOLE, CHECKPOINTED)
 POLICY = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
 
@@ -93,8 +92,7 @@ def sizes(h: Harness) -> tuple[Callable[[], LanguageModel], torch.Tensor]:
 
 
 def row_of(step: Step, tokens: torch.Tensor) -> dict:
-    """What is seen of one step: graphs, what this rank sends if collectives are rings, the most memory that it takes
-    beyond what is held before it (weights, optimizer), and what of the communication is hidden."""
+    """What is seen of one step: graphs, what this rank sends in rings, memory above what was held, what is hidden."""
     if tokens.is_cuda:
         torch.cuda.reset_peak_memory_stats()
         held = torch.cuda.memory_allocated()
@@ -115,16 +113,17 @@ def row_of(step: Step, tokens: torch.Tensor) -> dict:
 
 def answer(h: Harness, rows: dict[str, dict]) -> str:
     (table,) = h.tables
-    ways, times = {"before": BEFORE, "after": AFTER, "whole": WHOLE}, {name: table[name].ms for name in SHARDED}
+    ways = {"before": BEFORE, "after": AFTER, "whole": WHOLE}
+    times, first = zip(*((table[name].ms, table[name].first_call_s) for name in ways.values()), strict=True)
     speeds = ", ".join(f"{what} {table.over(EAGER, name):.2f}x" for what, name in ways.items())
-    if max(times[name] for name in ways.values()) <= 1.01 * min(times[name] for name in ways.values()):
+    if max(times) <= 1.01 * min(times):
         speeds = f"before, after or whole, all alike, {table.over(EAGER, BEFORE):.2f}x"
-    first = max(table[name].first_call_s for name in ways.values())
-    memory, hidden = ([rows[name].get(of, 0.0) for name in SHARDED] for of in (ABOVE, "hidden"))
-    eager, compiled, *_, checkpointed = memory
+    best = min(SHARDED, key=lambda name: table[name].ms)
+    eager, compiled, checkpointed = (rows[name].get(ABOVE, 0.0) for name in (EAGER, BEFORE, CHECKPOINTED))
+    hidden = [rows[name].get("hidden", 0.0) for name in SHARDED]
     return (
         f"Over eager FSDP2: compiled {speeds}, checkpointed {table.over(EAGER, CHECKPOINTED):.2f}x; first calls up to "
-        f"{first:.0f} s. Efficiency {table.over(PLAIN_COMPILED, min(times, key=times.get)):.2f}; hidden "
+        f"{max(first):.0f} s. Efficiency {table.over(PLAIN_COMPILED, best):.2f}; hidden "
         f"{min(hidden):.0%} to {max(hidden):.0%}; {ABOVE}: {eager}, compiled {compiled}, checkpointed {checkpointed}."
     )
 
