@@ -1,8 +1,8 @@
 """FP8 all-gather: each rank quantizes its part of a weight, and one byte an element travels instead of two.
 
 FSDP gathers every weight before it is used, in bfloat16. In e4m3 half the bytes do, with a float32 scale for each part
-or for each of its rows: the largest magnitude over 448, so that nothing saturates. To find it is one more pass over the
-part, and needs no other rank.
+or for each of its rows: the largest magnitude over 448, so that nothing saturates. A row's is known when that row has
+been read, and can be cast from cache; a rank's after a pass over all of its part, which the cast must read again.
 
 What the link saves, the passes before and after can cost again: the largest magnitude, the cast, and for a GEMM in
 bfloat16 the way back. torch.compile fuses them on both sides of the collective. A GEMM in FP8 takes bytes and scales as
