@@ -550,9 +550,12 @@ def totals(part: dict) -> Chart:
 
 
 def roofline(parts: list[dict]) -> Chart | None:
-    """Each technique's case nearest to its ceiling: FLOPs a byte and TFLOP/s, or TB/s where it only moves bytes."""
+    """Each technique's case nearest to its ceiling: FLOPs a byte and TFLOP/s, or TB/s where it only moves bytes.
+
+    Ceilings are one GPU's: of ranks, whose bytes go over links, there is none.
+    """
     multiply, move, share, levels, left = {}, {}, {}, {}, {}
-    for part in parts:
+    for part in (each for each in parts if each["machine"].get("ranks", 1) == 1):
         ceilings = part["machine"].get("ceilings") or {"copy_tbps": None, "gemm_tflops": {}}
         found = {"copy": ceilings["copy_tbps"]} | ceilings["gemm_tflops"]
         levels |= {name: max(rate, levels.get(name, 0)) for name, rate in found.items() if rate}

@@ -28,8 +28,13 @@ FASTER = 1.02  # from which on another of our variants than the one that a user 
 
 
 def tables_of(part: dict) -> list[Table]:
-    """The recorded tables of a lesson, or of its study."""
-    return [Table(**table | {"rows": [Row(**row) for row in table["rows"]]}) for table in part["tables"]]
+    """The recorded tables of a lesson, or of its study. Messages between ranks have no part of a ceiling: theirs is the
+    links', and the one that was measured the memory's."""
+    tables = [Table(**table | {"rows": [Row(**row) for row in table["rows"]]}) for table in part["tables"]]
+    if part["tables"] and part.get("machine", {}).get("ranks", 1) > 1:
+        for row in (row for table in tables for row in table.rows if not row.tflops):
+            row.of_ceiling = None
+    return tables
 
 
 def told_rows(table: Table) -> list[Row]:

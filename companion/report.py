@@ -380,7 +380,7 @@ def render(said: dict, base: str) -> str:
         "markdown": lambda text: Markup(markdown.render(text)),
         "draw": lambda each: Markup(draw(each["chart"], each["mine"], each["whose"])),
         "file": lambda name: f"{base}/{name}",
-        "short": lambda topic: topic["title"].split(" ")[0],
+        "short": lambda topic: topic["title"].split(" ")[0].rstrip(","),
     }
     assets = {name: Markup((TEMPLATES / f"page.{name}").read_text(encoding="utf-8")) for name in ("css", "js")}
     return page.get_template("page.html").render(**said, **assets, digest=digest(said))

@@ -27,7 +27,8 @@ class Needs:
 
     A package must be importable at all times. `sm` and `gib` are asked of a GPU only: without one, Triton
     kernels are interpreted, which any CPU can do. `gpu` says that nothing can be shown without one. `2 ranks` are
-    processes of torch.distributed, which the topic script starts; `peers` that each GPU must reach the others' memory.
+    processes of torch.distributed, at least so many, which the topic script starts, and `2 or 4 or 8 ranks` that many
+    (`rank_counts`); `peers` that each GPU must reach the others' memory.
     """
 
     packages: tuple[tuple[str, str | None], ...] = ()
@@ -37,6 +38,7 @@ class Needs:
     ranks: int = 1
     peers: bool = False
     text: str = "torch only"
+    rank_counts: tuple[int, ...] = ()
 
     @property
     def triton(self) -> bool:
@@ -49,14 +51,14 @@ class Needs:
     @classmethod
     def parse(cls, text: str, where: str = "Needs") -> Needs:
         packages: list[tuple[str, str | None]] = []
-        sm, gib, gpu, ranks, peers = None, None, False, 1, False
+        sm, gib, gpu, counts, peers = None, None, False, [1], False
         for item in filter(None, (part.strip() for part in text.split(","))):
             if item in ("gpu", "GPU"):
                 gpu = True
             elif item == "peers":
                 peers = True
-            elif match := re.fullmatch(r"(\d+) ranks", item):
-                ranks = int(match[1])
+            elif match := re.fullmatch(r"(\d+(?: or \d+)*) ranks", item):
+                counts = [int(each) for each in match[1].split(" or ")]
             elif match := re.fullmatch(r"sm_(\d+)(\d)", item):
                 sm = (int(match[1]), int(match[2]))
             elif match := re.fullmatch(r"(\d+(?:\.\d+)?) GiB", item):
@@ -66,9 +68,10 @@ class Needs:
             else:
                 raise CatalogError(
                     f"{where}: cannot read {item!r}; "
-                    "use package, package>=1.2, sm_90, 8 GiB, gpu, 2 ranks, peers, with commas between"
+                    "use package, package>=1.2, sm_90, 8 GiB, gpu, 2 ranks, 2 or 4 ranks, peers, with commas between"
                 )
-        return cls(tuple(packages), sm, gib, gpu, ranks, peers, text or "torch only")
+        exact = tuple(counts) if len(counts) > 1 else ()
+        return cls(tuple(packages), sm, gib, gpu, min(counts), peers, text or "torch only", exact)
 
 
 @dataclass(frozen=True)

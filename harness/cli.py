@@ -326,7 +326,7 @@ def _run_one(technique: Technique, session, how: dict, files: list[Path], functi
         if reason := _missing(technique.needs):
             raise Skip(reason)
         if technique.needs.ranks > 1:
-            ranks.begin()
+            ranks.begin(technique.name)
         if technique.needs.xla:
             from examples.common import xla  # before torch_xla, which then knows its device
 

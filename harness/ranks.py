@@ -19,6 +19,7 @@ import threading
 import time
 import uuid
 from datetime import timedelta
+from itertools import permutations
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import NoReturn
@@ -29,6 +30,7 @@ import torch
 
 # Seconds that a rank waits in a collective for the others, and that torchrun waits for a rank that it asked to end.
 TIMEOUT_S, END_S = float(os.environ.get("RANKS_TIMEOUT_S", 40)), 5
+LESSON_FILE = "lesson"  # beside a rank's log: the name of the lesson that it is in
 AHEAD_CYCLES = 1_000_000  # of the SMs' clock, about half a millisecond: see align()
 # What a rank meets when another one has ended: that one is the cause, and is waited for.
 LOST = r"Connection (?:closed by peer|reset|refused)|Broken pipe|[Rr]emote process|peer closed|DistNetworkError"
@@ -66,6 +68,9 @@ def wanted(asked: int | None) -> int:
     Raises ValueError for a number that cannot be had here.
     """
     gpus = torch.cuda.device_count()
+    for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK"):
+        if not os.environ.get(name, "0").isdecimal():
+            raise ValueError(f"{name}={os.environ[name]} is not a number; unset it, or start with torchrun")
     if (alone := {"RANK", "WORLD_SIZE"} & os.environ.keys()) and not started():
         (other,) = {"RANK", "WORLD_SIZE"} - alone
         raise ValueError(f"{alone.pop()} is in the environment and {other} is not; unset it, or start with torchrun")
@@ -74,6 +79,9 @@ def wanted(asked: int | None) -> int:
             raise ValueError(f"--ranks {asked}, and torchrun has started {world()}; leave out --ranks")
         if gpus and local() >= gpus:
             raise ValueError(f"rank {rank()} has no GPU: this machine has {gpus}; lower torchrun's --nproc-per-node")
+        for name in ("MASTER_ADDR", "MASTER_PORT"):
+            if name not in os.environ:
+                raise ValueError(f"RANK and WORLD_SIZE are in the environment and {name} is not; start with torchrun")
         return world()
     if asked is not None and asked < 1:
         raise ValueError(f"--ranks {asked}: at least 1 is needed")
@@ -89,16 +97,19 @@ def lacks(needs: Needs) -> str | None:
     if world() < needs.ranks:
         why = "--ranks N starts N" if not torch.cuda.device_count() else "one GPU is one rank"
         return f"needs {needs.ranks} ranks (this run has {world()}; {why})"
+    if needs.rank_counts and world() not in needs.rank_counts:
+        *others, last = map(str, needs.rank_counts)
+        return f"needs {', '.join(others)} or {last} ranks (this run has {world()}; use --ranks {needs.ranks})"
     distributed = torch.distributed
     if not distributed.is_available():
         return "needs torch.distributed (this torch was built without it)"
     if torch.cuda.is_available() and not distributed.is_nccl_available():
         return "needs NCCL (this torch was built without it; on Linux: pip install torch)"
     if needs.peers and torch.cuda.is_available():
-        here = range(torch.cuda.device_count())
-        for peer in here:
-            if peer != local() and not torch.cuda.can_device_access_peer(local(), peer):
-                return f"needs GPUs with peer access (GPU {local()} has none to GPU {peer}; see nvidia-smi topo -p2p r)"
+        # Every pair, so that each rank finds the same: one that skipped alone would let the others wait for it.
+        for gpu, peer in permutations(range(int(os.environ.get("LOCAL_WORLD_SIZE", world()))), 2):
+            if not torch.cuda.can_device_access_peer(gpu, peer):
+                return f"needs GPUs with peer access (GPU {gpu} has none to GPU {peer}; see nvidia-smi topo -p2p r)"
     return None
 
 
@@ -115,8 +126,10 @@ def enter() -> None:
         signal.signal(signal.SIGINT, signal.SIG_DFL)  # rank 0 says what was done
 
 
-def begin() -> None:
-    """Make the process group, once."""
+def begin(lesson: str = "") -> None:
+    """Make the process group, once; leave the lesson's name for launch(), should this rank be killed in it."""
+    if errors := os.environ.get("TORCHELASTIC_ERROR_FILE"):
+        Path(errors).with_name(LESSON_FILE).write_text(lesson, encoding="utf-8")
     if torch.distributed.is_initialized():
         return
     backend, options = "gloo", {}
@@ -130,6 +143,11 @@ def begin() -> None:
         threading.Thread(target=_guard, daemon=True).start()
         align()
         torch.cuda.synchronize()
+    else:
+        from harness.hardware import interpreted  # which imports this module
+
+        if interpreted():
+            _watch_kernels()
 
 
 def _guard() -> None:
@@ -147,6 +165,32 @@ def _guard() -> None:
                 f"{Path(place[0]).name}:{place[1]}: waited in vain for another rank, which did not join a collective, "
                 "or with another shape"
             )
+
+
+def _watch_kernels() -> None:
+    """On a CPU a kernel that waits for another rank is a loop in Python. Where all ranks stand in one, none is in a
+    collective that would give up: a launch that does not end within TIMEOUT_S ends this rank."""
+    from triton.runtime.interpreter import GridExecutor
+
+    launch, launched = GridExecutor.__call__, []  # a launch's name and when it began
+
+    @functools.wraps(launch)
+    def timed(executor: GridExecutor, *args, **kwargs) -> None:
+        launched.append((executor.fn.__name__, time.monotonic()))
+        try:
+            launch(executor, *args, **kwargs)
+        finally:
+            launched.pop()
+
+    def watch() -> None:
+        while True:
+            time.sleep(1)
+            for name, since in launched[:1]:
+                if time.monotonic() - since > TIMEOUT_S + END_S:
+                    give_up(f"{name}: waited in vain for another rank, which did not launch the same kernel")
+
+    GridExecutor.__call__ = timed
+    threading.Thread(target=watch, daemon=True).start()
 
 
 def _main_thread() -> tuple[str, int, int, int] | None:
@@ -232,13 +276,16 @@ def _first(failures: dict, ranks: int, folder: Path, verbose: bool) -> tuple[int
         return 2, words.strip().removeprefix("error: ")
     exitcode = failures[number].exitcode
     how = f"was ended by {signal.Signals(-exitcode).name}" if exitcode < 0 else f"ended with status {exitcode}"
+    if exitcode == -signal.SIGKILL:
+        how += ": out of memory? (see dmesg, or run fewer --ranks)"
     found = re.search("watchdog|preamble", words.lower())  # NCCL's, and gloo's where another rank sends more
     if found:
         within = f" within {TIMEOUT_S:g} s" if found[0] == "watchdog" else ""
         how += f": a collective was not joined by every rank with the same shape{within}"
     spoke = exitcode > 0 or (exitcode == -signal.SIGABRT and not found)  # C++ says what it could not go on after
     last = [line for line in words.splitlines() if line.strip()][-3:] if spoke else []
-    return 1, "\n  ".join([f"rank {number} of {ranks} {how}", *last])
+    lesson = next((f", in {path.read_text()}," for path in folder.glob(f"**/{number}/{LESSON_FILE}")), "")
+    return 1, "\n  ".join([f"rank {number} of {ranks}{lesson} {how}", *last])
 
 
 # --- what ranks do alike

@@ -1,4 +1,4 @@
-"""Checkpoints of a compiled FSDP2 model: each rank writes its parts, and any number of ranks reads them.
+"""Checkpoints of an FSDP2 model: each rank writes its parts, and any number of ranks reads them.
 
 torch.distributed.checkpoint saves where in the whole tensor each part belongs. A rank that loads asks for what its own
 parts cover, of however many files, so that the number of ranks may change. The optimizer's state, the number of the
@@ -7,6 +7,9 @@ step and what the data depend on must be in it too.
 With as many ranks training goes on bit by bit. With another number it starts from the same bits, and the next gradient
 is summed in another order, which rounds otherwise. One rank that runs the batch in two parts adds up what two ranks do,
 in their order. Compiled or not, a checkpoint is the same: the other numbers of ranks run this one without compiling.
+
+All of it runs on CPUs, on machines with GPUs too: float32, gloo, blocks compiled by aot_eager, one thread a rank.
+Whether GPUs go on bit by bit depends on their kernels and on NCCL as well, and is not shown here.
 
 torch.compile(module) is a module around another, whose names begin with `_orig_mod.`. module.compile() changes nothing
 but how it runs, and get_model_state_dict leaves such prefixes out.
@@ -19,6 +22,7 @@ Source     goes beyond the chapter; torch.distributed.checkpoint's documentation
 
 from __future__ import annotations
 
+import math
 import os
 import time
 from collections.abc import Iterator
@@ -41,7 +45,8 @@ from torch.distributed.fsdp import fully_shard
 from examples.common.transformer import Config
 from examples.compiler.training_step_model import LanguageModel
 
-BATCH, STEPS = 24, 2  # rows, which 2, 3, 4, 6 and 8 ranks share evenly; steps before the checkpoint, and after it
+OFF = "largest difference, of the largest number"
+STEPS = 2  # before the checkpoint, and after it
 CONFIG = Config(width=64, layers=2, heads=4, kv_heads=2, hidden=128, vocab=256)
 
 
@@ -50,10 +55,13 @@ def new_model() -> LanguageModel:
 
 
 class Training:
-    """The same model, optimizer and data on the ranks of the process group, on their CPUs; at step 0."""
+    """The same model, optimizer and data on the ranks of the process group, on their CPUs; at step 0.
 
-    def __init__(self, compiled: bool = True) -> None:
-        self.model, self.step = new_model(), 0
+    `rows` of each batch are those of all ranks, which must share them evenly: gradients are averaged over ranks.
+    """
+
+    def __init__(self, rows: int, compiled: bool = True) -> None:
+        self.model, self.rows, self.step = new_model(), rows, 0
         mesh = init_device_mesh("cpu", (dist.get_world_size(),))
         for block in self.model.body.blocks:
             if compiled:
@@ -67,7 +75,7 @@ class Training:
         for _ in range(STEPS):
             self.step += 1
             generator = torch.Generator().manual_seed(self.step)  # data follow from the step, and need no state
-            tokens = torch.randint(CONFIG.vocab, (BATCH, 33), generator=generator)
+            tokens = torch.randint(CONFIG.vocab, (self.rows, 33), generator=generator)
             for part in tokens.chunk(dist.get_world_size())[dist.get_rank()].chunk(parts):
                 (self.model(part).mean() / parts).backward()
             self.optimizer.step()
@@ -92,34 +100,37 @@ class Training:
         return torch.cat([each.detach().full_tensor().flatten() for each in (*self.model.parameters(), *moments)])
 
 
-def resume(folder: str, parts: int = 1, compiled: bool = True) -> tuple[torch.Tensor, torch.Tensor]:
+def resume(folder: str, rows: int, parts: int = 1, compiled: bool = True) -> tuple[torch.Tensor, torch.Tensor]:
     """(as loaded, STEPS steps later) of a new model on the ranks of the process group."""
-    training = Training(compiled)
+    training = Training(rows, compiled)
     training.load(folder)
     loaded = training.whole()
     training.train(parts)
     return loaded, training.whole()
 
 
-def resume_in_rank(rank: int, world: int, folder: str, parts: list[int]) -> None:
+def resume_in_rank(rank: int, world: int, folder: str, rows: int, parts: list[int]) -> None:
     """In a process of its own: resume() in a group of `world`, not compiled, for each number of parts, into a file."""
     torch.set_num_threads(1)
     store, within = f"file://{folder}/store-{world}", timedelta(seconds=30)
     dist.init_process_group("gloo", store, rank=rank, world_size=world, timeout=within)
-    found = [resume(folder, each, compiled=False) for each in parts]
+    found = [resume(folder, rows, each, compiled=False) for each in parts]
     if rank == 0:
         torch.save(found, f"{folder}/resumed-{world}")
     dist.destroy_process_group()
 
 
-def resume_on_others(folder: str, parts: dict[int, list[int]]) -> dict[int, list[tuple[torch.Tensor, torch.Tensor]]]:
+def resume_on_others(
+    folder: str, rows: int, parts: dict[int, list[int]]
+) -> dict[int, list[tuple[torch.Tensor, torch.Tensor]]]:
     """resume() on other numbers of ranks: processes that rank 0 starts, without a GPU."""
     done = Path(folder, "done")
     if dist.get_rank() == 0:
         mp.get_context("forkserver").set_forkserver_preload([__name__])  # imports once for all
         with patch.dict(os.environ, CUDA_VISIBLE_DEVICES="", OMP_NUM_THREADS="1"):
             for world in parts:
-                mp.start_processes(resume_in_rank, (world, folder, parts[world]), world, start_method="forkserver")
+                arguments = world, folder, rows, parts[world]
+                mp.start_processes(resume_in_rank, arguments, world, start_method="forkserver")
         done.touch()
     while not done.exists():  # a collective would give up
         time.sleep(0.1)
@@ -138,7 +149,8 @@ def one_thread() -> Iterator[None]:
 
 
 def compared(found: tuple, saved: torch.Tensor, end: torch.Tensor, same_ranks: bool = False) -> dict[str, str]:
-    """Of a training that went on, beside one that was not stopped. Raises AssertionError where it began otherwise, or
+    """Of a training that went on, beside one that was not stopped: differences are parts of the largest number in the
+    state. Raises AssertionError where it began otherwise, or
     the same ranks did not go on bit by bit."""
     loaded, after = found
     if not torch.equal(loaded, saved):
@@ -146,7 +158,7 @@ def compared(found: tuple, saved: torch.Tensor, end: torch.Tensor, same_ranks: b
     if same_ranks and not torch.equal(after, end):
         raise AssertionError(f"{int((after != end).sum())} of {end.numel()} numbers differ, on the same ranks")
     off = (after - end).abs().max().item() / end.abs().max().item()
-    return {"bits that differ": "none" if torch.equal(after, end) else "some", "largest difference": f"{off:.1g}"}
+    return {"bits that differ": "none" if torch.equal(after, end) else "some", OFF: f"{off:.1g}"}
 
 
 def names() -> dict[str, dict[str, str]]:
@@ -167,29 +179,31 @@ def names() -> dict[str, dict[str, str]]:
 
 def answer(ranks: int, rows: dict[str, dict], found: dict[str, dict]) -> str:
     same = [how for how, row in rows.items() if row["bits that differ"] == "none"]
-    others = ", ".join(f"{how} {row['largest difference']}" for how, row in rows.items() if how not in same)
+    others = ", ".join(f"{how} {row[OFF]}" for how, row in rows.items() if how not in same)
     plain = " and ".join(how for how, row in found.items() if row["plain"] == "yes")
     return (
-        f"From a checkpoint of {ranks} ranks bit by bit: {'; '.join(same)}."
-        f"{f' Summed in another order, off by: {others}.' if others else ''} {plain} have a plain model's names."
+        f"On CPUs, by gloo, from {ranks} ranks' checkpoint bit by bit: {'; '.join(same)}."
+        f"{f' Other orders are off by, of the largest number: {others}.' if others else ''} "
+        f"{plain} keep a plain model's names."
     )
 
 
 def demo(h: Harness) -> None:
+    batch = math.lcm(24, h.ranks)  # rows that these ranks share evenly, and so do one and four
     with TemporaryDirectory() as mine, one_thread():
         shared = [mine]
         dist.broadcast_object_list(shared)
         (folder,) = shared
         with h.progress("train and save"):
-            training = Training()
+            training = Training(batch)
             training.train()
             training.save(folder)
             saved = training.whole()
             training.train()
             end = training.whole()
-        rows = {f"{h.ranks} ranks": compared(resume(folder), saved, end, same_ranks=True)}
+        rows = {f"{h.ranks} ranks": compared(resume(folder, batch), saved, end, same_ranks=True)}
         with h.progress("load on one rank and on four"):
-            (one, in_parts), (four,) = resume_on_others(folder, {1: [1, h.ranks], 4: [1]}).values()
+            (one, in_parts), (four,) = resume_on_others(folder, batch, {1: [1, h.ranks], 4: [1]}).values()
         dist.barrier()  # rank 0's folder goes when all have read
     rows["1 rank"] = compared(one, saved, end)
     rows[f"1 rank, in {h.ranks} parts"] = compared(in_parts, saved, end)

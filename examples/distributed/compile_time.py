@@ -1,10 +1,10 @@
 """What N ranks compile: all of it N times, unless they share a cache; and the rank that recompiles alone.
 
 Ranks of one program compile the same graphs at the same time, on the cores of one host. With one cache folder the first
-call still finds nothing, as all of them look before any has finished: let rank 0 compile first. To other hosts its
-artifacts are sent; torch's remote caches (TORCHINDUCTOR_FX_GRAPH_REMOTE_CACHE, in Redis) do that for a fleet. But a
-graph's key names its GPU: rank 1, on cuda:1, finds nothing of what rank 0 compiled for cuda:0. (Newer versions of
-torch have torch.compiler.config.compile_on_one_rank against it, which is not tried here.)
+call still finds nothing, as all of them look before any has finished. After rank 0, on CPUs, the others find it. But a
+graph's key names its GPU: rank 1, on cuda:1, finds nothing of what rank 0 compiled for cuda:0, and only waits longer.
+(Newer torch has torch.compiler.config.compile_on_one_rank, not tried here.) Other hosts are sent rank 0's artifacts, by
+torch's remote caches (TORCHINDUCTOR_FX_GRAPH_REMOTE_CACHE, in Redis) in a fleet.
 
 A rank whose batch has another size compiles again, alone, while the others wait for it in a collective: for seconds at
 best, until their timeout at worst. Counting graphs on every rank finds it; one shape, or a dynamic one, avoids it.
@@ -19,7 +19,6 @@ from __future__ import annotations
 
 import os
 import time
-from collections.abc import Callable
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from unittest.mock import patch
@@ -35,7 +34,7 @@ from torch._inductor.utils import clear_caches
 from examples.common.data_parallel import Compiler
 
 WIDTH = 256
-OWN, SHARED, FIRST, SENT = "a folder for each", "one folder, at once", "one folder, rank 0 first", "rank 0's artifacts"
+ALONE, OWN, SHARED, FIRST, SENT = "rank 0 alone", "own folders", "one folder", "rank 0 first", "its artifacts"
 
 
 def network(x: torch.Tensor, up: torch.Tensor, down: torch.Tensor) -> torch.Tensor:
@@ -78,10 +77,12 @@ def together(how: str, inputs: tuple, folder: Path) -> tuple[torch.Tensor, dict]
     own = folder / str(rank)
     dist.barrier()
     started = time.perf_counter()
-    if how == OWN or (how == SENT and rank == 0):
+    if how == OWN or (how in (ALONE, SENT) and rank == 0):
         out, compiled = first_call(inputs, own)
     elif how == SHARED or (how == FIRST and rank == 0):
         out, compiled = first_call(inputs, folder)
+    if how == ALONE and rank:
+        out, compiled = network(*inputs).cpu(), False
     if how == FIRST:
         dist.barrier()
         if rank:
@@ -94,11 +95,11 @@ def together(how: str, inputs: tuple, folder: Path) -> tuple[torch.Tensor, dict]
     return out, {"s": round(seconds, 2), "compiled by ranks": [r for r, did in enumerate(by_rank(compiled)) if did]}
 
 
-def sizes_differ(make: Callable, pad: bool, inputs: tuple) -> dict:
+def sizes_differ(dynamic: bool, pad: bool, inputs: tuple) -> dict:
     """Two steps with an all-reduce; in the second one rank 1 has fewer rows. Graphs of each rank, and who waited."""
     torch.compiler.reset()
     compiler, (x, *weights) = Compiler(inputs[0].is_cuda), inputs
-    step = make(compiler)
+    step = torch.compile(network, dynamic=dynamic, backend=compiler)
     for rows in (len(x), len(x) - 8 * (dist.get_rank() == 1)):
         part = x[:rows].clone()  # a batch of its own: of a slice, the size of the whole would be guarded
         part = F.pad(part, (0, 0, 0, len(x) - rows)) if pad else part
@@ -113,11 +114,18 @@ def sizes_differ(make: Callable, pad: bool, inputs: tuple) -> dict:
     return {"graphs of each rank": graphs, "recompiled alone": alone, "others wait s": round(max(by_rank(waited)), 2)}
 
 
-POLICIES = {
-    "static shapes": (lambda compiler: torch.compile(network, dynamic=False, backend=compiler), False),
-    "static, padded": (lambda compiler: torch.compile(network, dynamic=False, backend=compiler), True),
-    "dynamic": (lambda compiler: torch.compile(network, dynamic=True, backend=compiler), False),
-}
+# Whether shapes are compiled as dynamic ones, and whether rows are padded.
+POLICIES = {"static": (False, False), "padded": (False, True), "dynamic": (True, False)}
+
+
+def answer(h: Harness, rows: dict[str, dict], alone: dict[str, dict]) -> str:
+    gpu = h.device.type == "cuda"  # ranks on a CPU share its cores: no times
+    times = {how: f" {row['s']:.2f} s" if gpu else "" for how, row in rows.items()}
+    calls = (f"{how}{times[how]} ({len(row['compiled by ranks'])})" for how, row in rows.items())
+    again = " and ".join(name for name, row in alone.items() if row["recompiled alone"]) or "none"
+    wait = f"; others wait {max(row['others wait s'] for row in alone.values()):.1f} s" if gpu else ""
+    fewer = f"Rank 1 with fewer rows recompiles if: {again}{wait}."
+    return f"First calls (of {h.ranks} ranks compile): {', '.join(calls)}. {fewer}"
 
 
 def demo(h: Harness) -> None:
@@ -126,24 +134,16 @@ def demo(h: Harness) -> None:
     with TemporaryDirectory() as mine, torch.no_grad():
         folder = Path(from_rank_0(mine))
         first_call(inputs, Path(mine, "imports"))  # Inductor's own, and what it asks the compiler once
-        for how in (OWN, SHARED, FIRST, SENT):
+        for how in (ALONE, OWN, SHARED, FIRST, SENT):
             with h.progress(how):
                 out, rows[how] = together(how, inputs, folder)
             y = out.to(h.device)
             h.check(lambda *_, y=y: y, reference, *inputs, what=how, terms=5 * WIDTH, poison=False)
         dist.barrier()  # rank 0's folder goes when all are done
-        alone = {name: sizes_differ(make, pad, inputs) for name, (make, pad) in POLICIES.items()}
+        alone = {name: sizes_differ(*policy, inputs) for name, policy in POLICIES.items()}
     h.table("first calls of all ranks", rows)
     h.table("rank 1 has fewer rows", alone)
-
-    def answer() -> str:
-        times = f", {rows[OWN]['s']:.1f} and {rows[FIRST]['s']:.1f} s" if h.device.type == "cuda" else ""
-        compiled = ", ".join(f"{how} {len(row['compiled by ranks'])}" for how, row in rows.items())
-        graphs = "; ".join(f"{name} {row['graphs of each rank']}" for name, row in alone.items())
-        key = " (keys name GPUs)" if h.device.type == "cuda" and len(rows[FIRST]["compiled by ranks"]) > 1 else ""
-        return f"Of {h.ranks} ranks compile{key}: {compiled}{times}. Fewer rows on rank 1, graphs: {graphs}."
-
-    h.answer(answer, timed=False)
+    h.answer(lambda: answer(h, rows, alone), timed=False)
 
 
 if __name__ == "__main__":

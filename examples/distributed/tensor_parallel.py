@@ -8,10 +8,11 @@ bytes for both, 2 (ranks - 1) / ranks times the activations for each pair, forwa
 
 Here a GEMM waits for the bytes, and they for the GEMM before: no block before hides them, as with fsdp2. Async tensor
 parallelism is a pass of Inductor that makes one operator of a collective and its GEMM, which sends parts over symmetric
-memory while it computes others. Fused weights (qkv, gate_up) need their rows in the order of the ranks first.
+memory while it computes others: NCCL's kernels carry no bytes then. Fused weights (qkv, gate_up) need their rows in
+the order of the ranks first. Every rank has all tokens, so that n ranks are at best n times as fast as one.
 
 Question   What do column, row and sequence parallel send, and what of the wait do compiling and its async pass save?
-Needs      torch, 2 ranks, peers
+Needs      torch, 2 or 4 or 8 ranks, peers
 Wins when  GPUs share NVLink, and a layer does not fit one of them or the batch is too small to be split.
 Source     goes beyond the chapter; torch.distributed.tensor.parallel's documentation
 """
@@ -35,7 +36,7 @@ from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, SequenceParallel, parallelize_module
 
 from compile_inspect import logs
-from examples.common.collectives import in_graph, sent_in_ring, traced
+from examples.common.collectives import RING, in_graph, sent_in_ring, traced
 from examples.common.transformer import TINY, WIDE, Block, Transformer
 
 PLAIN, PLAIN_COMPILED = "torch, one process", "torch.compile, one process"
@@ -45,6 +46,7 @@ SEQUENCE, SEQUENCE_COMPILED, ASYNC = (
     "torch.compile, sequence parallel",
     "torch.compile, async",
 )
+ABOVE = "GiB above what is held"  # before the call: the weights
 COMPILED = (TENSOR_COMPILED, SEQUENCE_COMPILED, ASYNC)
 
 
@@ -141,7 +143,8 @@ def reference(block: Block, angles: tuple, x: torch.Tensor, dy: torch.Tensor, ra
 
 
 def inputs(h: Harness) -> tuple:
-    """A block, the angles of its positions, x and dy: 4x2048 tokens a rank at full size, and a block of 218 million."""
+    """A block, the angles of its positions, x and dy: 4x2048 tokens for each rank at full size, of which every
+    rank has all, and a block of 218 million parameters."""
     on_gpu, small = h.machine.mode == "gpu", replace(TINY, heads=16, kv_heads=8)  # which up to 8 ranks share
     config, rows, tokens = h.pick((small, 1, 64), (WIDE, 4, 2048)) if on_gpu else (small, 1, 32)
     dtype = h.half if on_gpu else torch.float32
@@ -151,7 +154,8 @@ def inputs(h: Harness) -> tuple:
 
 
 def row_of(step: Step, x: torch.Tensor, dy: torch.Tensor) -> dict:
-    """What one call of it sends, keeps and waits for. Raises AssertionError where bytes are not those of theory."""
+    """What one call of it sends if collectives are rings, keeps and waits for. Raises AssertionError where these
+    bytes are not those of theory."""
     theory = 8 * (step.ranks - 1) * x.nbytes // step.ranks  # two pairs, forward and backward, each 2 (n - 1) / n
     if step.how in COMPILED and sent_in_ring(step.sent, step.ranks) != theory:
         raise AssertionError(f"{step.how}: {step.sent} in its graphs, and rings send {theory} bytes by theory")
@@ -162,11 +166,29 @@ def row_of(step: Step, x: torch.Tensor, dy: torch.Tensor) -> dict:
         peak = torch.cuda.max_memory_allocated() - held
     trace = traced(step, x, dy)
     sent = step.sent if step.how in COMPILED else trace.sent
-    row = {"MB by theory": round(theory / 1e6, 2)} | {kind: f"{n} of {b / 1e6:.2f} MB" for kind, (n, b) in sent.items()}
+    row = {"MB by theory": round(theory / 1e6, 2)}
+    for kind in RING:  # which a backend has under several names
+        found = [(0, 0), *(each for name, each in sent.items() if name.startswith(kind))]
+        calls, total = map(sum, zip(*found, strict=True))
+        if calls:
+            row[kind] = f"{calls} of {sent_in_ring({kind: (calls, total)}, step.ranks) / 1e6:.2f} MB"
     if x.is_cuda:
-        ms, hidden = round(trace.communicating, 2), round(trace.overlap, 3)
-        row |= {"fused": step.fused, "peak GiB": round(peak / 2**30, 2), "NCCL ms": ms, "hidden": hidden}
+        row |= {"fused": step.fused, ABOVE: round(peak / 2**30, 2), "NCCL ms": round(trace.communicating, 2)}
+        row |= {} if step.how == ASYNC else {"hidden": round(trace.overlap, 3)}
     return row
+
+
+def answer(h: Harness, rows: dict[str, dict]) -> str:
+    (table,) = h.tables
+    told = {
+        how: f"{table.over(PLAIN_COMPILED, how) / h.ranks:.2f} ({row.get(ABOVE, 0.0):.1f})" for how, row in rows.items()
+    }
+    fused = f", async {told[ASYNC]}" if ASYNC in told else ""
+    return (
+        f"Of {h.ranks} times one GPU's speed, compiled ({ABOVE}): tensor parallel {told[TENSOR]}, compiled "
+        f"{told[TENSOR_COMPILED]}; sequence parallel {told[SEQUENCE]}, compiled {told[SEQUENCE_COMPILED]}{fused}. "
+        f"Rings send {rows[TENSOR]['MB by theory']:.0f} MB for each."
+    )
 
 
 def demo(h: Harness) -> None:
@@ -179,24 +201,15 @@ def demo(h: Harness) -> None:
         h.say("Async tensor parallelism is not run: it needs GPUs.")
     steps = {how: Step(copy.deepcopy(block), angles, h.ranks, h.rank, how) for how in ways}
     with logs():  # Dynamo warns that it leaves out torch's profiler marks
-        table = h.compare(
+        h.compare(
             steps, lambda *_: want, x, dy, baseline=PLAIN, work=Work(), title="a block, forward and backward",
-            case=f"{len(x) // h.ranks}x{x.shape[1]} tokens a rank", timing=Timing(end_to_end=True), max_error_ratio=2.0,
+            case=f"{len(x)}x{x.shape[1]} tokens", timing=Timing(end_to_end=True), max_error_ratio=2.0,
         )  # fmt: skip
         if h.profile:
             return
         rows = {how: row_of(steps[how], x, dy) for how in ways[2:]}
     h.table("what a rank sends", rows)
-
-    def answer() -> str:
-        told = [
-            f"{how.removeprefix('torch, ').replace('torch.compile,', 'compiled')} "
-            f"{table.over(PLAIN_COMPILED, how) / h.ranks:.2f} ({rows[how].get('peak GiB', 0.0):.1f})"
-            for how in ways[2:]
-        ]
-        return f"Efficiency (peak GiB): {', '.join(told)}. Rings send {rows[TENSOR]['MB by theory']:.0f} MB for each."
-
-    h.answer(answer)
+    h.answer(lambda: answer(h, rows))
 
 
 if __name__ == "__main__":

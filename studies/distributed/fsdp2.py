@@ -1,6 +1,8 @@
-"""fsdp2: the bytes that each rank sends against theory, and what keeping gathered weights until backward changes."""
+"""fsdp2: bytes that are gathered against theory, and what keeping weights until backward changes."""
 
 from __future__ import annotations
+
+from collections.abc import Iterable
 
 from harness import Harness, Timing, Work
 
@@ -10,6 +12,11 @@ from compile_inspect import logs
 from examples.common.collectives import traced
 from examples.common.data_parallel import first_and_last_norm, reference
 from examples.distributed.fsdp2 import BEFORE, Step, row_of, sizes
+
+
+def part_of(parameters: Iterable[torch.Tensor], ranks: int) -> int:
+    """The elements of a rank's part of them: their rows are shared out, and padded to a multiple of the ranks."""
+    return sum(-(-len(each) // ranks) * (each.numel() // len(each)) for each in parameters)
 
 
 def study(h: Harness) -> None:
@@ -30,13 +37,13 @@ def study(h: Harness) -> None:
         sent = {name: traced(step, tokens).sent for name, step in steps.items()}
     gathered = 2 if tokens.is_cuda else 4  # bytes of an element: the policy's on a GPU
     model = new()
-    whole, blocks = (sum(p.numel() for p in part.parameters()) for part in (model, model.body.blocks))
-    norms = 4 * sum(norm.weight.numel() for norm in first_and_last_norm(model))  # the gradients that Step looks at
+    whole, blocks = (part_of(each.parameters(), h.ranks) for each in (model, model.body.blocks))
+    norms = 4 * part_of((norm.weight for norm in first_and_last_norm(model)), h.ranks)  # gradients that Step looks at
     for name, keep in kept.items():
-        theory = gathered * (whole + (0 if keep else blocks)) // h.ranks
-        rows[name]["gathered by theory"] = f"{theory / 1e6:.1f} MB"
+        theory = gathered * (whole + (0 if keep else blocks))
+        rows[name]["gathers by theory"] = f"{theory * (h.ranks - 1) / 1e6:.1f} MB"  # in a ring each part is sent on
         found = sum(total for kind, (_, total) in sent[name].items() if "gather" in kind)
-        if h.ranks > 1 and not 0 <= found - theory <= norms // h.ranks:
+        if h.ranks > 1 and not 0 <= found - theory <= norms:
             raise AssertionError(f"{name}: a rank gave {found} bytes to be gathered, {theory} by theory")
-    h.table("bytes that a rank sends", rows)
+    h.table("what a rank sends, by what is gathered again", rows)
     h.answer(lambda: f"Kept until backward: {table.over(twice, once):.2f}x gathered twice.")

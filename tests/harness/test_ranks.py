@@ -26,7 +26,19 @@ Needs      torch, 2 ranks
 import os, signal, time
 
 from harness import Harness, run
+import torch
 import torch.distributed as dist
+
+try:
+    import triton
+    import triton.language as tl
+except ImportError:
+    pass
+else:
+    @triton.jit
+    def waits_kernel(word_ptr):
+        while tl.load(word_ptr) == 0:
+            pass
 
 
 def demo(h: Harness) -> None:
@@ -47,6 +59,8 @@ def demo(h: Harness) -> None:
                 y = y[:5]
             if how in ("alone", "sleeps"):
                 time.sleep(100)
+        if how == "kernels":  # one in each rank, for a word that no rank writes
+            waits_kernel[(1,)](torch.zeros(1, dtype=torch.int32))
         dist.all_reduce(y)
         return y
 
@@ -107,13 +121,16 @@ def gone(pids: Path) -> bool:
     ("fault", "message"),
     [
         pytest.param("raises", "rank 1 of 2, in made: ValueError: this rank has no weights", marks=pytest.mark.slow),
-        ("killed", "FAILED: rank 1 of 2 was ended by SIGKILL"),
+        ("killed", "FAILED: rank 1 of 2, in made, was ended by SIGKILL: out of memory?"),
         pytest.param("aborts", "ended by SIGABRT\n  terminate called: a stream that is gone", marks=pytest.mark.slow),
         pytest.param("smaller", "collective was not joined by every rank with the same", marks=pytest.mark.slow),
         ("alone", "in made: a rank waited in vain for another one"),
+        ("kernels", "in waits_kernel: waited in vain for another rank, which did not launch the same kernel"),
     ],
 )
 def test_one_message_names_the_rank_and_nothing_is_left(start, tmp_path, fault, message):
+    if fault == "kernels":
+        pytest.importorskip("triton")
     process = start(fault, "--json", str(tmp_path / "r.json"))
     out, errors = process.communicate(timeout=90)
     assert process.returncode == 1
@@ -171,7 +188,7 @@ def test_who_watches_the_main_thread_keeps_nothing_of_it():
 
 @pytest.fixture(autouse=True)
 def no_ranks(monkeypatch):
-    for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK"):
+    for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR"):
         monkeypatch.delenv(name, raising=False)
 
 
@@ -183,6 +200,8 @@ def no_ranks(monkeypatch):
         (0, None, {"WORLD_SIZE": "2"}, "WORLD_SIZE is in the environment and RANK is not; unset it"),
         (0, 4, {"WORLD_SIZE": "2", "RANK": "0"}, "--ranks 4, and torchrun has started 2; leave out --ranks"),
         (1, None, {"WORLD_SIZE": "2", "RANK": "1"}, "rank 1 has no GPU: this machine has 1"),
+        (0, None, {"WORLD_SIZE": "2", "RANK": "x"}, "RANK=x is not a number; unset it, or start with torchrun"),
+        (0, None, {"WORLD_SIZE": "2", "RANK": "1"}, ".*and MASTER_ADDR is not; start with torchrun"),
     ],
 )  # fmt: skip
 def test_ranks_that_cannot_be_had_are_one_sentence(monkeypatch, gpus, asked, env, message):
@@ -220,10 +239,25 @@ def test_what_a_machine_lacks_for_ranks(monkeypatch):
     monkeypatch.setattr(torch.distributed, "is_nccl_available", lambda: True)
     assert ranks.lacks(two) is None
     assert ranks.lacks(peers).startswith("needs GPUs with peer access (GPU 0 has none to GPU 1;")
+    # Of four GPUs the run has two; and rank 0 finds what only others lack.
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 4)
+    monkeypatch.setattr(torch.cuda, "can_device_access_peer", lambda gpu, peer: {gpu, peer} != {2, 3})
+    assert ranks.lacks(peers) is None
+    monkeypatch.setenv("WORLD_SIZE", "4")
+    assert ranks.lacks(peers).startswith("needs GPUs with peer access (GPU 2 has none to GPU 3;")
     monkeypatch.setattr(torch.distributed, "is_nccl_available", lambda: False)
     assert ranks.lacks(two).startswith("needs NCCL (")
     monkeypatch.setattr(torch.distributed, "is_available", lambda: False)
     assert ranks.lacks(two).startswith("needs torch.distributed (")
+
+
+def test_a_number_of_ranks_that_does_not_divide_is_skipped(monkeypatch):
+    some = Needs.parse("torch, 2 or 4 or 8 ranks, peers")
+    assert (some.ranks, some.rank_counts, Needs.parse("2 ranks").rank_counts) == (2, (2, 4, 8), ())
+    monkeypatch.setenv("RANK", "0")
+    for number, reason in ((3, "needs 2, 4 or 8 ranks (this run has 3; use --ranks 2)"), (4, None)):
+        monkeypatch.setenv("WORLD_SIZE", str(number))
+        assert ranks.lacks(some) == reason
 
 
 def test_a_port_in_use_is_one_sentence():
