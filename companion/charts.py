@@ -71,13 +71,14 @@ def sizes(case: str) -> list[int]:
     return [int(each) for each in re.findall(r"\d+", case.split()[0])]
 
 
-def speedups(part: dict, title: str | None = None, heading: str = "", only: str = "") -> Chart | None:
-    """How many times as fast as its baseline each row of the first table is, in all its cases, or in `only` some."""
+def speedups(part: dict, title: str | None = None, heading: str = "", only: str = "", base: str = "") -> Chart | None:
+    """How many times as fast as its baseline, or `base`, each row of the first table is, in all its cases, or in `only`
+    some."""
     tables = [table for table in timed(part, title) if only in table.case]
     tables = [t for t in tables if (t.title, t.baseline) == (tables[0].title, tables[0].baseline) and len(t.rows) > 1]
     if not tables:
         return None
-    base, cases = tables[0].baseline, [table.case for table in tables]
+    base, cases = base or tables[0].baseline, [table.case for table in tables]
     rows = {name: look for name, look in looks(tables).items() if name != base}
     over = {name: {t.case: t.over(base, name) for t in tables if name in t} for name in rows}
     if len(cases) == 1:
@@ -376,16 +377,8 @@ def over_bfloat16(part: dict) -> Chart:
 
 
 def whole_models(part: dict) -> Chart:
-    tables = timed(part["study"], "whole models")
-    over = [
-        (t.over("torch.compile bfloat16", row.variant), row.variant, t.case)
-        for t in tables
-        for row in t.rows
-        if row.ours
-    ]
-    (least, slow, here), (most, fast, there) = min(over), max(over)
-    sees = f"Over torch.compile in bfloat16, FP8 gives {least:.2f}x ({slow}, {here}) to {most:.2f}x ({fast}, {there})."
-    return speedups(part["study"], "whole models", "FP8 in whole models")._replace(sees=sees)
+    """FP8 over the faster of the two in 16 bits, torch.compile."""
+    return speedups(part["study"], "whole models", "FP8 in whole models", base="torch.compile bfloat16")
 
 
 # --- TMA
