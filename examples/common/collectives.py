@@ -75,6 +75,18 @@ def sent_in_ring(sent: dict[str, tuple[int, int]], ranks: int) -> int:
     return sum(total * RING[kind](ranks) // ranks for kind, (_, total) in sent.items())
 
 
+def in_rings(sent: dict[str, tuple[int, int]], ranks: int) -> dict[str, str]:
+    """For each kind of collective, which a backend has under several names, how often it was called and the megabytes
+    that a rank sends for all of its calls where it is a ring."""
+    told = {}
+    for kind in RING:
+        found = [(0, 0), *(each for name, each in sent.items() if name.startswith(kind))]
+        calls, total = map(sum, zip(*found, strict=True))
+        if calls:
+            told[kind] = f"{calls}, {sent_in_ring({kind: (calls, total)}, ranks) / 1e6:.1f} MB in all"
+    return told
+
+
 def read(events: list[dict]) -> Trace:
     """What the events of a Chrome trace say: of those within the mark, where there is one."""
     sent: dict[str, tuple[int, int]] = {}

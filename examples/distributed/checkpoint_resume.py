@@ -149,9 +149,10 @@ def one_thread() -> Iterator[None]:
 
 
 def compared(found: tuple, saved: torch.Tensor, end: torch.Tensor, same_ranks: bool = False) -> dict[str, str]:
-    """Of a training that went on, beside one that was not stopped: differences are parts of the largest number in the
-    state. Raises AssertionError where it began otherwise, or
-    the same ranks did not go on bit by bit."""
+    """Of a training that went on, beside one that was not stopped: differences are parts of the state's largest number.
+
+    Raises AssertionError where it began otherwise, or the same ranks did not go on bit by bit.
+    """
     loaded, after = found
     if not torch.equal(loaded, saved):
         raise AssertionError(f"{int((loaded != saved).sum())} of {saved.numel()} numbers are not those that were saved")

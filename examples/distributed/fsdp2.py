@@ -31,8 +31,9 @@ from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor
 
 from compile_inspect import logs
-from examples.common.collectives import RING, sent_in_ring, traced
+from examples.common.collectives import in_rings, traced
 from examples.common.data_parallel import Compiler, first_and_last_norm, reference
+from examples.common.memory import peak_bytes
 from examples.common.transformer import TINY, WIDE
 from examples.compiler.training_step_model import LanguageModel
 
@@ -93,18 +94,9 @@ def sizes(h: Harness) -> tuple[Callable[[], LanguageModel], torch.Tensor]:
 
 def row_of(step: Step, tokens: torch.Tensor) -> dict:
     """What is seen of one step: graphs, what this rank sends in rings, memory above what was held, what is hidden."""
-    if tokens.is_cuda:
-        torch.cuda.reset_peak_memory_stats()
-        held = torch.cuda.memory_allocated()
-        step(tokens)
-        peak = torch.cuda.max_memory_allocated() - held
+    peak = peak_bytes(step, tokens) if tokens.is_cuda else 0
     trace = traced(step, tokens)
-    row = {"graphs": step.compiler.graphs}
-    for kind in RING:  # which a backend has under several names
-        found = [(0, 0), *(each for name, each in trace.sent.items() if name.startswith(kind))]
-        calls, total = map(sum, zip(*found, strict=True))
-        if calls:
-            row[kind] = f"{calls} of {sent_in_ring({kind: (calls, total)}, step.ranks) / 1e6:.1f} MB"
+    row = {"graphs": step.compiler.graphs} | in_rings(trace.sent, step.ranks)
     if trace.communicating:
         hidden = round(trace.overlap, 3)
         row |= {ABOVE: round(peak / 2**30, 2), "NCCL ms": round(trace.communicating, 2), "hidden": hidden}

@@ -36,7 +36,8 @@ from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, SequenceParallel, parallelize_module
 
 from compile_inspect import logs
-from examples.common.collectives import RING, in_graph, sent_in_ring, traced
+from examples.common.collectives import in_graph, in_rings, sent_in_ring, traced
+from examples.common.memory import peak_bytes
 from examples.common.transformer import TINY, WIDE, Block, Transformer
 
 PLAIN, PLAIN_COMPILED = "torch, one process", "torch.compile, one process"
@@ -159,19 +160,10 @@ def row_of(step: Step, x: torch.Tensor, dy: torch.Tensor) -> dict:
     theory = 8 * (step.ranks - 1) * x.nbytes // step.ranks  # two pairs, forward and backward, each 2 (n - 1) / n
     if step.how in COMPILED and sent_in_ring(step.sent, step.ranks) != theory:
         raise AssertionError(f"{step.how}: {step.sent} in its graphs, and rings send {theory} bytes by theory")
-    if x.is_cuda:
-        torch.cuda.reset_peak_memory_stats()
-        held = torch.cuda.memory_allocated()
-        step(x, dy)
-        peak = torch.cuda.max_memory_allocated() - held
+    peak = peak_bytes(step, x, dy) if x.is_cuda else 0
     trace = traced(step, x, dy)
     sent = step.sent if step.how in COMPILED else trace.sent
-    row = {"MB by theory": round(theory / 1e6, 2)}
-    for kind in RING:  # which a backend has under several names
-        found = [(0, 0), *(each for name, each in sent.items() if name.startswith(kind))]
-        calls, total = map(sum, zip(*found, strict=True))
-        if calls:
-            row[kind] = f"{calls} of {sent_in_ring({kind: (calls, total)}, step.ranks) / 1e6:.2f} MB"
+    row = {"MB by theory": round(theory / 1e6, 2)} | in_rings(sent, step.ranks)
     if x.is_cuda:
         row |= {"fused": step.fused, ABOVE: round(peak / 2**30, 2), "NCCL ms": round(trace.communicating, 2)}
         row |= {} if step.how == ASYNC else {"hidden": round(trace.overlap, 3)}
@@ -185,7 +177,7 @@ def answer(h: Harness, rows: dict[str, dict]) -> str:
     }
     fused = f", async {told[ASYNC]}" if ASYNC in told else ""
     return (
-        f"Of {h.ranks} times one GPU's speed, compiled ({ABOVE}): tensor parallel {told[TENSOR]}, compiled "
+        f"Part of {h.ranks}x one compiled GPU's speed ({ABOVE}): tensor parallel {told[TENSOR]}, compiled "
         f"{told[TENSOR_COMPILED]}; sequence parallel {told[SEQUENCE]}, compiled {told[SEQUENCE_COMPILED]}{fused}. "
         f"Rings send {rows[TENSOR]['MB by theory']:.0f} MB for each."
     )

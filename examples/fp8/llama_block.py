@@ -35,10 +35,11 @@ from torch import nn
 
 from examples.common.compiled import MODES
 from examples.common.fp8 import E4M3
+from examples.common.memory import peak_bytes
 from examples.common.quantize import READ_BACK, read_back, torch_quantize_blocks
 from examples.common.transformer import TINY, WIDE, Block, Transformer
 from examples.fp8 import llama_block_ops as ops
-from examples.fp8.llama_block_model import Kernels, Prefill, Training, off_by, peak_bytes, reference
+from examples.fp8.llama_block_model import Kernels, Prefill, Training, off_by, reference
 from examples.fp8.llama_block_quantize import (
     quantize_transposed,
     swiglu_quantize,

@@ -119,13 +119,3 @@ def off_by(got, wants: tuple[torch.Tensor, ...]) -> float:
         ((result.double() - want).square().mean() / want.square().mean()).sqrt().item()
         for result, want in zip(results, wants, strict=True)
     )
-
-
-def peak_bytes(fn: Callable, *inputs: torch.Tensor) -> int:
-    """GPU memory that one call needs at its peak, beyond what is allocated before: its results included."""
-    torch.cuda.synchronize()
-    torch.cuda.reset_peak_memory_stats()
-    before = torch.cuda.memory_allocated()
-    fn(*inputs)
-    torch.cuda.synchronize()
-    return torch.cuda.max_memory_allocated() - before

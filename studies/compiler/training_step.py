@@ -11,6 +11,7 @@ from harness.check import CheckError, VacuousCheck
 import torch
 
 from compile_inspect import kernels_run, logs, splits
+from examples.common.memory import peak_bytes
 from examples.compiler.training_step import (
     EAGER,
     WHOLE,
@@ -53,16 +54,6 @@ def gradients(model: LanguageModel, losses: Callable) -> Callable:
     """tokens -> the gradient of the mean loss by each parameter."""
     parameters = list(model.parameters())
     return lambda tokens: torch.autograd.grad(losses(tokens).mean(), parameters)
-
-
-def peak_bytes(fn: Callable, *inputs) -> int:
-    """GPU memory that one call of fn needs at its peak, beyond what is allocated before."""
-    torch.cuda.synchronize()
-    torch.cuda.reset_peak_memory_stats()
-    before = torch.cuda.memory_allocated()
-    fn(*inputs)
-    torch.cuda.synchronize()
-    return torch.cuda.max_memory_allocated() - before
 
 
 def show_graphs(h: Harness, model: LanguageModel, tokens: torch.Tensor) -> None:

@@ -164,7 +164,10 @@ def test_the_sentence_of_a_picture_follows_its_values():
 @pytest.mark.parametrize(
     ("over", "told", "sees"),
     [
-        ({"a": {"1": 8.5, "2": 17.3}, "b": {"1": 8.0}}, "a", "17.30x as fast as torch; no other row is faster by 1 %"),
+        (
+            {"a": {"1": 8.5, "2": 17.3}, "b": {"1": 8.0}}, "a",
+            "8.50 to 17.30x as fast as torch; no other row is faster by 1 % in any case.",
+        ),
         ({"a": {"1": 0.9, "2": 1.2}, "b": {"1": 1.8}}, "a", "1 of 2 cases; b is up to 2.00x as fast as a (1)"),
         ({"a": {"1": 1.2}, "b": {"1": 1.5}}, None, "b is 1.50x as fast as torch; no other row is faster by 1 %."),
         ({"a": {"1": 0.5}}, "a", "a is 0.50x as fast as torch."),
@@ -207,7 +210,10 @@ def test_whole_models_are_drawn_where_they_are_recorded():
     table = next(each for each in charts.timed(example["study"], "whole models") if each.case == "4x2048 tokens")
     row = next(each for each in chart.series if each.name == "FP8 per row")
     assert row.points[table.case] == table.over("torch.compile bfloat16", "FP8 per row")
+    told, gain = chart.series[1].name, chart.series[1].points[table.case]
+    assert f"{told} is" in chart.sees
     assert "as fast as torch.compile bfloat16" in chart.sees
+    assert f"FP8 per row is up to {row.points[table.case] / gain:.2f}x as fast as {told} (4x2048 tokens)" in chart.sees
     example["study"]["tables"] = []
     assert [each.title for each in charts.charts_of("fp8_matmul", example)] == ["FP8 over bfloat16 by size"]
 
