@@ -18,9 +18,9 @@ def _export(options: argparse.Namespace) -> int:
 
     _, technique = technique_named(options.name, "export")
     path = options.output or Path()
-    if path.is_dir():
-        path /= f"{technique.name}.py"
     piped = str(path) == "-"
+    if path.is_dir() or not (piped or path.suffix or path.exists()):
+        path /= f"{technique.name}.py"
     if path.exists() and not options.force and not piped:
         raise ValueError(f"{path} exists; name another file with -o, or replace it with --force")
     commit, dirty = git_state()
@@ -30,10 +30,12 @@ def _export(options: argparse.Namespace) -> int:
         print(text, end="")
         return 0
     try:
+        if options.output and not options.output.suffix:
+            path.parent.mkdir(exist_ok=True)
         path.write_text(text, encoding="utf-8")
     except OSError as error:
         raise ValueError(f"{path}: {error.strerror}; name another file with -o") from None
-    print(f"{path}: needs torch and triton only; python {path} {says}")
+    print(f"{path}: needs torch and triton only; {says}")
     return 0
 
 

@@ -91,6 +91,19 @@ if __name__ == "__main__":
     if not h.checked:
         print("nothing was checked: this machine runs none of the kernels")
 """
+MAIN_OF_RANKS = """
+
+if __name__ == "__main__":
+    if "LOCAL_RANK" not in os.environ:
+        raise SystemExit("it needs several ranks: torchrun --nproc-per-node 2, and this file")
+    if torch.cuda.is_available():
+        torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
+    torch.distributed.init_process_group("nccl" if torch.cuda.is_available() else "gloo")
+    h = _Check()
+    h.rank, h.ranks = torch.distributed.get_rank(), torch.distributed.get_world_size()
+    check_on_this_machine(h)
+    torch.distributed.destroy_process_group()
+"""
 FILES = r"(?:harness|docs|tests|studies|results|examples)/\w[\w/]*(?:\.\w+)?"
 
 
@@ -370,7 +383,7 @@ def _import_block(statements: Iterable[str]) -> str:
 
 
 def export(technique: Technique, commit: str, file: str) -> tuple[str, str]:
-    """The text, and what running it as `file` checks. Raises NothingToExport with the reason in one sentence."""
+    """The text; and how to run it as `file`, and what that checks. Raises NothingToExport with the reason."""
     whole, files = _Export(), [technique.path, *technique.variants]
     lesson = whole.module(technique.path)
     if not any(_jitted(node) for path in files for node in whole.module(path).tree.body):
@@ -387,13 +400,15 @@ def export(technique: Technique, commit: str, file: str) -> tuple[str, str]:
     whole.take_effects()
     parts = list(whole.statements())
     indented = lesson.alone("\n".join("\n".join(lesson.lines[n.lineno - 1 : n.end_lineno]) for n in statements))
-    check = f"{CHECK}\n\ndef check_on_this_machine(h) -> None:\n{indented}\n{MAIN}"
+    start, main = ("torchrun --nproc-per-node 2", MAIN_OF_RANKS) if technique.needs.ranks > 1 else ("python", MAIN)
+    check = f"{CHECK}\n\ndef check_on_this_machine(h) -> None:\n{indented}\n{main}"
+    says = f"`{start} {file}` {says}"
     imports = {*whole.imports.values(), "import os", "import torch", "from types import SimpleNamespace"}
     late = {line for line in imports if line.split()[1].split(".")[0] == "triton"}
     lines = (ROOT / "LICENSE").read_text(encoding="utf-8").splitlines()
     copyright = next(line for line in lines if line.startswith("Copyright"))
     written_for = re.findall(r'"((?:torch|triton)[<>=.,\d]+)', (ROOT / "pyproject.toml").read_text(encoding="utf-8"))
-    usage = f"`python {file}` {says}. On a GPU, or without one in Triton's interpreter."
+    usage = f"{says}. On a GPU, or without one in Triton's interpreter."
     head = HEAD.format(
         title=technique.lesson, file=technique.file, commit=commit, copyright=copyright,
         versions=" and ".join(written_for), usage=textwrap.fill(usage, 120),

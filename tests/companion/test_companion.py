@@ -140,6 +140,8 @@ def test_an_export_goes_to_a_file_a_folder_or_the_terminal_and_replaces_none_unl
     assert "--force" in capsys.readouterr().err
     assert main(["export", "tma_epilogues", "-o", str(path), "--force"]) == 0
     assert main(["export", "tma_epilogues", "-o", str(tmp_path / "no/folder.py")]) == 2
+    assert main(["export", "tma_epilogues", "-o", str(tmp_path / "new")]) == 0
+    assert (tmp_path / "new" / "tma_epilogues.py").is_file()
     capsys.readouterr()
     assert main(["export", "tma_epilogues", "-o", "-"]) == 0
     assert (text := capsys.readouterr().out) == path.read_text()
@@ -183,6 +185,24 @@ def test_every_export_runs_alone(tmp_path, names):
     failed = [path.stem for path in paths if f"ENDED WELL {path}" not in done.stdout]
     assert not failed, f"{failed}\n{done.stderr[-4000:]}"
     assert re.search(r"vector_add: .*(bfloat16|tensors are on cpu)", done.stderr.splitlines()[-1])
+
+
+@pytest.mark.skipif(find_spec("triton") is None, reason="needs triton")
+@pytest.mark.parametrize("name", ["one_shot_allreduce", pytest.param("fused_collectives", marks=pytest.mark.slow)])
+def test_an_export_of_several_ranks_is_started_by_torchrun(tmp_path, name, capsys):
+    assert main(["export", name, "-o", str(tmp_path)]) == 0
+    assert f"torchrun --nproc-per-node 2 {name}.py" in capsys.readouterr().out
+    environment = {key: value for key, value in os.environ.items() if key not in ("RANK", "WORLD_SIZE", "LOCAL_RANK")}
+    environment |= {"CUDA_VISIBLE_DEVICES": "", "TRITON_INTERPRET": "1", "OMP_NUM_THREADS": "1"}
+
+    def run(*command: str) -> subprocess.CompletedProcess:
+        how = {"cwd": tmp_path, "env": environment, "capture_output": True, "text": True, "timeout": 300}
+        return subprocess.run([sys.executable, *command, f"{name}.py"], **how)
+
+    assert "torchrun --nproc-per-node 2" in run().stderr
+    done = run("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2")
+    assert done.returncode == 0, done.stderr[-4000:]
+    assert done.stdout.count("right ") >= 2
 
 
 def test_doctor_names_every_technique_and_what_it_lacks(monkeypatch, capsys):
