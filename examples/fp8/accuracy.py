@@ -10,10 +10,9 @@ has grown since. A scale must leave the sum over K: per tensor and per row nothi
 
 Question   Which scaling recipe keeps an FP8 layer accurate on which data, and what does it cost?
 Needs      torch
-Wins when  tokens differ, or nothing does: per row. Channels stand out as here, by 2**16: e5m2, whose range is worth
-           more than a bit; up to 2**14 per row is still nearer (the study). Groups of channels differ: 1x128.
-           delayed (the scale of the batch before): nothing grows. GEMMs alone are timed in fp8_matmul (per row),
-           blockwise_matmul (1x128), microscaling (1x32: not timed here).
+Wins when  tokens differ, or nothing does: per row. Channels stand out by 2**16, as here: e5m2, whose range is worth a
+           bit (up to 2**14: per row, in the study). Groups of channels differ: 1x128. delayed (the scale of the batch
+           before): nothing grows. Timed: fp8_matmul (per row), blockwise_matmul (1x128), microscaling (1x32).
 Variants   accuracy_layer.py (the layer), accuracy_data.py (its inputs)
 Study      studies/fp8/accuracy.py
 Source     goes beyond the chapter; recipes as in torch's scaled products and OCP's MX formats

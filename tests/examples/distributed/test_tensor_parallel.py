@@ -26,7 +26,7 @@ def test_the_lesson_in_two_ranks(cli, tmp_path):
     rows = example["facts"]["what a rank sends"]
     assert rows["torch.compile, tensor parallel"].keys() & {"all_reduce", "all_gather"} == {"all_reduce"}
     for kind in ("all_gather", "reduce_scatter"):
-        assert rows["torch.compile, sequence parallel"][kind].startswith("4 of")
+        assert rows["torch.compile, sequence parallel"][kind].startswith("4, ")
 
 
 def test_fused_weights_are_in_the_order_of_the_ranks():
