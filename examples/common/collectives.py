@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import math
 import re
+import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -18,6 +19,8 @@ BYTES = {"double": 8, "long int": 8, "float": 4, "int": 4, "c10::BFloat16": 2, "
 # What a rank sends in a ring for each byte that it puts into a collective, times the number of ranks.
 RING = {"all_reduce": lambda n: 2 * (n - 1), "all_gather": lambda n: n * (n - 1), "reduce_scatter": lambda n: n - 1}
 MARK = "the call that is read"
+# Gloo's threads tell the profiler that a call has ended after its waiter goes on: by then its size is not known yet.
+SETTLE_S = 0.2
 Spans = list[tuple[float, float]]
 
 
@@ -55,6 +58,7 @@ def traced(fn: Callable, *args) -> Trace:
                     fn(*args)
                     if torch.cuda.is_available():
                         torch.cuda.synchronize()
+            time.sleep(0 if torch.cuda.is_available() else SETTLE_S)
         path = Path(folder, "trace.json")
         held.export_chrome_trace(str(path))
         return read(json.loads(path.read_text(encoding="utf-8", errors="replace"))["traceEvents"])
@@ -101,6 +105,10 @@ def read(events: list[dict]) -> Trace:
         if kind == "kernel":
             spans[name.startswith("ncclDevKernel")].append((event["ts"], event["ts"] + event["dur"]))
         elif match := re.fullmatch(r"(?:nccl|gloo):_?(\w+)", name):
+            if not args.get("finished", True):
+                raise RuntimeError(
+                    f"read: {name} had not ended when the profiler stopped, so its bytes are unknown; run it again"
+                )
             sizes = zip(args.get("Input Dims", ()), args.get("Input type", ()), strict=False)
             held = max((_bytes(dims, dtype) for dims, dtype in sizes), default=0)
             calls, total = sent.get(match[1], (0, 0))
