@@ -305,7 +305,8 @@ class Harness:
 
     def finish(self, passed: bool = True) -> None:
         """Settle the answer and print what was kept back: checks, code, tables, conclusions, the answer."""
-        sentence, needs_times = self._answer if self._answer and passed and not self.profile else (None, True)
+        given, self._answer = self._answer, None  # it holds the models of a lesson: a study needs their memory
+        sentence, needs_times = given if given and passed and not self.profile else (None, True)
         uneven = next(((table, table.uneven) for table in self.tables if table.uneven), None) if needs_times else None
         if sentence and (self.timed or not needs_times) and not uneven:
             answer = sentence()

@@ -60,6 +60,7 @@ def test_an_answer_is_made_where_it_can_be(made, options, timed, called):
     compare(h)
     assert not calls
     h.finish()
+    assert failed._answer is h._answer is None  # what they hold takes the memory that a study needs
     assert h.record.answer == (f"called {h.timed}" if called else None)
     assert ("called" in said(), calls) == (called, ["called"] if called else [])
     assert ("recorded for a_topic made: 7x" in said()) == (not called and not h.is_study and not h.profile)
