@@ -143,9 +143,9 @@ def answers_of(lesson) -> tuple[str, str, bool]:
     with alone() if lesson.needs.ranks > 1 else nullcontext(), settings_kept(lesson.name, 0), one_rank:
         module.demo(h)
     assert h._answer, "demo(h) reaches h.answer"
+    sentence, timed = h._answer
     h.finish()
     h.reverse()
-    sentence, timed = h._answer
     return h.record.answer, sentence(), timed
 
 

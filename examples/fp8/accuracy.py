@@ -113,8 +113,7 @@ def price(h: Harness) -> Table:
 def answer(found: dict[str, dict], table: Table) -> str:
     """For each kind of data the fastest recipe whose worst token is within CLOSE_DB of the best one's."""
     speed = {name: row.speedup for name in TIMED for row in table.rows if row.variant.endswith(f" {name}")}
-    data_of: dict[str, list[str]] = {}
-    worst_tokens = []
+    data_of, worst_tokens = {}, []
     for data in found["per row"]:
         worst = {name: found[name][data]["worst token"] for name in TIMED}
         close = [name for name in TIMED if worst[name] >= max(worst.values()) - CLOSE_DB]
@@ -122,8 +121,8 @@ def answer(found: dict[str, dict], table: Table) -> str:
         data_of.setdefault(fastest, []).append(data)
         worst_tokens.append(worst[fastest])
     choices = "; ".join(f"{name} {speed[name]:.2f}x for {', '.join(data)}" for name, data in data_of.items())
-    choices = choices.replace("per tensor, ", "").replace(" by 128x128", "")
-    choices = choices.replace("outlier channels", f"channels {EXTREME:.0f} times the rest")
+    for old, new in {"per tensor, ": "", " by 128x128": "", "channels": f"channels ({EXTREME:.0f}x)"}.items():
+        choices = choices.replace(old, new)
     how = "float32 matmul" if any(row.variant.startswith("float32") for row in table.rows) else "speed"
     return (
         f"Fastest within {CLOSE_DB:g} dB of the best (worst token >= {min(worst_tokens):.1f} dB; {how} over bfloat16): "
