@@ -367,8 +367,8 @@ def stale_examples(root: Path = ROOT) -> list[str]:
         for example in record["examples"]:
             technique = known.get((record["topic"], example["name"]))
             # What is no topic: compile_inspect, a file for each phase, and triton_compiler, whose benchmark has parts.
-            files = [root / record["topic"] / name for name in (f"{example['name']}.py", "benchmark.py")]
-            if technique is None and (file := next(filter(Path.is_file, files), None)):
+            part = "benchmark" if record["topic"] == "triton_compiler" else example["name"]
+            if technique is None and (file := root / record["topic"] / f"{part}.py").is_file():
                 old = example["sources"] != sources_hash(file, root=root)
             else:
                 old = technique is None or is_stale(technique, example, root)
