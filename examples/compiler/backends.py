@@ -6,8 +6,8 @@ are the torch functions that the model calls, and its example inputs may be real
 the chapter shows, come with AOTAutograd before the backend. The first table shows both.
 
 Nobody checks what a backend returns. So each backend of the chapter's table is really tried, by its name, on a small
-network: does it compile, is the result float32's, do gradients flow, and does a result survive the next call? One that
-fails by its name has a line to install, or a replacement of a few lines, which is tried the same way.
+network: does it compile, is the result as exact as float32, do gradients flow, does a result survive the next call? One
+that fails by its name has a line that installs it, a replacement (tried the same way), or a note that it has ended.
 
 Question   Which torch.compile backends work, and what does the result lose in each?
 Needs      torch

@@ -1,4 +1,4 @@
-"""Try a backend of torch.compile: does it compile, is the result float32's, do gradients flow, does a result survive?
+"""Try a backend of torch.compile: does it compile, is it as exact as float32, do gradients flow, do results survive?
 
 attempt({"backend": "inductor"}, "cpu") compiles a small network with these arguments, calls it twice, and puts result
 and gradient beside float64.

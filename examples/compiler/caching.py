@@ -5,8 +5,8 @@ function, FxGraphCache the code of one graph. (Triton keeps its own in TRITON_CA
 shapes, dtypes and constants, the compiler's settings and versions, not the source; AOTAutogradCache's has names too.
 torch.compiler.save_cache_artifacts() packs what a process compiled into bytes, for a machine without such a folder.
 
-Each row is a process of its own: cold, on the warm folder, with the bytes and an empty folder. They start beside each
-other; the first call of each, and the imports of one, are timed while the others wait. On a CPU the quick run sets
+Each row is a process of its own: cold, on the warm folder, with the bytes and an empty folder (mega-cache). They start
+together; the first call of each, and the imports of one, are timed while the others wait. On a CPU the quick run sets
 TORCHINDUCTOR_VEC_ISA_OK=1, which spares each empty folder g++'s search for vector instructions. --full leaves it in.
 
 Question   How long does a process wait that another one has compiled for, and what keeps it from finding that?

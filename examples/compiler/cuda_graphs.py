@@ -5,14 +5,14 @@ replays them all with one. The model here is STEPS launches of one tiny kernel: 
 worth counting, so that nearly all of a call is launching.
 
 Two different things help. Replaying removes the gaps between kernels; fusing removes the kernels. torch.compile fuses
-by default; mode="reduce-overhead" replays too, which costs more than the one launch left here. Unfused, compiled code
-shows what its own launches cost. A recording holds addresses, not tensors: hence rules for inputs, outputs and weights.
+by default; mode="reduce-overhead" replays too, which costs more than the one launch left here. The row "unfused" shows
+what launches by compiled code cost. A graph holds addresses, not tensors: hence rules for inputs, outputs and weights.
 
 Question   What do launch gaps cost, what closes them, and what breaks when a graph is replayed?
 Needs      torch
 Wins when  the host cannot keep ahead of the GPU: small batches, many small kernels. Where each kernel takes longer than
            its launch there is no gap to close, and the graph's memory and copies are all that remains of it.
-Study      studies/compiler/cuda_graphs.py (reduce-overhead: results that are read after the next call)
+Study      studies/compiler/cuda_graphs.py (gaps between kernels; reduce-overhead's results read after the next call)
 Source     chapter sections "3. CUDA Graphs" and "Compilation Modes".
 """
 

@@ -3,8 +3,8 @@
 Where Dynamo meets Python that it cannot trace, it ends the graph, lets Python run that line and starts another graph
 after it. Operations on both sides are no longer fused, each graph has its own guards and launches, and where a tensor's
 value is read the host waits for the GPU. A break inside a try block, or at a loop over a generator that the caller
-passed, is worse: Dynamo cannot resume after it, and leaves the rest of the function to eager; a break inside a loop
-leaves all of it.
+passed, is worse: Dynamo cannot resume after it, and leaves the rest of the function to eager; after a break inside a
+loop it leaves the whole function.
 
 One layer is written with five common causes, and again without; calls that Dynamo cannot trace are the subject of
 custom_ops. find_breaks reads torch's log (TORCH_LOGS=graph_breaks, for any program) and names the line and what is left
@@ -15,9 +15,9 @@ torch._dynamo.config.capture_scalar_outputs does, and the break is back as soon 
 Question   Which line of the model breaks the graph, what does that cost, and how is it written without?
 Needs      torch
 Wins when  (mending pays) always, here: between short kernels a break costs launches, guards and the wait for the value;
-           between long ones it costs fusion, the more of it the more of the function is left to eager. For a layer
-           as short as 32x1024 one graph is about as fast as eager (which of them is ahead depends on the host), and a
-           broken one is slower.
+           between long ones it costs fusion, the more of it the more of the function is left to eager. At 32x1024 one
+           graph gains little over eager, whose few launches it replaces by guards and one launch, and a broken one is
+           slower than eager.
 Study      studies/compiler/graph_breaks.py (fullgraph, explain, a break in a loop, names of the API)
 Source     chapter sections "Graph Breaks and Debugging", "1. Minimize Graph Breaks" and "Graph Breaks".
 """

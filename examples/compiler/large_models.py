@@ -3,18 +3,18 @@
 A compiler saves launches and passes over activations. It does not save reading the weights. How much it helps therefore
 follows from how a call's time is divided, not from how large the model is. At one token the GPU reads 40 B (60 layers
 of width 8192) in 20 ms, about as long as the host takes to launch eager's kernels; 1 B (16 of width 2048, the model of
-modes) in 1 ms, and waits for the host: its ratio for one token is the host's, and modes may have another for this
-model. At 512 tokens the matrix products take the time. The chapter has a 40 B model slowed to 0.99x, as it is bound by
-memory; here nothing is slower.
+modes) in 1 ms, and waits for the host: its ratio depends on the host, and modes may have another for this model. At 512
+tokens 40 B's matrix products take the time; 1 B still waits for the host. The chapter has a 40 B model slowed to 0.99x,
+as it is bound by memory; here nothing is slower.
 
 What grows with the number of layers is compiling the whole: every layer is traced and scheduled again. Compiling one
-block and calling it for each layer (regional compilation) costs the same for 4 layers and for 60; a CUDA graph captured
-around the calls launches all layers at once. The chapter's compile times (1 B 5-10 s, 10 B 30-60 s, 40 B 2-5 min)
-follow parameters; the whole model's follow the number of layers. The study compiles all 60 of 40 B.
+block and calling it for each layer (regional compilation) traces one layer, for 60 layers as for 16; a CUDA graph
+captured around the calls launches all layers at once. The chapter's compile times (1 B 5-10 s, 10 B 30-60 s, 40 B 2-5
+min) follow parameters; the whole model's follow the number of layers. The study compiles all 60 of 40 B.
 
 Question   Does compiling still help when a model is 40 times as large, and what does it cost then?
 Needs      torch
-Wins when  launches or activations take time that the weights do not hide; it cannot help once they do.
+Wins when  launches, or passes over activations, add to the time that reading the weights and the products take.
 Study      studies/compiler/large_models.py (10 B; 40 B whole, and one block with max-autotune)
 Source     chapter sections "When torch.compile Helps", "Mode Comparison", "Compilation Overhead" and "Pitfall 1:
            Compiling Memory-Bound Models".

@@ -4,8 +4,8 @@ A compiled function rounds elsewhere than eager. Fused operations keep float32 b
 result to bfloat16, whose 8 bits of mantissa make an error of up to 0.4 % a rounding; sums run in another order; a
 product and a sum may become one instruction. The result is often nearer to float64 and seldom wholly equal to eager's.
 
-Three settings make results repeat. emulate_precision_casts rounds where eager rounds, deterministic algorithms replace
-atomic additions, whose order changes from run to run, and fallback_random draws eager's random numbers.
+Three settings make results agree, with eager's or with the last run's: emulate_precision_casts rounds where eager
+rounds, deterministic algorithms replace atomic additions, whose order varies, fallback_random draws what eager draws.
 
 Question   Are compiled results worse than eager's, why do they differ, and which settings give the same bits again?
 Needs      torch

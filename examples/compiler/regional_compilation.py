@@ -9,7 +9,7 @@ A model of N equal blocks is compiled three ways:
                one subgraph, called N times.
 
 A Python number that differs between blocks undoes the last two, for then the blocks differ. Mark the forward of the
-class, not a function that is handed the block: see the study for what that can do to a block of another class.
+class; the study also marks a function that is handed the block, and checks each way on a block of another class.
 
 Question   How does the time to compile grow with depth, and what does compiling only one block cost later?
 Needs      torch

@@ -3,8 +3,8 @@
 torch.compiler.set_stance changes, for the whole process and without touching the model, what a call of a compiled
 function does when no graph fits it: default compiles, force_eager ignores all graphs, eager_on_recompile runs that call
 in eager, fail_on_recompile raises. eager_then_compile and aot_eager_then_compile put the first compilation off by one
-call, so that it knows two shapes. A server warms up under default and then changes to one of the two that never
-compile.
+call, so that it knows two shapes. A server warms up under default and then changes to eager_on_recompile or
+fail_on_recompile: both run the graphs that there are, and compile no more.
 
 Question   What does a compiled model do with a request of a shape that it was not warmed up for, and how long?
 Needs      torch

@@ -4,14 +4,14 @@ A call takes as long as the slower of two: the host, which launches kernels, and
 part is a sum over kernels of the slower of moving their bytes and doing their arithmetic, and of a fixed cost each. So
 three things predict what a compiler can change:
 
-  fixed costs   of the host and of each kernel, timed on a twin: the same model, so narrow that it does nothing else;
+  fixed costs   of the host and of each kernel, timed on a twin: the same model, so narrow that little else takes time;
   work          bytes and FLOPs, counted: of eager's operations, and with everything between the products fused;
   rates         of this machine, timed: a copy and a matrix product.
 
 At the compute-bound end the library's matrix products take most of the time, compiled or not, and there is least to
 gain: the opposite of the chapter's "works best for compute-bound workloads". The model here has 2 layers of width 4096,
-567 million parameters. At one token that of modes and large_models (16 layers of width 2048) gains more, because its
-kernels read a third of the bytes each, so that launching them is a larger part of the time.
+567 million parameters. At one token its ratio depends on the host. That of modes and large_models is another model: 16
+layers of width 2048, whose kernels read a third of the bytes each.
 
 Question   What will torch.compile give this model at this size, and can that be known before trying?
 Needs      torch

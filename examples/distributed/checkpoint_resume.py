@@ -149,7 +149,7 @@ def one_thread() -> Iterator[None]:
 
 
 def compared(found: tuple, saved: torch.Tensor, end: torch.Tensor, same_ranks: bool = False) -> dict[str, str]:
-    """Of a training that went on, beside one that was not stopped: differences are parts of the state's largest number.
+    """A training that was resumed, beside one that was not stopped; the difference is over the state's largest number.
 
     Raises AssertionError where it began otherwise, or the same ranks did not go on bit by bit.
     """

@@ -1,17 +1,17 @@
-"""What N ranks compile: all of it N times, unless they share a cache; and the rank that recompiles alone.
+"""What N ranks compile: all of it N times, on GPUs even with a shared cache; and the rank that recompiles alone.
 
 Ranks of one program compile the same graphs at the same time, on the cores of one host. With one cache folder the first
 call still finds nothing, as all of them look before any has finished. After rank 0, on CPUs, the others find it. But a
-graph's key names its GPU: rank 1, on cuda:1, finds nothing of what rank 0 compiled for cuda:0, and only waits longer.
-(Newer torch has torch.compiler.config.compile_on_one_rank, not tried here.) Other hosts are sent rank 0's artifacts, by
-torch's remote caches (TORCHINDUCTOR_FX_GRAPH_REMOTE_CACHE, in Redis) in a fleet.
+graph's key names its GPU: rank 1, on cuda:1, finds nothing of what rank 0 compiled for cuda:0, neither in one folder
+nor in artifacts that it is sent, and only waits longer. (Not tried here: compile_on_one_rank of newer torch's
+torch.compiler.config and, for many hosts, torch's remote caches: TORCHINDUCTOR_FX_GRAPH_REMOTE_CACHE, in Redis.)
 
-A rank whose batch has another size compiles again, alone, while the others wait for it in a collective: for seconds at
-best, until their timeout at worst. Counting graphs on every rank finds it; one shape, or a dynamic one, avoids it.
+A rank whose batch has another size compiles again, alone, while the others wait for it in a collective: until it has
+compiled, or their timeout. Counting graphs on every rank finds it; one shape, or a dynamic one, avoids it.
 
 Question   What do N ranks compiling at once cost, who compiles what another has, and who waits for a rank alone?
 Needs      torch, 2 ranks
-Wins when  ranks start often, or compiling takes minutes.
+Wins when  ranks start often, or compile for minutes, and each keeps its cache; GPUs that share one save nothing.
 Source     goes beyond the chapter; torch.compiler's documentation of its caches
 """
 

@@ -5,7 +5,7 @@ backward has filled it, so that communication hides behind the backward of the l
 2 (n - 1) / n times the gradients' bytes through each rank's link: 4 GB for 1 billion float32 gradients and two ranks.
 A parameter is never split: at full size each weight is larger than a bucket, and is an all-reduce of its own.
 
-A compiled backward hands out all gradients when it ends: nothing is left to hide behind. Dynamo's DDPOptimizer
+A compiled backward hands out all gradients when it ends: little is left to hide behind. Dynamo's DDPOptimizer
 therefore cuts the graph where DDP's buckets end, one compiled graph for each. Compiled autograd instead traces the
 all-reduces into one graph of the whole backward, where Inductor orders them: at its end, in the recorded run. But
 NCCL's kernels beside GEMMs share their SMs and memory with them, and take longer: what is hidden is not all saved.
@@ -13,9 +13,9 @@ Efficiency is the time of one process, compiled and without communication, over 
 
 Question   Where does DDP break the compiled graph, and is communication still overlapped with backward?
 Needs      torch, 2 ranks
-Wins when  the model and its gradients fit each GPU. Compile the DDP module, not the module within: only then does
-           Dynamo see the buckets.
-Study      studies/distributed/ddp.py (size of the buckets against graphs, calls and bytes)
+Wins when  the model, its gradients and the optimizer's state fit each GPU. Compile the DDP module, as torch's notes
+           say: Dynamo takes the size of the buckets from it.
+Study      studies/distributed/ddp.py (size of the buckets against graphs, all-reduces, overlap and time)
 Source     goes beyond the chapter; torch.distributed's notes on DDP and on DDPOptimizer
 """
 
@@ -57,7 +57,7 @@ class Step:
 
     def __init__(self, model: LanguageModel, ranks: int, rank: int, how: str, bucket_mib: float = 0) -> None:
         self.ranks, self.rank, self.how, self.norms = ranks, rank, how, first_and_last_norm(model)
-        self.bucket_mib = bucket_mib or (25 if model.body.cos.is_cuda else 1)  # DDP's own; for a small model, its first
+        self.bucket_mib = bucket_mib or (25 if model.body.cos.is_cuda else 1)  # DDP's default; 1 is its first bucket's
         self.compiler = Compiler(model.body.cos.is_cuda)
         with self.settings():
             self.model = model

@@ -1,16 +1,16 @@
 """FP8 all-gather: each rank quantizes its part of a weight, and one byte an element travels instead of two.
 
-FSDP gathers every weight before it is used, in bfloat16. In e4m3 half the bytes do, with a float32 scale for each part
-or for each of its rows: the largest magnitude over 448, so that nothing saturates. A row's is known when that row has
-been read, and can be cast from cache; a rank's after a pass over all of its part, which the cast must read again.
+FSDP gathers every weight before it is used, in bfloat16. In e4m3 half the bytes travel, and a float32 scale for each
+part or each of its rows: the largest magnitude over 448, so that nothing saturates. A row's scale is known once the row
+has been read, and the row is cast from cache; a rank's takes a pass over its whole part, which the cast reads again.
 
 What the link saves, the passes before and after can cost again: the largest magnitude, the cast, and for a GEMM in
-bfloat16 the way back. torch.compile fuses them on both sides of the collective. A GEMM in FP8 takes bytes and scales as
+bfloat16 the way back. In eager they cost more; torch.compile fuses each side's. A GEMM in FP8 takes bytes and scales as
 they come. e4m3 has 4 bits over a range of 2^15, fewer below: a small row loses them under the scale of a larger one.
 
 Question   What does gathering weights in FP8 save in bytes and in time, what does it cost in error, by rank or by row?
 Needs      torch, 2 ranks
-Wins when  the link is slow beside memory, the weight is used in FP8, or its gather is not hidden.
+Wins when  the gather is not hidden: most if the link is slow or the GEMM in FP8; read back, only compiled and queued.
 Source     goes beyond the chapter
 """
 
@@ -81,7 +81,7 @@ FOR_FP8 = {AFTER: quantized_after, BEFORE: quantized_before}
 
 
 def by_range(h: Harness, w: torch.Tensor) -> dict[str, dict[str, str]]:
-    """The rows' mean relative rms error, where a rank's largest and smallest row differ by that factor."""
+    """The rows' mean relative rms error, where a rank's largest and smallest row differ by each factor."""
     found: dict[str, dict[str, str]] = {name: {} for name in READ_BACK}
     for log2 in (0, 8, 16, 24):
         sizes = torch.linspace(0, -log2, len(w) // h.ranks, device=w.device).exp2().repeat(h.ranks)[:, None]

@@ -2,12 +2,12 @@
 
 Each rank holds 1/n of the parameters, gradients and optimizer state. Before a block runs forward, and again before it
 runs backward, its weights are all-gathered; after backward its gradients are reduce-scattered. That is 3 times the
-parameters over the links where DDP has 2, and all of it can hide behind the blocks before: fully_shard prefetches.
+parameters over the links where DDP has 2; in bytes, on a GPU, about DDP's, as the policy gathers bfloat16 and reduces
+float32. Most of it can hide behind the blocks before: fully_shard prefetches.
 
 Its hooks stand around a module's forward, and Dynamo traces none of them: compiled before fully_shard or after it, a
 block's graph lies between its hooks. The whole model breaks at the first block's, in a loop that Dynamo cannot resume
-in: it leaves the model's frame to Python and compiles the blocks alone. By policy weights are gathered in bfloat16 and
-gradients reduced in float32. Efficiency: one compiled process's time, without communication, over the fastest way's.
+in, and blocks are compiled alone. Efficiency: one compiled process's time, not communicating, over the fastest way's.
 
 Question   What does compiling each block before or after fully_shard change: memory, overlap, the first call?
 Needs      torch, 2 ranks

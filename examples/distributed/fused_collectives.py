@@ -3,14 +3,14 @@
 Tensor parallelism gathers activations before one GEMM and reduce-scatters the result of the next. As a collective and a
 GEMM one waits for the other, whole. Here the unit is a tile. all_gather_matmul: copy engines push each rank's rows into
 the peers' memory and write a flag after each chunk; a kernel computes the rank's own rows meanwhile, and in the next a
-program waits for the chunk of its rows. matmul_reduce_scatter does the reverse: peers' tiles are stored into their
-memory first.
+program waits for the chunk of its rows. matmul_reduce_scatter does the reverse: it sends the peers' tiles first.
 
-Copy engines take no SM from the GEMM. Programs wait for copies alone, which need no SM, so no wait is for ever.
+Copy engines take no SM from the GEMM, and need none: all_gather_matmul waits for copies alone, so no wait is for ever.
 
 Question   How much of a collective is hidden behind its GEMM, against NCCL then cuBLAS and torch's own fused operators?
 Needs      triton, sm_90, 2 ranks, peers
-Wins when  the GEMM on a rank's own rows takes about as long as the rows of the others take to come
+Wins when  the GEMM on a rank's own rows takes about as long as the rows of the others take to come, and the GPU has
+           work queued: the gather takes the host longer than cuBLAS + NCCL, and cannot be in a CUDA graph
 Variants   fused_collectives_scatter.py (GEMM, then reduce-scatter), fused_collectives_operands.py (memory, checks, K
            loop, stores), fused_collectives_torch.py (what they are put beside)
 Source     goes beyond the chapter

@@ -1,9 +1,9 @@
 """GEMM and reduce-scatter in one kernel: each tile of x @ w goes to the rank that owns its rows, which adds them up.
 
 Tiles of other ranks' rows come first: their programs store into the owner's memory over NVLink, signal, and wait for
-nobody. A program of an own tile waits for the same tile of each peer, which is there by then, and adds up its
-accumulator and the peers' tiles in float32, in the order of the ranks. Tickets, not program_id, say which tile: so no
-tile that somebody waits for has yet to start (docs/memory_ordering.md, "Ranks that wait for each other").
+nobody. A program of an own tile waits for the same tile of each peer, which sends it first too, and adds up its
+accumulator and the peers' tiles in float32, in the order of the ranks. Tickets, not program_id, say which tile: once a
+program waits, its rank's tiles for peers have all started (docs/memory_ordering.md, "Ranks that wait for each other").
 """
 
 from __future__ import annotations

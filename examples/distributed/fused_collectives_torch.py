@@ -9,7 +9,7 @@ import torch
 
 
 def separate(scatter: bool) -> Callable[[torch.Tensor, torch.Tensor], torch.Tensor]:
-    """torch's collective, then or after its GEMM, each whole; into memory that stays, as a model's would."""
+    """torch's collective before or after its GEMM, each whole; rows are gathered into memory that stays."""
     distributed, kept = torch.distributed, {}
 
     def buffer(like: torch.Tensor, rows: int) -> torch.Tensor:

@@ -11,8 +11,8 @@ graph can hold one; docs/memory_ordering.md ("Ranks that wait for each other") s
 
 Question   How much faster than NCCL is a one-shot all-reduce of a small message, and up to which size?
 Needs      triton, 2 ranks, peers
-Wins when  messages are small (it reads (ranks - 1) times the message, a ring twice the message in all; on 2 ranks both
-           move the same) and the call is in a CUDA graph: launched one by one, NCCL takes less of the host's time
+Wins when  messages are small (it reads (ranks - 1) times the message, a ring at most twice; on 2 ranks as much) and the
+           call is in a CUDA graph: launched one by one, NCCL mostly and torch's one-shot always take the host less time
 Variants   one_shot_allreduce_mailbox.py (data and flag in one word; the workspace, and the choice by size),
            one_shot_allreduce_torch.py (what they are put beside)
 Source     goes beyond the chapter

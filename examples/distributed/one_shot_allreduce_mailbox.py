@@ -27,7 +27,7 @@ PER_SM = 2  # programs that wait, on an eighth of the SMs (sms_to_wait_on): the 
 MAILBOX_WARPS = 8
 MAILBOX_BLOCK = MAILBOX_WARPS * 32 * 4  # words of 4 bytes a program sends at a time: four a thread, for _receive
 MOST = 2**28  # elements: 32 bits hold the offsets of the boxes of up to 16 ranks, and those one block past the end
-MAILBOX_BYTES = 256 * 1024  # sent in all, up to which mailboxes are faster: they send every byte twice
+MAILBOX_BYTES = 256 * 1024  # the message times its peers, up to which mailboxes are faster: they send every byte twice
 
 
 class Workspace(NamedTuple):

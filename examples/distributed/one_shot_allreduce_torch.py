@@ -13,10 +13,10 @@ import torch
 
 
 def filled(like: torch.Tensor, message: torch.Tensor | None = None) -> Callable[[torch.Tensor], torch.Tensor]:
-    """Makes of x a tensor to call with, in place: `message` or a new one, of the shape and dtype of `like`.
+    """A function that copies x into `message`, or a new tensor like `like`, and returns that, for calls in place.
 
-    It is filled when x is another one or has been written to, which a check needs; timed calls find it filled. Where
-    calls add up in place, those after the first add up what is in it.
+    It copies when x is another tensor or has been written to, which a check needs; timed calls find it filled. Calls
+    that sum in place sum their last result again.
     """
     kept, y = {}, torch.empty_like(like) if message is None else message
 

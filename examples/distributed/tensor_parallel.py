@@ -1,12 +1,12 @@
 """Tensor parallelism by DTensor and torch.compile: each rank has a part of every weight, and computes on all tokens.
 
-Column parallel: a rank has some of a weight's outputs, whole heads of attention and their columns of gate and up. Row
-parallel: of the next weight the inputs that these are, so that the ranks' results add up, in one all-reduce for each
-such pair. Sequence parallel splits it: a reduce-scatter leaves each rank the sum for its part of the tokens, where it
-normalizes and adds the residual, and an all-gather comes before the next column parallel weight. Rings send the same
-bytes for both, 2 (ranks - 1) / ranks times the activations for each pair, forward and again backward.
+Column parallel: a rank has some of a weight's outputs, whole heads of attention and a part of gate's and up's columns.
+Row parallel: these are the inputs of its part of the next weight, and the ranks' results add up, in an all-reduce for
+each such pair of weights. Sequence parallel splits the all-reduce: a reduce-scatter leaves each rank the sum for its
+part of the tokens, where it normalizes and adds the residual; an all-gather comes before the next column parallel
+weight. Rings send as much for both, 2 (ranks - 1) / ranks times the activations a pair, forward and again backward.
 
-Here a GEMM waits for the bytes, and they for the GEMM before: no block before hides them, as with fsdp2. Async tensor
+Here a GEMM waits for the bytes, and they for the GEMM before: unlike in fsdp2, no other block hides them. Async tensor
 parallelism is a pass of Inductor that makes one operator of a collective and its GEMM, which sends parts over symmetric
 memory while it computes others: NCCL's kernels carry no bytes then. Fused weights (qkv, gate_up) need their rows in
 the order of the ranks first. Every rank has all tokens, so that n ranks are at best n times as fast as one.

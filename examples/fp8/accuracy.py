@@ -5,14 +5,14 @@ two such operands by sqrt(2) times that: 3.8 % (28.5 dB), at every size between 
 largest. A scale only chooses where that window of about 2**15 lies.
 
 Recipes differ in how many values share a window, hence in what breaks them. A channel, a token or a group far above the
-rest (here 2**16 times) pushes that below the window, to fewer bits, then zero; an earlier batch's scale cuts off what
-has grown since. A scale must leave the sum over K: per tensor and per row nothing helps a channel, a block along K can.
+rest (here 2**16 times or more) pushes that below the window, to fewer bits, then zero; an earlier batch's scale cuts
+off what has grown since. One scale per tensor or row cannot fit channels that differ; one per block along K can.
 
 Question   Which scaling recipe keeps an FP8 layer accurate on which data, and what does it cost?
 Needs      torch
 Wins when  tokens differ, or nothing does: per row. Channels stand out by 2**16, as here: e5m2, whose range is worth a
-           bit (up to 2**14: per row, in the study). Groups of channels differ: 1x128. delayed (the scale of the batch
-           before): nothing grows. Timed: fp8_matmul (per row), blockwise_matmul (1x128), microscaling (1x32).
+           bit (up to 2**14: per row, in the study). Groups of channels differ: 1x128. delayed (scale of the batch
+           before): nowhere here. Kernels: fp8_matmul (per row), blockwise_matmul (1x128), microscaling (1x32).
 Variants   accuracy_layer.py (the layer), accuracy_data.py (its inputs)
 Study      studies/fp8/accuracy.py
 Source     goes beyond the chapter; recipes as in torch's scaled products and OCP's MX formats

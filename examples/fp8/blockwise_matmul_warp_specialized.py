@@ -189,8 +189,8 @@ def choose_warpgroups(M: int, N: int, K: int, sms: int) -> int:
     """Two, or three for a large GEMM whose waves suffer little from the larger tile.
 
     A tile of 192 x 128 loads (192 + 128) / (192 * 128) bytes for each element and step of K, one of 128 x 128 a fifth
-    more. That is what counts once a GEMM is long enough for L2 and power to limit it; before that it is two groups in
-    flight, for which three warpgroups have no registers.
+    more. That is what counts once a GEMM is long enough for L2 and power to limit it. In a shorter one it counts more
+    that each warpgroup has two groups in flight, for which three warpgroups have no registers.
     """
     large = M * N * K >= LARGE
     return 3 if large and efficiency(M, N, 3, sms) >= efficiency(M, N, 2, sms) - 0.01 else 2

@@ -5,9 +5,9 @@ A format of 8 bits has 256 codes, so nothing about it need be believed: each is 
 that e5m2 spends on range. Its top exponent holds numbers up to 448 and one NaN, where e5m2, a shortened float16, has
 infinities and NaNs.
 
-Within the range every cast rounds to nearest, ties to even. Beyond it casts differ, and scales exist to avoid that:
-some give NaN or an infinity, others the largest number. Triton's cast saturates, which all kernels of this topic rely
-on; torch's depends on its version and device, so code in torch clamps first.
+Within the range a cast rounds to nearest, ties to even (Triton's on sm_89 twice, as it goes by way of float16). Beyond
+it casts differ, and scales exist to avoid that: some give NaN or an infinity, others the largest number. Triton's cast
+saturates, which all kernels of this topic rely on; torch's depends on its version, so code in torch clamps first.
 
 Question   Which numbers are there in FP8, how far apart are they, and what does a cast do with what lies beyond them?
 Needs      triton, sm_89

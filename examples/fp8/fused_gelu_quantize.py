@@ -169,7 +169,7 @@ def compare(h: Harness, x: torch.Tensor, per: str, approximate: str = "tanh") ->
     def act(x, scale):
         return torch.nn.functional.gelu(x, approximate=approximate)
 
-    def to_fp8(y, x, scale):  # torch's cast does not saturate, so it clamps
+    def to_fp8(y, x, scale):  # torch's cast need not saturate, so it clamps
         if per != "static":
             return torch_quantize(y, per)
         amax = y.abs().amax(dim=1).amax()  # by rows, for Inductor to take it in the pass that quantizes

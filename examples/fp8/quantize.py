@@ -5,7 +5,7 @@ costs depends only on how much shares one:
 
   group, block   128 columns of a row, or 128 x 128: a program reads its tile, finds amax and writes. From 16 bits that
                  is 3 bytes an element, and the scales. A block is read again to be written, from L1;
-  row            a tile as wide as the row. A row longer than that is read in steps, twice (quantize_long_row.py);
+  row            a tile as wide as the row; above 8192 columns two reads, the second from cache (quantize_long_row.py);
   tensor         everything is read before anything is written: two kernels, 5 bytes an element (quantize_tensor.py).
 
 amax is a maximum of integers: the bits of |x| sort as the floats do, with NaN above infinity. So NaN is not lost, as it

@@ -5,7 +5,7 @@ and when to wait for an MMA. Gluon is the same language one level down: all of t
 the threads of one partition are still the compiler's. On a tile of 128 x 256 a step of K, 64 wide, loads 48 KiB and
 computes 4.2 MFLOP: 0.6 us for an SM of an H200. A load takes about 1 us, so with one buffer the tensor cores idle most
 of the time. A ring of four, 192 of 227 KiB, starts each load three steps ahead, as tl.range(num_stages=4) does: see
-gluon_matmul_ring.py. Here are four more steps; persistent, which partitions make possible, gains most (1.03x on H200):
+gluon_matmul_ring.py. Here are four more steps, of which persistent gains the most (1.03x on an H200):
 
   partitions  a producer, one warp, only loads; two consumers, a warpgroup each, multiply half of a tile's rows each.
               They meet at barriers in shared memory, and setmaxnreg hands the producer's registers to the consumers;
@@ -75,7 +75,7 @@ def _add_step(
     acc, ring, slot, phase, B_COLUMNS: gl.constexpr, STAGES: gl.constexpr, IN_FLIGHT: gl.constexpr, HALF: gl.constexpr,
     FIRST: gl.constexpr,
 ):  # fmt: skip
-    """Add the MMAs of a step, for one half of the rows; IN_FLIGHT, only those of the step before are done on return."""
+    """Add the MMAs of a step, for one half of the rows. IN_FLIGHT: on return only the step before is done."""
     a_bufs, b_bufs, full, empty = ring
     HALF_M: gl.constexpr = a_bufs.shape[1] // 2
     mbarrier.wait(full.index(slot), phase)

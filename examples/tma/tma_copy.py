@@ -1,7 +1,7 @@
 """TMA copy: how many bytes in flight saturate memory, and what a tile's detour through registers costs.
 
 A copy has to keep memory busy: by Little's law bytes in flight = bandwidth x latency, some tens of KiB in each SM at
-all times. Ordinary loads have them because thousands of threads wait at once, each for 16 bytes in registers. The ring
+all times. Ordinary loads have them because thousands of threads wait at once, each for registers to fill. The ring
 below, in Gluon, has them with two warps per SM: TMA loads tiles into a ring of buffers, TMA stores them out of the same
 ones, and no value enters a register. So no thread reads a buffer, bank conflicts cannot occur, and it needs no swizzle.
 
@@ -10,8 +10,8 @@ multiple of 16 bytes in the row: in memory of its own that is padding; an `out` 
 
 Question   Is TMA slower than ordinary loads for a plain copy, why, and what makes it as fast as torch's?
 Needs      triton, sm_90
-Wins when  the copy is part of something else. A copy alone is torch's: x.clone(). On ragged rows all are slower, but
-           TMA loses less of its bandwidth than pointers do.
+Wins when  the copy is part of something else, or rows are ragged, each padded to a multiple of 16 bytes: torch's copy
+           of those takes about twice as long (the study), and pointers lose more bandwidth than TMA. Else x.clone().
 Variants   tma_copy_triton.py (by pointers; by TMA with one tile a program, persistent, and pipelined; plans and checks)
 Study      studies/tma/tma_copy.py
 Source     chapter section "4. `triton_tma_blackwell.py` - TMA in Triton (NVIDIA GPU)", which claims loads 20-30 %

@@ -7,7 +7,7 @@ steps a quarter of the old tile is stored while the tensor cores multiply. A sto
 the MMAs of a tile are 2 * 128 * 256 * K FLOP: the shorter K, the more there is to win.
 
 TMA needs a descriptor of each matrix, 128 bytes that say where it lies. Checking three tensors, describing them and
-looking up the compiled kernel takes the host over 100 us a call, four times as long as the kernel takes for n = 2048.
+looking up the compiled kernel takes the host about 100 us a call, over 3 times as long as the kernel for n = 2048.
 `prepare_matmul` does that once, for tensors that stay.
 
 `matmul_tma_persistent` takes the schedule by plan(): late for more than one wave of tiles on sm_90, if K is not too

@@ -6,7 +6,7 @@ A configuration is a tile, a number of warps and a number of stages. Which is fa
 all SMs loading. @triton.autotune times its candidates in the first call with a new key: the call that pays.
 
 A key that names too little runs one size in the tile of another. One that names too much searches again
-and again: here it has M rounded up to a power of two. The search is cheap by what it leaves out (autotune_pruned.py),
+and again: ours names M rounded up to a power of two. The search is cheap by what it leaves out (autotune_pruned.py),
 and its results are kept on disk, so that the next process neither compiles nor times.
 
 Question   What does a search over configurations buy, when has it paid for itself, and what must its key name?

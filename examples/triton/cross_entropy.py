@@ -6,8 +6,8 @@ loss needs two numbers of it, the maximum and the sum of exp(x - maximum); the g
 
 In training the gradient is wanted anyway, so the forward makes it: 4 bytes a logit, what a copy moves. The kernel below
 reads a row, which then is in the L1 cache of its SM, and reads it from there to write the gradient. A row too long for
-that is shared by a group of programs, which keep it in registers (cross_entropy_long.py): from L2 it would come back at
-6 bytes a logit, as 132 rows of 250 KiB, with what else passes through, do not stay there. The gradient may also be
+that is shared by a group of programs, which keep it in registers (cross_entropy_long.py): a second read would come from
+memory, 6 bytes a logit: 132 rows of 250 KiB, with what else passes through, do not stay in L2. The gradient may also be
 written over the logits, and then the loss needs no memory beside them.
 
 Question   How close to a copy of the logits do a loss and its gradient come, at 32000 and 128256 classes?
@@ -166,7 +166,7 @@ def cross_entropy(
     makes it there. "in place" makes it with the loss, over the logits: operations that saved them (a tanh, not a linear
     layer) then refuse their backward, this backward runs once, and another factor multiplies rounded gradients: not for
     scaled losses in float16. None: "forward"; "backward" for reduction "none" and within torch.compile, whose graph
-    "in place" breaks. Both but "backward" make programs wait for each other beyond 100 KiB a row, as layer_norm's do.
+    "in place" breaks. All but "backward" make programs wait for each other beyond 100 KiB a row, as layer_norm's do.
 
     Raises TypeError for another dtype; ValueError for other options, sizes that do not fit, no columns, an inner stride
     other than 1 and, in place, rows that overlap; RuntimeError for a device without Triton, a second derivative and, in
@@ -221,7 +221,7 @@ def compare_both(h: Harness, rows: int, classes: int) -> tuple[Table, Table]:
 
 
 def demo(h: Harness) -> None:
-    # One logit, a prime, one block and one column more, an ignored row.
+    # One logit, an odd number, one block and one column more, an ignored row.
     for rows, classes in [(1, 1), (7, 781), (9, 8193)]:
         logits, target = h.randn(rows, classes, dtype=h.half, scale=2.0), h.randint(classes, rows)
         target[5:6] = -100

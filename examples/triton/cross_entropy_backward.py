@@ -4,10 +4,10 @@ With three numbers that the forward left, the row's maximum, a weight and a fact
 
     exp(x - maximum) * weight - ((1 - smoothing) * [class is target] + smoothing / n_cols) * factor
 
-times the gradient of the loss, which is 1 unless that is scaled or divided first. Where the forward has made it, the
-kernel below then returns at once: it looks at that number on the device, and the host waits for nothing. For any other
-number it makes the gradient again from the logits, because a mean's 16-bit gradients are too small to be scaled after
-they were rounded. In place there are no logits left, and they are scaled all the same.
+times the gradient of the loss, which is 1 unless that is scaled or divided first. If it is 1 and the forward has made
+the gradient, the kernel below does nothing: it reads that number on the device, and the host waits for nothing. For any
+other number it makes the gradient again from the logits, because a mean's 16-bit gradients are too small to be scaled
+after they were rounded. In place no logits are left, and the rounded gradients are scaled all the same.
 """
 
 from __future__ import annotations

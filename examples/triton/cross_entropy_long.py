@@ -70,7 +70,7 @@ def cross_entropy_split_kernel(
     target_due = target
     x_due = pack(tl.zeros((BLOCK_N,), logits_ptr.dtype.element_ty))
     for row in tl.range(group, n_rows + groups, groups, num_stages=STAGES):
-        # `due` is the group's previous row, whose words arrive now; in the first iteration there is none.
+        # `due` is the group's previous row, whose words arrive now; in the first iteration it is this row, not written.
         due = tl.maximum(row - groups, group)
         is_row, is_due = row < n_rows, row > group
         due_mail = mail_ptr + due * stride_mail + sender

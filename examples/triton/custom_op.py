@@ -8,8 +8,8 @@ the kernel it fuses nothing, either way.
 
 Here silu(gate) * up stands between a bias and a weight; gate and up are halves of one matrix. torch's own operations
 become one kernel of 3 passes over the result: two halves come in, one result goes out. Traced, bias and copies take 4
-passes, the kernel 3 and the weight 2. Opaque, the copies add 4, in the time of 10 on an
-H200; a kernel that takes strides would need none.
+passes, the kernel 3 and the weight 2. Opaque, the copies are kernels of their own: 4 passes more, in the time of 10 on
+an H200. A kernel that takes strides would need none.
 
 Question   What does the compiler fuse around a Triton kernel, and what does a call of the operator cost?
 Needs      triton

@@ -91,7 +91,7 @@ def flash_attention_kernel(
     if D == 64:
         # wgmma takes its left operand from shared memory or from registers. Triton leaves a loaded q in shared memory,
         # and every block would read it again; after an addition it is in registers. (-0.0 becomes 0.0, which no score
-        # shows.) At D = 128 it would take 64 of a thread's 255, and a causal kernel would spill 444 bytes, not 72.
+        # shows.) At D = 128 it would take 64 of a thread's 255, and a causal kernel would spill more than it does.
         q = q + 0.0
     # Not -inf: no mask hides a row's first block, but with infinite inputs all its scores may be -inf, and -inf - -inf
     # is NaN.

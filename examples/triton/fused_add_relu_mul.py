@@ -2,15 +2,15 @@
 
 Eager runs three kernels. Each reads its inputs from memory and writes its result back: the addition moves 3 tensors,
 ReLU 2, the multiplication 2, which makes 7 passes over memory. One kernel keeps the intermediates in registers and
-moves 3. Where memory is the limit, time follows bytes, so fusion is worth about 7 / 3 = 2.33x: it saves
-passes over memory, not arithmetic.
+moves 3. Where memory is the limit, time follows bytes: fusion is worth about 7 / 3 = 2.33x, and saves no arithmetic.
 
 Tensors that fit in L2 gain for another reason: the intermediates never reach memory, but each kernel still takes a
 few microseconds to start and to drain, and eager has three of them.
 
 Question   What is fusing three elementwise kernels worth, and why not more?
 Needs      triton
-Wins when  always over eager, most beyond L2. torch.compile finds the same fusion by itself and is as fast.
+Wins when  over eager, most beyond L2; for small tensors only if the host is ahead of the GPU: it takes longer to launch
+           this kernel than eager's three. torch.compile finds the same fusion by itself and is as fast.
 Study      studies/triton/fused_add_relu_mul.py
 Source     chapter section "Fused Add-ReLU-Mul Kernel", whose expected 3-4x the bytes rule out (H200: 2.37x, since
            eager reaches a little less bandwidth), and whose benchmark times the first call, which compiles
@@ -47,7 +47,7 @@ def fused_add_relu_mul_kernel(x_ptr, y_ptr, out_ptr, scale, n_elements, BLOCK: t
 def fused_add_relu_mul(x: torch.Tensor, y: torch.Tensor, scale: float) -> torch.Tensor:
     """relu(x + y) * scale for contiguous x and y of one shape, in float32, float16 or bfloat16.
 
-    The arithmetic is float32 and rounds to the output's dtype once, where eager rounds three times.
+    The arithmetic is float32 and rounds to the output's dtype once, where eager rounds the sum and the product.
     Raises TypeError for another dtype, two dtypes, or a scale that is no Python number; ValueError for two shapes or a
     layout that is not contiguous; RuntimeError for a device without Triton or an input that requires grad.
     """

@@ -2,8 +2,8 @@
 
 Forward, a row's mean and variance must be known before any of it is written. The kernel below holds a row in registers,
 or several short ones, so x is read once and y written once: 2 * n_rows * n_cols elements, as a copy of x moves. Longer
-rows stay in the L1 cache of an SM (layer_norm_resident.py), and of those that no SM holds beside others each program of
-a group has a part (layer_norm_long.py).
+rows stay in the L1 cache of an SM (layer_norm_resident.py); where that holds only one, a group of programs shares a row
+(layer_norm_long.py).
 
 Backward needs two means along each row and two sums along each column: with x_hat = (x - mean) * rstd, g = dy * weight
 
@@ -110,8 +110,8 @@ def layer_norm(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor, eps: f
     both float32. The arithmetic is float32. Raises TypeError for another dtype, a missing weight or bias, or an eps
     that is no number; ValueError for no columns, sizes that do not fit, an inner stride other than 1, or an eps that is
     negative or not finite; RuntimeError for a device without Triton, or a second derivative. The programs of rows over
-    L1_BEST_KIB, in backward of those over 8192 columns, wait for each other. That ends beside kernels that keep their
-    SMs, as NCCL's do, and on a part of the SMs, as long as an eighth of them is left; with less call
+    L1_BEST_KIB, in backward of those over 8192 columns, wait for each other. The wait ends beside kernels that keep
+    their SMs, as NCCL's do, and in a context with a part of the SMs, as long as an eighth is left; with less call
     layer_norm_resident and layer_norm_backward_loop. Backward knows the mean rounded to float32: there x_hat is off by
     up to 6e-8 * |mean| / std, 5e-4 at a mean of 10000 and a std of 1.
     """
@@ -158,7 +158,7 @@ def compare_both(h: Harness, rows: int, cols: int):
 
 
 def demo(h: Harness) -> None:
-    for shape in [(3, 781), (4, 5, 1025), (9, 8193)]:  # a prime; just beyond where one kernel ends and the next begins
+    for shape in [(3, 781), (4, 5, 1025), (9, 8193)]:  # odd; just beyond where one kernel ends and the next begins
         h.check(forward_backward(layer_norm), reference_step, *inputs(h, *shape), terms=shape[-1], what=f"{shape}")
     rows, columns = h.meta(4096, 1024), h.meta(1024)
     h.codegen(layer_norm_rows, rows, columns, columns, find={90: ("ld.global.v4", "st.global.v4")})

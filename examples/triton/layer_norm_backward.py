@@ -166,8 +166,8 @@ def layer_norm_backward(dy, x, weight, mean, rstd) -> tuple[torch.Tensor, torch.
 
     mean is one float32 number, whose rounding puts x_hat off by up to 6e-8 * |mean| / std (y has no such error).
     dy has x's shape and dtype, any row stride. Raises as layer_norm_forward does. Beyond BACKWARD_ROWS_MAX columns,
-    programs wait for each other, as long as an eighth of the SMs can run them all (split_max_cols): the rest may be
-    held by other kernels. Longer rows are read twice.
+    programs wait for each other, if an eighth of the SMs can run those of a row (split_max_cols), so that other kernels
+    may hold the rest. Longer rows are read twice.
     """
     _, n_cols = check_layer_norm_backward("layer_norm_backward", dy, x, weight, mean, rstd)
     if n_cols <= BACKWARD_ROWS_MAX:

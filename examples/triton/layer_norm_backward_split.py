@@ -49,7 +49,7 @@ def layer_norm_backward_split_kernel(
     dy_due = pack(tl.zeros((BLOCK_N,), dy_ptr.dtype.element_ty))
     # A row is written one iteration after its sums were sent, when those of the others have had time to arrive.
     for row in tl.range(group, n_rows + groups, groups, num_stages=STAGES):
-        # `due` is the group's previous row, whose sums arrive now; in the first iteration there is none.
+        # `due` is the group's previous row, whose sums arrive now; in the first iteration it is this row, not written.
         due = tl.maximum(row - groups, group)
         due_mail = mail_ptr + due * stride_mail + sender
         peeked = peek(due_mail)

@@ -1,4 +1,4 @@
-"""LayerNorm and RMSNorm forward of rows that no SM holds beside others: a group of programs shares a row.
+"""LayerNorm and RMSNorm forward of rows too long for an SM to hold several: a group of programs shares a row.
 
 A row's statistics are known when all of it was read, and a program that waits for them should have the next rows in
 flight. As in layer_norm_backward_split.py each program owns a slice of the columns for good, so weight and bias stay in

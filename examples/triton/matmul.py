@@ -4,16 +4,16 @@ The product of two n x n matrices in bf16 is 2 n^3 FLOPs on 6 n^2 bytes: compute
 program computes a BLOCK_M x BLOCK_N tile of C. A step along K loads BLOCK_M + BLOCK_N values for 2 BLOCK_M * BLOCK_N
 FLOPs: 32 a byte for a 64 x 64 tile, 85 for 128 x 256. Larger tiles load less, until registers or shared memory run out.
 
-Most of these loads hit L2, if programs that run at the same time share rows of A and columns of B. Row by row, each row
-of tiles reads all of B. In groups of GROUP_M rows (grouped rasterization) tiles that run together are a patch of C.
+Most of these loads hit L2, if programs that run together share rows of A and columns of B. Row by row, a row of tiles
+reads all of B; in groups of GROUP_M rows (grouped rasterization) they are a patch of C. Large tiles hide this choice.
 
 Question   How close to cuBLAS does a page of Triton get, and how much does the order of tiles matter?
 Needs      triton
-Wins when  cuBLAS has no kernel for the shape, or something is fused into it; on large squares it is about equal.
+Wins when  something is fused into it. Large squares are about equal; few rows, odd sizes and a short K are cuBLAS's.
 Variants   matmul_tiles.py (no kernel: the tiles that are timed, and which of them fit)
 Study      studies/triton/matmul.py
 Source     chapter section "Tensor Cores"; chapter section "Key Takeaways", whose 90-95 % of hand-tuned kernels' speed
-           is 96 to 100 % of cuBLAS here, and 103 to 109 % of cuDNN in flash_attention; order as in Triton tutorial 03
+           is 96 to 101 % of cuBLAS here, and 102 to 108 % of cuDNN in flash_attention; order as in Triton tutorial 03
 """
 
 from __future__ import annotations

@@ -5,17 +5,17 @@ every step. With num_stages = s the compiler issues loads ahead, by cp.async int
 s - 1 steps are in flight while the tensor cores work on this one, so a load has s - 1 steps to arrive. Once that covers
 the latency of memory, a further stage hides nothing more.
 
-Hopper multiplies from shared memory and holds s stages there; before sm_90 the current tile is in registers, which
-leaves s - 1. A stage, (BLOCK_M + BLOCK_N) * BLOCK_K * 2 bytes, is 32 KiB here, and an SM of Hopper has 228 KiB: two
+wgmma and tcgen05 read shared memory, which holds s stages; mma.sync has the current tile in registers, which leaves
+s - 1. A stage, (BLOCK_M + BLOCK_N) * BLOCK_K * 2 bytes, is 32 KiB here, and an SM of Hopper has 228 KiB: two
 programs of three stages share it, four stages leave room for one, and a second program hides latency too. So the best
 count is found by timing, as autotuning does; only num_stages changes below. Without timing take the most that fit: on
-an H200 those five were the fastest at both sizes here. Three took 2 to 5 % longer.
+an H200 those, five, were the fastest at both sizes here, and three took at most 3 % longer.
 
 Question   How many stages does a matmul need, and what does one more cost?
 Needs      triton
 Wins when  each step of a loop both loads and computes, and its loads do not depend on what it computes.
 Study      studies/triton/pipelined_matmul.py
-Source     chapter section "Pipelined Kernels", which stops at double buffering: two stages, which take 22 to 23 %
+Source     chapter section "Pipelined Kernels", which stops at double buffering: two stages, which take 21 to 22 %
            longer than the best count on an H200; num_stages of triton.Config
 """
 

@@ -222,8 +222,8 @@ def rms_norm_backward(dy, x, weight, rstd, dsum=None) -> tuple[torch.Tensor, tor
     """(dx, dweight) by the kernel that is fastest for the row length; rstd and x, or x + residual, of the forward.
 
     dy and dsum (the gradient of x + residual, None where there is none) have x's shape and dtype, any row stride.
-    Raises as rms_norm_forward does. Beyond BACKWARD_ROWS_MAX columns programs wait for each other, as long as an eighth
-    of the SMs can run them all (split_max_cols): the rest may be held by other kernels. Longer rows are read twice.
+    Raises as rms_norm_forward does. Beyond BACKWARD_ROWS_MAX columns programs wait for each other, if an eighth of the
+    SMs can run those of a row (split_max_cols), so that other kernels may hold the rest. Longer rows are read twice.
     """
     _, n_cols = _checked("rms_norm_backward", dy, x, weight, rstd, dsum)
     if n_cols <= BACKWARD_ROWS_MAX:

@@ -5,13 +5,13 @@ shared memory for what threads hand to each other (the operands of tl.dot, the p
 warps), and for loads that num_stages issues ahead. How much follows from the tile: num_stages * (BLOCK_M + BLOCK_N) *
 BLOCK_K values of a matmul on Hopper and Blackwell, one stage less where mma.sync reads from registers.
 
-What it is for is reuse. A value of A, once there, serves BLOCK_N columns, one of B BLOCK_M rows: a matmul of M x N x K
+Its main use is reuse. A value of A, once there, serves BLOCK_N columns, one of B BLOCK_M rows: a matmul of M x N x K
 loads M * N * K * (1 / BLOCK_M + 1 / BLOCK_N) values for its 2 * M * N * K FLOPs. With tiles of 128 x 256 that is 10.7
 times fewer than with 16 x 16.
 
 Question   What in a kernel takes shared memory, how much, and what does reusing a loaded value save?
 Needs      triton
-Wins when  a value is used more than once by the same program; what is used once gains nothing from shared memory.
+Wins when  a value is used more than once by the same program; what is used once gains a place for loads issued ahead.
 Variants   shared_memory_single_use.py (the chapter's kernel, sums of columns and rows, a matmul without reuse)
 Study      studies/triton/shared_memory.py
 Source     chapter sections "Shared Memory" and "3. Optimize Triton Kernels", whose tl.zeros takes 0 bytes of it
@@ -33,7 +33,7 @@ from examples.common.pointers import load_tiles, store_tile, tile_pointers
 from examples.triton.shared_memory_single_use import BLOCK, HALF, WARPS, column_sum, matmul_strip, row_sum, scale
 
 BLOCK_K = 64
-# (BLOCK_M, BLOCK_N) and its warps: as many as leave a thread no more than 128 elements of the accumulator. wgmma starts
+# (BLOCK_M, BLOCK_N) and its warps: so many that a thread has no more than 128 elements of the accumulator. wgmma starts
 # at 64 rows, 4 warps.
 TILES = {(16, 16): 1, (32, 32): 2, (64, 64): 4, (128, 128): 8, (128, 256): 8}
 STAGES = 3

@@ -1,4 +1,4 @@
-"""Kernels that use each loaded value once: twice x, sums of columns and of rows, a matmul of one row at a time."""
+"""Kernels that use each loaded value once (the matmul those of B): twice x, column and row sums, a matmul by rows."""
 
 from __future__ import annotations
 

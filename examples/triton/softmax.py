@@ -77,8 +77,8 @@ def softmax(x: torch.Tensor) -> torch.Tensor:
 
     x: float32, float16 or bfloat16, rows contiguous, any row stride. Returns a contiguous tensor of x's dtype; the
     arithmetic is float32. Infinities and NaN give what torch.softmax does.
-    Above L1_BEST_KIB a row, programs wait for each other, as long as an eighth of the SMs can run those of a row
-    (split_max_cols): the rest may be held by other kernels. Longer rows are read from L2 or memory again.
+    Above L1_BEST_KIB a row, programs wait for each other, if an eighth of the SMs can run those of a row
+    (split_max_cols), so that other kernels may hold the rest. Longer rows are read from L2 or memory again.
 
     Raises TypeError for another dtype; ValueError for another rank, no columns, or an inner stride other than 1;
     RuntimeError for a device without Triton or an input that requires grad.
@@ -105,7 +105,7 @@ def torch_softmax(x: torch.Tensor) -> torch.Tensor:
 
 
 def demo(h: Harness) -> None:
-    # One element, a prime, and lengths just beyond where one kernel ends and the next begins.
+    # One element, an odd length, and lengths just beyond where one kernel ends and the next begins.
     for shape in [(1, 1), (3, 781), (9, 4097), (2, 32769)]:
         h.check(softmax, reference, h.rows(*shape, dtype=h.half), **BUDGET)
     padded = h.rows(5, 1024, dtype=h.half)[:, :781]  # a row stride above n_cols

@@ -28,8 +28,8 @@ KEEP = True  # exponentials until they are written, 32 registers; else x, 16 if 
 
 @triton.jit
 def _exp(x):
-    """e^x for x <= 0, with 0 in place of subnormals: to have these, tl.exp takes three more instructions, and has a
-    predicate wait for each result."""
+    """e^x for x <= 0, with 0 in place of subnormals: for these tl.exp takes three more instructions a value, and a
+    predicate that the result waits for."""
     if ASSEMBLY:
         return tl.inline_asm_elementwise(
             "ex2.approx.ftz.f32 $0, $1;", "=f,f", [x * 1.4426950408889634], dtype=tl.float32, is_pure=True, pack=1

@@ -4,9 +4,9 @@ A kernel describes one program; a launch runs a grid of them. Here the vector is
 program i owns block i: it loads the block of x and that of y, adds them, and stores the sums. The last block is rarely
 full, so each access has a mask, and a masked-off lane touches no memory.
 
-Every element is read twice and written once: 3 * n * itemsize bytes. That is one addition for every 12 bytes of
-float32, where a GPU can do tens of additions meanwhile. So memory is the limit, and the least time is those bytes
-over the bandwidth that a plain copy reaches.
+Each sum takes two reads and one write: 3 * n * itemsize bytes, one addition for every 12 bytes of float32, in whose
+time a GPU could do tens. So memory is the limit, and the yardstick is the bandwidth of a plain copy; that may be a
+little lower, since half of a copy's bytes are writes, and here a third.
 
 Question   What are programs, blocks and masks, and how close to the memory's limit does the plainest kernel get?
 Needs      triton

@@ -74,8 +74,8 @@ def matmul_specialized(
 ) -> torch.Tensor:  # fmt: skip
     """a [M, K] @ b [K, N] with `loop` of LOOPS asked to be specialized, or not: c [M, N], contiguous, dtype of a.
 
-    "k" runs one program per tile, the others one per SM. None takes the larger tile that shared memory has room for
-    and Hopper's compiler takes; and the 4 warps of which that one makes 12, or what the tile needs without partitions.
+    "k" runs one program per tile, the others one per SM. block_m None is 128 where shared memory and Hopper's compiler
+    take it, else 64; num_warps None is the 4 of which that one makes 12, or what the tile needs without partitions.
 
     float16 or bfloat16, both the same, with a float32 accumulator. Rows are contiguous, K and N multiples of 8, M any
     (0 too). Raises TypeError for another dtype or two dtypes; ValueError for rank, two devices, inner sizes that
@@ -129,7 +129,7 @@ def reference(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
 
 
 TIMED = {  # each without and with the request
-    "64 rows": {"loop": "k", "block_m": 64, "descriptors": "host"},  # without partitions faster with the host's
+    "64 rows": {"loop": "k", "block_m": 64, "descriptors": "host"},  # without partitions, the host's are faster
     "128 rows": {"loop": "k", "block_m": 128},
     "persistent": {"loop": "tiles", "block_m": 128},
 }

@@ -15,7 +15,7 @@ y^T = w x^T, since an MMA of Hopper takes its left operand from registers; strea
 Question   How much faster than a bf16 GEMM are 4-bit and FP8 weights, with 1 to 64 rows?
 Needs      triton, sm_90
 Wins when  M is at most 64, and most at 1, in a CUDA graph: the host takes longer to launch a call than the GPU to run
-           it. More rows would make more of dequantizing once for many, and then of FP8 activations.
+           it. More rows would gain more from weights dequantized once for many, and then from FP8 activations.
 Variants   weight_only_matmul_gemv.py (one row, unsplit), weight_only_matmul_packing.py (quantizing and its inverse)
 Study      studies/triton/weight_only_matmul.py
 Source     goes beyond the chapter; bits into a mantissa as in FasterTransformer's and Marlin's kernels

@@ -6,7 +6,7 @@ is the same compiler with its own front end. A compiler is paid at the first cal
 
 Question   Which compiler for this model, given how often it will be called with these sizes?
 Needs      torch_xla>=2.9
-Wins when  a compiler's first call is earned back. For one call, nothing does.
+Wins when  later calls earn the first one back: in the recorded run, on a CPU, Inductor's alone do. For one call, none.
 Variants   compare_jax.py (the model in JAX)
 Study      studies/xla/compare.py (what the two front ends hand to XLA)
 Source     chapter section "Ecosystem Context", which compares torch.compile with XLA and JAX without a number

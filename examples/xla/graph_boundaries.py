@@ -10,8 +10,8 @@ the line behind each compile and each run.
 
 Question   Which innocent lines cut a recorded step in two, what does each cost, and what replaces it?
 Needs      torch_xla>=2.9
-Wins when  the step is short, or the device far from the host: then waiting is most of it. A value read after the sync
-           costs a copy and the wait, not a second run.
+Wins when  the step is short, or the device far from the host, and the replacement is fast there (on a CPU kthvalue
+           is not). A value read after the sync costs a copy and the wait, not a second run.
 Study      studies/xla/graph_boundaries.py (two more, other lines of Python, what full_graph finds)
 Source     goes beyond the chapter; torch_xla's own counters and messages
 """

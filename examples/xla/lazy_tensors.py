@@ -4,13 +4,13 @@ An operation on an XLA tensor adds a node to a graph and returns: shapes and dty
 torch_xla.sync() hands XLA everything that is pending and still referenced. The program is looked up by the graph:
 operations in their order, shapes, dtypes, constants, and which results are still held; a new one is compiled first.
 
-Lazy mode loses in two ways. Recording costs the host some microseconds an operation, which small operations do not earn
-back. And a read runs what its value needs and keeps nothing else: without a sync it is a new program that begins at
-step 1.
+Lazy mode loses in two ways. Recording costs the host microseconds an operation, which small operations do not earn
+back. And a read runs what its value needs and keeps nothing else: without syncs each is a new program, from step 1 on.
 
 Question   When does PyTorch/XLA compile, when does it run, and what does recording cost?
 Needs      torch_xla>=2.9
 Wins when  a step is long against what recording it costs on the host, and each step records the same graph.
+           In the recorded run, on a CPU, it is not faster than eager.
 Study      studies/xla/lazy_tensors.py (what is the same graph, numbers that compile)
 Source     goes beyond the chapter, whose section "PyTorch XLA Backend" has openxla only; torch_xla's own counters
 """

@@ -4,11 +4,11 @@ Lazy mode records the Python of a model again at every call and looks the record
 guards, and then hands XLA the program's hash and its inputs: the same compiler behind another front end.
 
 In training AOTAutograd cuts a step in two programs, forward and backward. What is not compiled (the loss, the first
-gradient, the optimizer) stays lazy: further programs. Compile the loss too, or the whole step as one function.
+gradient, the optimizer) stays lazy: further programs. Only the whole step as one function is one, as in lazy mode.
 
 Question   What does openxla save over lazy mode, what does it cost first, and how many programs is a training step?
 Needs      torch_xla>=2.9
-Wins when  the host is the limit: small models, many calls of the same shapes; in training, the step as one function.
+Wins when  the host limits lazy mode (on a CPU eager is faster): small models, equal shapes; in training, one function.
 Variants   openxla_backend_training.py (a training step, compiled in four ways)
 Study      studies/xla/openxla_backend.py (the host's time, tensors on the CPU, times of a training step)
 Source     chapter sections "PyTorch XLA Backend" and "Ecosystem Context"; torch_xla's dynamo_bridge

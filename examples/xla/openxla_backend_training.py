@@ -19,7 +19,7 @@ def compiled(fn: Callable, fullgraph: bool = True) -> Callable:
 
 
 class Trainer:
-    """(x, y) -> the loss before an SGD step, which it does. `lazy` and eager are the same code on two devices.
+    """(x, y) -> the loss before an SGD step, which it does. Lazy mode and eager are one code on two devices.
 
     `how` says what goes through openxla: "model"; "model, loss"; "model, loss, update", whose first gradient, 1.0, is
     on the device already; "whole step". None is eager, or lazy mode.

@@ -4,9 +4,9 @@ With torch_xla.runtime.use_spmd() one process sees one device. mark_sharding (he
 mesh each dimension of a tensor is sharded. XLA derives the sharding of everything computed from there, and inserts
 collectives where a device needs what another one holds.
 
-Here the mesh is of virtual CPU devices in a process of its own: nothing gets faster, but the program is that of as many
-chips. A product is sharded in six ways; what the devices send stands next to what theory asks for. The study does the
-same for a training step: data parallel, tensor parallel, both, and sharded weights (FSDP).
+Here the mesh is of virtual CPU devices in a process of its own: nothing gets faster. A product is sharded in six ways;
+what the devices send stands next to what theory asks for: here XLA makes an all-reduce where a reduce-scatter would do,
+and sends twice its bytes. The study does the same for a training step, in four layouts.
 
 Question   Which sharding of a product costs which communication, and what does each device hold?
 Needs      torch_xla>=2.9

@@ -1,4 +1,4 @@
-"""A training loop on a lazy device: what makes a step one program, and what sync() does and costs.
+"""A training loop on a lazy device: what makes a step one program, and what sync() does.
 
 On an XLA device the forward pass, the backward pass and the optimizer are only recorded. torch_xla.sync() at the end of
 a step hands all of it to XLA as one program, compiled once for each shape of a step. torch_xla.step() is the same as a
@@ -9,7 +9,7 @@ So is a first step in which AdamW makes its state: zeros are constants of that p
 
 Question   How many programs does a training loop compile and run, and what in the loop decides that?
 Needs      torch_xla>=2.9
-Wins when  steps repeat with few shapes and nothing is read between them. On a CPU eager can be faster: see the table.
+Wins when  steps repeat with few shapes and nothing is read between. In the recorded run, on a CPU, eager is faster.
 Variants   training_loop_model.py (the model and its data)
 Study      studies/xla/training_loop.py (what reading costs, a learning rate that changes)
 Source     goes beyond the chapter; the troubleshooting page of PyTorch/XLA's documentation

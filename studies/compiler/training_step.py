@@ -1,4 +1,4 @@
-"""training_step, measured: the joint graph and its cuts, gradients, losses after some steps, AdamW by itself."""
+"""training_step, measured: the joint graph and its cuts, gradients, losses after some steps, AdamW and its share."""
 
 from __future__ import annotations
 

@@ -6,7 +6,7 @@ a compute-bound call can gain up to 1.9x, one that only reads weights up to 1.8x
 is paid, a pass over each Linear's input (per tensor two), which Inductor fuses with what makes that input.
 
 Weights are quantized ahead, activations in every call. As blocks repeat, one is compiled and called for each layer; the
-call is captured in a CUDA graph, as servers do, so that no variant waits for the host. Eager bfloat16 is not captured.
+call is captured in a CUDA graph, as servers do, so that the host hardly counts. Eager bfloat16 is not captured.
 torch.compile would break the graph at fp8_matmul, so it is an opaque operator there.
 
 The budget: a rounding to e4m3 (3 bits) is 2**4 times as coarse as one to bfloat16 (7 bits), and it happens to both

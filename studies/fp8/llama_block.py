@@ -1,12 +1,12 @@
 """Study of llama_block: where the time of the block goes, what each product gains, what each choice is worth.
 
 1. The time of each part, under torch.profiler, beside its least: FLOPs and bytes at the measured ceilings. Parts are
-   products, attention, and what lies between them, quantizers included.
+   products, attention, and what lies between them, quantizers included. What lies between can beat its least where
+   a product's kernel does some of it: our SwiGLU.
 2. Each of the twelve products (four Linears; forward, dx, dw) in bfloat16 and in FP8, and what its operands cost to
    quantize, by kernels of their own.
 3. Every choice of the lesson: torch.compile's modes (prefill), which of our kernels it is given, who multiplies in FP8,
-   quantizers fused or not, the gradients of weights in FP8 or in bfloat16. PRODUCT and USE in the lesson are chosen
-   from these tables.
+   quantizers fused or not, the gradients of weights in FP8 or in bfloat16.
 4. Other sizes: 1x2048 tokens, where fewer of the GPU's SMs have work, and 4x8192, where attention weighs more.
 """
 

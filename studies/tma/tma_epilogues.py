@@ -42,7 +42,7 @@ def torch_gate(both: torch.Tensor) -> torch.Tensor:
 
 
 def quantize_as_torch(y: torch.Tensor, scale: torch.Tensor | None) -> tuple[torch.Tensor, torch.Tensor]:
-    """Float32 steps as in the kernels; torch's cast does not saturate, so it clamps."""
+    """Float32 steps as in the kernels; torch's cast need not saturate, so it clamps."""
     if scale is None:
         return torch_quantize(y, "group")
     return (y.float() * (1.0 / scale)).clamp(-fp8_max(E4M3), fp8_max(E4M3)).to(E4M3), scale

@@ -3,8 +3,8 @@
 1. All five schedules and the rule of plan(), beside cuBLAS: squares and the layers of a transformer.
 2. Few tiles, where tiles of 128x256 would leave most SMs idle: in all of one wave, or in the second.
 3. Schedule split with descriptors made by the host for each call; by the host once (prepare_matmul); by each program
-   before its loop; or, a mistake, by each program for every tile. The GPU's time shows what the last two cost it, and a
-   caller in a loop what the first costs the host.
+   before its loop; or by each program for every tile (here the same work: at n = 2048 a program has one tile). The
+   GPU's time shows what the last two cost it, and a caller in a loop what the first costs the host.
 """
 
 from __future__ import annotations

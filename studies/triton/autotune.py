@@ -1,6 +1,6 @@
 """autotune, measured: four configurations chosen by hand or 192, what a search costs, and what a later process pays.
 
-An elementwise kernel with the chapter's four BLOCK_SIZEs is put beside fixed ones: memory is its limit in each of them.
+An elementwise kernel is tuned over the chapter's four BLOCK_SIZEs, and put beside each: the larger two equal torch.
 
 Every search starts from a cache directory that knows only the fixed configuration. The configurations that a search
 times are checked one by one, on poisoned outputs: it must choose among right ones.
@@ -55,7 +55,7 @@ def double(kernel, x: torch.Tensor, **config) -> torch.Tensor:
 
 
 def compare_blocks(h: Harness, n: int) -> None:
-    """The chapter's search on the chapter's kind of kernel, beside its largest block without a search."""
+    """The chapter's search on the chapter's kind of kernel, beside each of its blocks without a search."""
     configs = [triton.Config({"BLOCK_SIZE": block}, num_warps=4) for block in BLOCK_SIZES]
     tuned, x = triton.autotune(autotune_configs(configs), key=["n_elements"])(double_kernel), h.randn(n)
     variants = {"torch": lambda x: x + x, "tuned": partial(double, tuned)}

@@ -1,8 +1,8 @@
-"""rms_norm, measured: each kernel by itself, forward and backward, and the long rows' kernel where rows are short.
+"""rms_norm, measured: forward, and each kernel of the backward by itself.
 
 1. The code of the kernels that the lesson does not show.
 2. Row lengths from 1024 to 131072: forward, and backward by every kernel that takes the length, beside what Inductor
-   makes of torch's; with the gradient of x + residual too.
+   makes of torch's; backward with the gradient of x + residual too.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ def code(h: Harness) -> None:
 
 
 def sweep(h: Harness, rows: int, cols: int):
-    """The table of one row length's backward."""
+    """The tables of one row length, of which it returns backward's."""
     x, dsum = (h.rows(rows, cols, dtype=h.half) for _ in range(2))
     weight, dy, case = h.randn(cols, dtype=h.half), h.randn(rows, cols, dtype=h.half), f"{rows}x{cols}"
     forward = {"torch": torch_norm} | compiled_modes(h, torch_norm)

@@ -36,7 +36,7 @@ COPY_BLOCK = 1024
 
 @triton.jit
 def copy_specialized_kernel(x_ptr, y_ptr, n_elements, BLOCK: tl.constexpr):
-    # There is no MMA in this loop, so there is nothing that a second partition could do.
+    # There is no MMA in this loop, and the compiler partitions no other.
     first = tl.program_id(0).to(tl.int64) * BLOCK  # so that offsets near 2**31 elements do not wrap
     for start in tl.range(first, n_elements, tl.num_programs(0) * BLOCK, num_stages=3, warp_specialize=True):
         offsets = start + tl.arange(0, BLOCK)

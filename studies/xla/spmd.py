@@ -53,7 +53,7 @@ class Layout:
 
 
 def sharded_weights(rows: int, width: int, hidden: int) -> list[tuple[str, int, int]]:
-    """FSDP: each weight is gathered forward and again backward, where the first layer's input needs no gradient."""
+    """FSDP: each weight is gathered forward and, but for the first, whose input needs no gradient, again backward."""
     gathers = [("all-gather", DEVICES, width * hidden)] * (2 * WEIGHTS - 1)
     return gathers + [("reduce-scatter", DEVICES, width * hidden // DEVICES)] * WEIGHTS + [("all-reduce", DEVICES, 1)]
 
