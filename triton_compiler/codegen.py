@@ -91,10 +91,13 @@ class Writer(Walker):
         return self.inner if self.inner is not None and self.loop_space in spaces else self.outer
 
     def line(self, text: str, dtype, spaces) -> Value:
-        """name = text."""
-        self.count += 1
-        self.lines_for(spaces).append(f"t{self.count} = {text}")
-        return Value(f"t{self.count}", dtype, frozenset(spaces))
+        """name = text; once, whoever asks for it again."""
+        if not (value := self.lookup((text, dtype))):
+            self.count += 1
+            self.lines_for(spaces).append(f"t{self.count} = {text}")
+            value = Value(f"t{self.count}", dtype, frozenset(spaces))
+            self.keep((text, dtype), value)
+        return value
 
     def number(self, text: str, dtype) -> Value:
         return self.line(f"tl.full({self.ones}, {text}, {TRITON[dtype]})", dtype, ())

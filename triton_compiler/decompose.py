@@ -38,9 +38,17 @@ def decompositions() -> dict:
     table = dict(core_aten_decompositions())
     packets = [getattr(aten, name) for name in MORE.split() if hasattr(aten, name)]
     table |= get_decompositions(packets)
+    table[aten.convolution.default] = bias_apart
     table[aten.convolution_backward.default] = sums_of_channels
     kept = {getattr(aten, name) for name in KEPT.split() if hasattr(aten, name)}
     return {op: fn for op, fn in table.items() if getattr(op, "overloadpacket", op) not in kept}
+
+
+def bias_apart(x, weight, bias, *rest):
+    """A convolution whose bias is added by the kernel that reads it: torch adds it to what cuDNN has stored."""
+    if bias is None:
+        return NotImplemented
+    return aten.convolution(x, weight, None, *rest) + bias.reshape(-1, *[1] * (x.ndim - 2))
 
 
 def sums_of_channels(grad, x, weight, biases, stride, padding, dilation, transposed, offset, groups, mask):

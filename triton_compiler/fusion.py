@@ -24,7 +24,7 @@ import sympy
 import torch
 
 from triton_compiler.ir import (  # isort: skip
-    Affine, Dim, Extern, Node, Pieces, Pointwise, Reduction, Scatter, Size, Split, Uneven, View, exact_quotient, linear,
+    Affine, Dim, Extern, Node, Pieces, Pointwise, Reduction, Scatter, Size, Split, Uneven, View, linear,
     product, same, unflatten,
 )  # fmt: skip
 
@@ -178,9 +178,7 @@ def lay_out(roots: list[Node]) -> Layout:
         try:
             return try_layout(dims, roots)
         except Split as split:
-            at, dim = dims.index(split.dim), split.dim
-            outer = Dim(dim.name + "a", exact_quotient(dim.size, split.inner), dim.reduced)
-            dims[at : at + 1] = [outer, Dim(dim.name + "b", split.inner, dim.reduced)]
+            dims[(at := dims.index(split.dim)) : at + 1] = split.parts
         except Uneven as uneven:
             raise CannotFuse("a reshape cuts an axis unevenly", view=uneven.view) from None
     raise CannotFuse("a reshape cuts an axis unevenly")

@@ -16,7 +16,7 @@ from __future__ import annotations
 import functools
 import itertools
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import sympy
 import torch
@@ -88,6 +88,12 @@ class Split(Exception):
 
     def __init__(self, dim: Dim, inner: Size) -> None:
         self.dim, self.inner = dim, inner
+
+    @property
+    def parts(self) -> tuple[Dim, Dim]:
+        sizes = {"a": exact_quotient(self.dim.size, self.inner), "b": self.inner}
+        outer, inner = (replace(self.dim, name=self.dim.name + name, size=size) for name, size in sizes.items())
+        return outer, inner
 
 
 class Uneven(Exception):
@@ -264,11 +270,13 @@ class Pointwise(Node):
 class View(Node):
     """The source at another index: permute, slice, expand, reshape, ... `back` maps an index of this to the source's.
 
-    A reshape also has `linear`, the position in a row-major source: where that is stored, nothing is divided.
+    A reshape, and as_strided, also have `linear`, the position in a row-major source: where that is stored, nothing is
+    divided.
     """
 
     back: Callable | None = None
     linear: Callable | None = None
+    is_reshape: bool = False
 
     def value(self, walker, index):
         (source,) = self.args
@@ -368,17 +376,27 @@ class Extern:
 
 def strided_view(node: Node) -> tuple[Node, tuple[Size, ...], Size]:
     """(stored tensor, strides, offset) of a view of it. Raises Uneven where no strides describe it."""
-    index = tuple(Dim(f"v{i}", size) for i, size in enumerate(node.shape))
-    at = tuple(ZERO if dim.size == 1 else Affine(((dim, 1),)) for dim in index)
-    place = None
+    axes = [[Dim(f"v{i}", size)] for i, size in enumerate(node.shape)]
+    for _ in range(64):
+        try:
+            base, place = place_in_memory(node, tuple(ZERO if axis[0].size == 1 else linear(axis) for axis in axes))
+            break
+        except Split as split:  # a reshape makes one axis of two: they may lie as one
+            axis = next(axis for axis in axes if split.dim in axis)
+            axis[(at := axis.index(split.dim)) : at + 1] = split.parts
+    else:
+        raise Uneven
+    for outer, inner in itertools.chain(*map(itertools.pairwise, axes)):
+        if place.coefficient(outer) != size_of(place.coefficient(inner) * inner.size):
+            raise Uneven
+    return base, tuple(place.coefficient(axis[-1]) for axis in axes), place.offset
+
+
+def place_in_memory(node: Node, at: tuple[Affine, ...]) -> tuple[Node, Affine]:
+    """The stored tensor behind views, and where in its memory the element at this index is."""
     while isinstance(node, View):
         view, (node,) = node, node.args
         if view.linear and node.is_row_major and not isinstance(node, View):
-            place = view.linear(at)
-            break
-        try:
-            at = view.back(at)
-        except Split:
-            raise Uneven from None
-    place = node.address(at) if place is None else place
-    return node, tuple(place.coefficient(dim) for dim in index), place.offset
+            return node, view.linear(at)
+        at = view.back(at)
+    return node, node.address(at)

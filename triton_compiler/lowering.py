@@ -297,12 +297,22 @@ class Lowering:
         )
 
     def reshape(self, x: Node, shape) -> Node:
+        while isinstance(x, View) and x.is_reshape:  # of a reshape: one of what it reshapes
+            (x,) = x.args
         shape, old = tuple(shape), x.shape
         if isinstance(x, Constant) or shape == old:
             return x if shape == old else dataclasses.replace(x, shape=shape)
-        return self.view(
-            x, lambda index: unflatten(flatten(index, shape), old), shape, lambda index: flatten(index, shape)
-        )
+        kept = [axis for axis, size in enumerate(shape) if size != 1]
+
+        def back(index):
+            if [shape[axis] for axis in kept] != [size for size in old if size != 1]:
+                return unflatten(flatten(index, shape), old)
+            rest = iter(kept)  # only axes of size 1 come or go
+            return tuple(ZERO if size == 1 else index[next(rest)] for size in old)
+
+        made = self.view(x, back, shape, lambda index: flatten(index, shape))
+        made.is_reshape = True
+        return made
 
     def op_as_strided(self, x, shape, strides, offset=None):
         fake = self.fx.args[0].meta["val"]

@@ -41,6 +41,31 @@ def test_a_matmul_has_its_epilogue_in_one_kernel():
     assert {each.reason for each in graph.fusion.boundaries} == set()
 
 
+def test_a_convolutions_bias_is_added_by_what_reads_its_result():
+    graph = check(lambda x, w, b: F.conv2d(x, w, b).relu(), x(2, 3, 8, 8), x(4, 3, 3, 3), x(4), kernels=1)
+    (call,) = graph.lowered.externs
+    assert len(call.reads) == 2
+
+
+def halves(x, w):
+    """Rotary positions read a product through a reshape of a reshape, half against half."""
+    q, k, _ = (x @ w).unflatten(-1, (3, 2, 8)).permute(2, 0, 3, 1, 4)
+    q1, q2 = q.chunk(2, -1)
+    return q * 2 + torch.cat([-q2, q1], -1), k + 1
+
+
+def test_what_a_library_reads_or_made_is_not_copied():
+    check(halves, x(2, 5, 16), x(16, 48), kernels=1)
+    heads = x(2, 5, 3, 8).transpose(1, 2)  # as attention leaves them: the reshape makes one axis of two
+    check(lambda a, w: a.transpose(1, 2).flatten(2) @ w, heads, x(24, 6), kernels=0)
+
+
+def test_the_same_value_is_computed_once():
+    """Two rotations have one table, whoever wrote it twice."""
+    graph = check(lambda x, y: (x * torch.sin(x + 1), y * torch.sin(x + 1)), x(12, 16), x(12, 16), kernels=1)
+    assert next(iter(graph.sources.values())).text.count("tl.sin(") == 1
+
+
 def test_the_reason_of_a_boundary():
     graph = check(lambda x: (lambda y: y.sum(1, keepdim=True) * y.sum(0))(x * x.exp()), x(12, 16))
     assert {each.reason for each in graph.fusion.boundaries} <= {

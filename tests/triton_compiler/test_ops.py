@@ -108,6 +108,7 @@ SHAPED = {
     "more activations": lambda x: (F.softplus(x), F.logsigmoid(x), F.leaky_relu(x), F.hardsigmoid(x), F.glu(x, 0)),
     "losses": lambda x: (F.mse_loss(x, x * 2), F.l1_loss(x, x * 2), F.smooth_l1_loss(x, x * 2), F.huber_loss(x, x * 3)),
     "reshape": lambda x: (x.reshape(3, 2, 20) + 1, x.permute(2, 0, 1).reshape(8, 15) * 2, x.flatten(1) * 2),
+    "as_strided": lambda x: (x.as_strided((4, 30), (1, 4)).reshape(6, 20) + 1, x.as_strided((2, 3), (1, 2)) * 2),
     "uneven reshape": lambda x: (x.transpose(0, 1) * 2).reshape(4, 30) + 1,
     "permute": lambda x: (x.permute(2, 0, 1) * 2, x.permute(2, 0, 1).contiguous(), x.movedim(0, 2) + 1),
     "slices": lambda x: (x[1:5:2, :, 1:] * 2, x[-2:] + 1, x[:, 2] + x[:, -1], x[:, :1] + x),
