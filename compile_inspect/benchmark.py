@@ -21,7 +21,7 @@ from torch.utils.flop_counter import flop_registry
 from compile_inspect import fresh_cache, warm_up, watch
 from compile_inspect.main import main
 from compile_inspect.report import Phase, Skip, reason_of
-from compile_inspect.subject import Subject, parameters, tensors_of
+from compile_inspect.subject import Subject, in_eager, parameters, tensors_of
 
 QUESTION = "At which batch sizes is compiled faster, after how many calls has it paid, and what could it reach?"
 SIZES, MOST, SECONDS = 8, 4, 10.0  # batch sizes, the largest over the given one, seconds after which none is begun
@@ -34,8 +34,6 @@ COLUMNS = {
 ROWS = {"embedding", "index", "index_select", "gather"}  # of their first tensor they read as much as they return
 # torch 2.11 has no formula for it.
 LIKE = {"_scaled_dot_product_flash_attention_for_cpu": torch.ops.aten._scaled_dot_product_flash_attention}
-
-in_eager = partial(torch.compiler.set_stance, "force_eager")
 
 
 def look(subject: Subject, phase: Phase) -> None:

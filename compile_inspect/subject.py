@@ -24,6 +24,7 @@ from torch.utils._pytree import tree_leaves, tree_map, tree_map_only
 
 INPUT = re.compile(r"(?P<shape>(?:\d+(?:x\d+)*)?)(?::(?P<dtype>\w+))?$")
 ROUNDS, BUDGET = 15, 1.0  # calls whose median is told, and the seconds that they may take together
+in_eager = functools.partial(torch.compiler.set_stance, "force_eager")  # also what the model compiles inside
 DEEP = 4  # a model that takes more than this share of the memory, 1/4, is not copied
 
 

@@ -24,7 +24,7 @@ from torch.utils._pytree import tree_map_only
 from compile_inspect.graphs import at, layer_of, name_of, own_line
 from compile_inspect.main import main
 from compile_inspect.report import Phase, Skip, reason_of
-from compile_inspect.subject import Subject, modules_of, parameters, tensors_of
+from compile_inspect.subject import Subject, in_eager, modules_of, parameters, tensors_of
 
 QUESTION = "Is the compiled result right, and if not, which stage and which operation is the first that is wrong?"
 STAGES = {"eager": "Dynamo's capture", "aot_eager": "AOTAutograd", "inductor": "Inductor's code"}
@@ -180,11 +180,12 @@ def traced(phase: Phase) -> Iterator[None]:
 class Results(list):
     """Tensors: the first `outputs` are what a call returned, the others gradients; and the `seconds` that it took.
 
-    Further calls take `ms`; or `failure` says why there is nothing. `parts` of the seconds, and `graphs`: see basics.
+    Of a further `call`: `ms`, beside `eager_ms`, and the `speedup`; or `failure` says why there is nothing. `parts` of
+    the seconds, and `graphs`: see basics.
     """
 
     outputs, graphs, failure = 0, 0, ""
-    seconds = ms = parts = None
+    seconds = call = ms = eager_ms = speedup = parts = None
 
 
 def results(
@@ -217,7 +218,7 @@ def results(
 def references(subject: Subject) -> tuple[Results, Results | None, bool]:
     """(what eager returns, what it returns in float64 if it runs in it, whether it returns the same again)."""
     exact = None
-    with torch.compiler.set_stance("force_eager"):  # also what the model compiles inside
+    with in_eager():
         eager, again = results(subject), results(subject)
         with contextlib.suppress(Exception):  # for memory too
             exact = None if subject.shared else results(subject, double=True)  # the user's own model stays as it is
