@@ -77,7 +77,7 @@ CHECK = '''class _Check:
             budget = relative * want.abs() + per_row * rms + tiny
             value, rounded = got.double(), want.to(got.dtype).double()
             right = (value == rounded) | (value.isnan() & rounded.isnan()) | ((value - want).abs() <= budget + 1e-37)
-            if not exact:  # a GPU's cast to FP8 saturates, torch's does not
+            if not exact:  # a GPU's cast to FP8 saturates, torch's need not
                 right |= (want.abs() > torch.finfo(got.dtype).max) & (value.abs() == torch.finfo(got.dtype).max)
             if not right.all():
                 raise AssertionError(f"{what}: {int((~right).sum())} of {want.numel()} elements are wrong")

@@ -172,7 +172,7 @@ def read_back(q: torch.Tensor, scale: torch.Tensor, per: str) -> torch.Tensor:
 
 
 def torch_quantize(y: torch.Tensor, per: str) -> tuple[torch.Tensor, torch.Tensor]:
-    """y to e4m3 in torch, in the float32 steps of the kernels; torch's cast does not saturate, so it clamps."""
+    """y to e4m3 in torch, in the float32 steps of the kernels; torch's cast need not saturate, so it clamps."""
     groups, most = _groups(y.float(), per), fp8_max(E4M3)
     amax = groups.abs().amax(dim=2).clamp(min=FLOOR)
     q = (groups * (most / amax)[:, :, None]).clamp(-most, most).to(E4M3)
