@@ -1,5 +1,6 @@
 """What a trace says of the collectives in it, and of the time in which they are hidden."""
 
+import pytest
 import torch
 
 from examples.common.collectives import MARK, Trace, drawn, in_graph, length, read, sent_in_ring, shared, traced, united
@@ -69,6 +70,12 @@ def test_bytes_are_counted_by_collective_and_dtype():
     assert trace.sent == {
         "all_reduce": (2, 76), "allgather_base": (1, 4), "all_gather_into_tensor_coalesced": (1, 0)
     }  # fmt: skip
+
+
+def test_a_collective_that_has_not_ended_has_no_bytes():
+    event = {"cat": "user_annotation", "name": "gloo:all_reduce", "ts": 0, "dur": 1, "args": {"finished": False}}
+    with pytest.raises(RuntimeError, match="gloo:all_reduce had not ended when the profiler stopped"):
+        read([event])
 
 
 def test_a_graph_says_what_it_sends():
