@@ -178,7 +178,7 @@ def test_bars_tell_where_the_answer_wins_and_what_beats_it(over, told, sees):
 
 
 def test_a_roofline_draws_every_technique_that_it_counts_and_names_the_others():
-    for path in sorted(H200.glob("t*.json")):
+    for path in sorted(each for each in H200.glob("t*.json") if (ROOT / each.with_suffix(".py").name).is_file()):
         parts = load(path)["examples"]
         chart = charts.roofline(parts)
         drawn = {name for series in chart.series for name in series.points}
