@@ -100,16 +100,24 @@ def elsewhere_table(found: list[Topic], ran: dict[str, list[dict]]) -> str:
     return "\n".join(lines) if lines[2:] else "Every other machine that is recorded answers the same."
 
 
-def phases_table(record: dict | None) -> str:
-    """The phases of compile_inspect, each with its question and what it answered of the bundled model."""
+def parts_table(what: str, part: str, record: dict | None, root: Path) -> str:
+    """The phases of compile_inspect, or the parts of triton_compiler's benchmark, with what each asks and answered."""
     if record is None:
         return "No run is recorded yet."
-    lines = [f"The bundled `decoder`, recorded on {machine_name(record['machine'])}:", ""]
-    lines += ["| phase | what it asks | what it answered |", "| --- | --- | --- |"]
-    cells = ((each["name"], each["question"], each["answer"] or each["reason"]) for each in record["examples"])
-    return "\n".join(
-        [*lines, *(f"| `{name}` | {asks} | {answer.replace('|', chr(92) + '|')} |" for name, asks, answer in cells)]
-    )
+    lines = [f"| {part} | what it asks | what it answered |", "| --- | --- | --- |"]
+    for each in record["examples"]:
+        answer = answer_cell(each) + OLDER * part_is_stale(record["topic"], each, root)
+        lines.append(f"| `{each['name']}` | {each['question']} | {answer} |")
+    text = "\n".join(lines)
+    older = f" ({OLDER.strip()}: before the code was changed)" * (OLDER in text)
+    return f"{what}, recorded on {machine_name(record['machine'])}{older}:\n\n{text}"
+
+
+def part_is_stale(topic: str, example: dict, root: Path) -> bool:
+    """is_stale() of what is no topic: compile_inspect, a file for each phase, and triton_compiler's benchmark."""
+    name = "benchmark" if topic == "triton_compiler" else example["name"]
+    file = root / topic / f"{name}.py"
+    return not file.is_file() or example["sources"] != sources_hash(file, root=root)
 
 
 def machine_name(machine: dict) -> str:
@@ -207,8 +215,9 @@ def results_tables(paths: list[Path], study: bool = False) -> str:
         if "ceilings" not in m:  # of compile_inspect, which has no table of times
             continue
         power = f", {m['power_limit_w']:.0f} W limit" if m.get("power_limit_w") else ""
-        limits = [f"copy {m['ceilings']['copy_tbps']:.2f} TB/s"] if m["ceilings"]["copy_tbps"] else []
-        limits += [f"cuBLAS {dtype} {rate:.0f} TFLOP/s" for dtype, rate in m["ceilings"]["gemm_tflops"].items()]
+        ceilings = newest_ceilings(record)
+        limits = [f"copy {ceilings['copy_tbps']:.2f} TB/s"] if ceilings["copy_tbps"] else []
+        limits += [f"cuBLAS {dtype} {rate:.0f} TFLOP/s" for dtype, rate in ceilings["gemm_tflops"].items()]
         measured = f"; measured ceilings: {', '.join(limits)}" if limits else ""
         versions = f"Triton {m['triton']}" if m["gpu"] else f"{m['cores']} cores"
         versions = f"torch_xla {m['torch_xla']}, {versions}" if m.get("torch_xla") else versions
@@ -220,10 +229,19 @@ def results_tables(paths: list[Path], study: bool = False) -> str:
         held = [(each["name"], each.get("study") if study else each) for each in record["examples"]]
         tables = [(name, table) for name, part in held if part for table in tables_of(part) if table.timed]
         kernels = [(name, table) for name, table in tables if not of_calls(table)]
-        of_kernels = _study_lines(kernels) if study else _kernel_lines(kernels, m["ceilings"])
+        of_kernels = _study_lines(kernels) if study else _kernel_lines(kernels, ceilings)
         of_host = _call_lines([(name, table) for name, table in tables if of_calls(table)])
         parts += ["\n".join(lines) + "\n" for lines in (of_kernels, of_host) if len(lines) > 2]
     return "\n".join(parts).rstrip()
+
+
+def newest_ceilings(record: dict) -> dict:
+    """The measured ceilings, the newest of each: a run measures only those that its own tables need."""
+    copy, gemm = None, {}
+    for example in sorted(record["examples"], key=lambda each: each.get("when", "")):
+        held = example["machine"].get("ceilings") or {}
+        copy, gemm = held.get("copy_tbps") or copy, gemm | held.get("gemm_tflops", {})
+    return {"copy_tbps": copy, "gemm_tflops": dict(sorted(gemm.items()))}
 
 
 def _kernel_lines(tables: list[tuple[str, Table]], ceilings: dict) -> list[str]:
@@ -291,6 +309,7 @@ DOCUMENTS = {  # each generated part, in the document that has its markers
     "docs/chapter.md": ("chapter",),
     "docs/running.md": ("coverage",),
     "docs/compile_inspect.md": ("phases",),
+    "docs/triton_compiler.md": ("benchmark",),
     "docs/results.md": ("results", "results on a CPU"),
     "docs/results-studies.md": ("studies", "studies on a CPU"),
 }
@@ -314,7 +333,8 @@ def documents(root: Path = ROOT) -> dict[Path, tuple[str, str]]:
         "elsewhere": elsewhere_table(found, ran),
         "chapter": chapter_table(found, (root / OUTLINE).read_text(encoding="utf-8")),
         "coverage": coverage_table(found, ran),
-        "phases": phases_table(records.get("compile_inspect")),
+        "phases": parts_table("The bundled `decoder`", "phase", records.get("compile_inspect"), root),
+        "benchmark": parts_table("The benchmark", "part", records.get("triton_compiler"), root),
         "results": results_tables(on_gpus),
         "results on a CPU": results_tables(on_cpu),
         "studies": results_tables(on_gpus, study=True),
@@ -366,12 +386,6 @@ def stale_examples(root: Path = ROOT) -> list[str]:
         record = load(path)
         for example in record["examples"]:
             technique = known.get((record["topic"], example["name"]))
-            # What is no topic: compile_inspect, a file for each phase, and triton_compiler, whose benchmark has parts.
-            part = "benchmark" if record["topic"] == "triton_compiler" else example["name"]
-            if technique is None and (file := root / record["topic"] / f"{part}.py").is_file():
-                old = example["sources"] != sources_hash(file, root=root)
-            else:
-                old = technique is None or is_stale(technique, example, root)
-            if old:
+            if is_stale(technique, example, root) if technique else part_is_stale(record["topic"], example, root):
                 found.append(f"{path.relative_to(root)}: {example['name']}")
     return found

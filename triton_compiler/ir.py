@@ -91,9 +91,8 @@ class Split(Exception):
 
     @property
     def parts(self) -> tuple[Dim, Dim]:
-        sizes = {"a": exact_quotient(self.dim.size, self.inner), "b": self.inner}
-        outer, inner = (replace(self.dim, name=self.dim.name + name, size=size) for name, size in sizes.items())
-        return outer, inner
+        outer = replace(self.dim, name=self.dim.name + "a", size=exact_quotient(self.dim.size, self.inner))
+        return outer, replace(self.dim, name=self.dim.name + "b", size=self.inner)
 
 
 class Uneven(Exception):

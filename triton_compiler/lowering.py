@@ -303,11 +303,12 @@ class Lowering:
         if isinstance(x, Constant) or shape == old:
             return x if shape == old else dataclasses.replace(x, shape=shape)
         kept = [axis for axis, size in enumerate(shape) if size != 1]
+        only_ones = [shape[axis] for axis in kept] == [size for size in old if size != 1]  # come or go
 
         def back(index):
-            if [shape[axis] for axis in kept] != [size for size in old if size != 1]:
+            if not only_ones:
                 return unflatten(flatten(index, shape), old)
-            rest = iter(kept)  # only axes of size 1 come or go
+            rest = iter(kept)
             return tuple(ZERO if size == 1 else index[next(rest)] for size in old)
 
         made = self.view(x, back, shape, lambda index: flatten(index, shape))

@@ -29,7 +29,7 @@ from examples.common.training import forward_backward, in_float64
 from examples.triton.rms_norm_backward import RmsNorm
 from examples.triton.rms_norm_long import check_input, launch_long
 
-ROWS_BYTES = 32768  # of a row that a program holds in registers; waiting for a longer one's end, it loads too little
+ROWS_BYTES = 32768  # the longest row that a program holds in registers: a longer one leaves too few loads in flight
 
 
 @triton.jit

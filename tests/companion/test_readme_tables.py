@@ -3,11 +3,13 @@
 from dataclasses import asdict
 
 from harness.bench import Row, Table
+from harness.catalog import ROOT
 from harness.record import ExampleRecord, Record, load
+from harness.sources import sources_hash
 
 import pytest
 
-from companion.readme import answer_cell, elsewhere_table, results_tables, told_rows
+from companion.readme import answer_cell, elsewhere_table, newest_ceilings, parts_table, results_tables, told_rows
 
 
 def row(variant, ms, ours=False, tbps=1.0, **more):
@@ -137,3 +139,27 @@ def test_another_machine_is_told_of_where_its_ratios_differ():
         [topic], {"topic": [reference, record("an H100", softmax=4, matmul=4.8)]}
     ).splitlines()
     assert lines == ["| matmul | an H100, Triton 3.9.0 | on an H100 | 1 | 1 |"]
+
+
+def test_the_newest_of_each_ceiling_is_told_though_the_newest_run_has_none():
+    measured = [
+        ("b", {"copy_tbps": 4.2, "gemm_tflops": {"bfloat16": 700.0}}),
+        ("a", {"copy_tbps": 4.0, "gemm_tflops": {"bfloat16": 600.0, "float16": 500.0}}),
+        ("c", {"copy_tbps": None, "gemm_tflops": {}}),
+    ]
+    record = {"examples": [{"when": when, "machine": {"ceilings": held}} for when, held in measured]}
+    assert newest_ceilings(record) == {"copy_tbps": 4.2, "gemm_tflops": {"bfloat16": 700.0, "float16": 500.0}}
+    assert newest_ceilings({"examples": [{"machine": {}}]}) == {"copy_tbps": None, "gemm_tflops": {}}
+
+
+def test_a_part_of_older_code_is_marked():
+    """The parts of triton_compiler's benchmark are of benchmark.py, whatever else has their name."""
+    sources = sources_hash(ROOT / "triton_compiler/benchmark.py")
+    parts = [ExampleRecord("models", "passed", question="Q", answer="a|b", sources=sources).as_dict(),
+             ExampleRecord("graphs", "failed", "why", question="R", sources="0").as_dict()]  # fmt: skip
+    record = {"topic": "triton_compiler", "machine": {"gpu": "GPU"}, "examples": parts}
+    text = parts_table("It", "part", record, ROOT).splitlines()
+    assert text[0] == "It, recorded on an GPU (*(older code)*: before the code was changed):"
+    assert text[-2:] == ["| `models` | Q | a\\|b |", "| `graphs` | R | failed: why *(older code)* |"]
+    assert "older" not in parts_table("It", "part", record | {"examples": parts[:1]}, ROOT)
+    assert parts_table("It", "part", None, ROOT) == "No run is recorded yet."

@@ -1,6 +1,7 @@
 """The phase basics: results of each backend, the parts of the first call, and repeated blocks."""
 
 import time
+from statistics import median
 
 import pytest
 import torch
@@ -9,7 +10,7 @@ from torch._dynamo.utils import dynamo_timed
 
 from compile_inspect.basics import PARTS, blocks_of, seconds_by_part
 from compile_inspect.inspecting import run_phase
-from compile_inspect.subject import Subject
+from compile_inspect.subject import Subject, Timed
 from compile_inspect.triage import Results, error_ratio
 
 
@@ -46,10 +47,24 @@ def test_results_parts_and_blocks():
     assert sum(facts["parts"].values()) == pytest.approx(facts["first_call_s"])
     assert all(facts["parts"][part] > 0 for part in PARTS)
     assert 0 <= facts["parts"]["everything else"] < 0.5 * facts["first_call_s"]
-    assert facts["speedup"] == pytest.approx(facts["eager_ms"] / facts["compiled_ms"], rel=0.5)  # a median of ratios
     assert (facts["break_even_calls"] is None) == (facts["speedup"] <= 1)
     assert (facts["regional"]["blocks"], facts["regional"]["path"]) == (3, "layers")
     assert not any(finding.urgent for finding in phase.findings)
+
+
+def test_backends_are_timed_in_turns_with_eager(monkeypatch):
+    """Of made-up times the speed-up is the median of ratios; of one that is slower, no call has paid."""
+
+    def in_turns(self, calls):
+        columns = [[2.0, 1.0, 5.0], [slower * 4, slower * 4, slower * 20]][-len(calls) :]
+        return [Timed(median(each), 0.0, each) for each in columns]
+
+    monkeypatch.setattr(Subject, "in_turns", in_turns)
+    for slower, ratio in [(1.0, 4.0), (0.25, 1.0)]:
+        facts = run_phase("basics", Subject(nn.Linear(8, 8), (torch.randn(16, 8),))).facts
+        assert (facts["compiled_ms"], facts["eager_ms"], facts["speedup"]) == (2.0, 4 * slower, ratio)
+        paid = facts["break_even_calls"]
+        assert paid is None if ratio == 1 else paid == pytest.approx(1e3 * facts["first_call_s"] / 6, rel=0.1)
 
 
 def test_a_wrong_result_is_urgent():
