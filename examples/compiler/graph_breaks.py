@@ -165,11 +165,11 @@ def compare(h: Harness, inputs: tuple):
 
 def answer(rows: dict[str, dict], tables: list) -> str:
     item = "torch.compile, .item()"
-    costs = [f"at {table.case.split()[0]} .item() {table.by_host(item, ONE_GRAPH)}" for table in tables]
+    costs = [f"at {table.case.split()[0]} .item() {table.over(item, ONE_GRAPH):.2f}x" for table in tables]
     worst = max(TIMED, key=lambda name: tables[-1].over(name, ONE_GRAPH))
     cause, eager = worst.partition(", ")[2], {each: row["left to eager"] for each, row in rows.items()}
     if worst != item:
-        costs[-1] += f", {cause} {tables[-1].by_host(worst, ONE_GRAPH)}"
+        costs[-1] += f", {cause} {tables[-1].over(worst, ONE_GRAPH):.2f}x"
         costs[-1] += " (it leaves the rest to eager)" if eager[cause] != SPLIT else ""
     return f"Speed with the break mended, over broken: {'; '.join(costs)}."
 

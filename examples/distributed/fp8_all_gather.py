@@ -138,7 +138,7 @@ def demo(h: Harness) -> None:
         )
         kept = q.over(f"torch.compile, {AFTER}", f"torch.compile, {BEFORE}")
         return (
-            f"Half the bytes: {speeds} bfloat16's speed if read back, {kept:.2f}x if used in FP8. Error "
+            f"Half the bytes; compiled, {speeds} bfloat16's speed if read back, {kept:.2f}x if used in FP8. Error "
             f"{off['e4m3 by row']['2^0']}, bfloat16 {off[BF16]['2^0']}; if rows differ by 2^24, by rank "
             f"{off['e4m3 by rank']['2^24']}, by row {off['e4m3 by row']['2^24']}."
         )

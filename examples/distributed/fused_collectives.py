@@ -161,7 +161,7 @@ def answer(pairs: list) -> str:
     won = sum(table.over(library) > 1.02 for table, _ in pairs)
     return (
         f"Of the time of a gather and of a reduce-scatter, M = {last[0][0].case.split('x')[0]}, {', '.join(told)}. "
-        f"Ours is faster in {won} of {len(pairs)} tables."
+        f"Ours is faster than {library} in {won} of {len(pairs)} tables."
     )
 
 
