@@ -125,12 +125,11 @@ def demo(h: Harness) -> None:
 
     def answer() -> str:
         speeds = ", ".join(f"{case} {table.by_host(EAGER, MODEL)}" for case, table in tables.items())
-        memory = waiting["min-cut"] / waiting["eager autograd"]
         more = [table.over(MODEL, WHOLE) for table in tables.values()]
-        adds = "is faster than" if min(more) > 1.02 else "gains nothing over" if max(more) <= 1.02 else "varies against"
+        gains = f"{' and '.join(f'{ratio:.2f}x' for ratio in more)}{', no gain' if max(more) <= 1.02 else ''}"
         return (
-            f"Model compiled, over eager: {speeds}. AdamW compiled too {adds} its fused kernel: "
-            f"{' and '.join(f'{ratio:.2f}x' for ratio in more)}. {memory:.2f}x eager's bytes wait for backward."
+            f"Model compiled, over eager: {speeds}. AdamW compiled too, over its fused kernel: {gains}. "
+            f"{waiting['min-cut'] / waiting['eager autograd']:.2f}x eager's bytes wait for backward."
         )
 
     h.answer(answer)
