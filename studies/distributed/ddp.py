@@ -16,10 +16,11 @@ def answer(table: Table) -> str:
     """Which size is the fastest, or that it hardly matters, where all times are near each other."""
     fastest, slowest = min(table.rows, key=lambda row: row.ms), max(table.rows, key=lambda row: row.ms)
     ratio = f"{table.over(slowest.variant, fastest.variant):.2f}x"
-    sizes = ", ".join(row.variant.partition(", ")[2] for row in table.rows)
+    size = {row.variant: row.variant.partition(", ")[2] for row in table.rows}
+    buckets = f"buckets of {', '.join(size.values())}"
     if near(fastest, slowest):
-        return f"The size of the buckets hardly matters ({sizes}): the fastest is {ratio} the slowest."
-    return f"Of {sizes}, {fastest.variant} is the fastest: {ratio} the slowest, {slowest.variant}."
+        return f"Of {buckets} none is faster by more than noise: the fastest has {ratio} the slowest one's speed."
+    return f"Of {buckets}, {size[fastest.variant]} is the fastest: {ratio} the speed of {size[slowest.variant]}."
 
 
 def study(h: Harness) -> None:
