@@ -109,9 +109,9 @@ def answer(parameters: int, table, facts: dict[str, dict]) -> str:
     settled = f"settled after {last} calls" if last < CALLS else f"not settled in {CALLS} calls"
     size = f"{parameters / 1e9:.1f} B" if parameters > 1e9 else f"{parameters / 1e6:.0f} M"
     slow = table[EAGER].ms <= table.best.ms
-    take = "eager" if slow else f"{best[6:]}: {settled}, paid {paid(table, best, first_s[best])}".removesuffix(" calls")
-    other = "" if slow or REDUCED not in first_s else "; graph of blocks: large_models"
-    return f"{size} parameters, {table.case}, over eager (host twice as fast): {', '.join(told)}. Take {take}{other}."
+    first = f"its {first_s[best]:.0f} s of compiling are paid back {paid(table, best, first_s[best])}"
+    take = "eager" if slow else f"{best[6:]}: {settled}; {first.removesuffix(' calls')}"
+    return f"{size} parameters, {table.case}, over eager (host twice as fast): {', '.join(told)}. Take {take}."
 
 
 if __name__ == "__main__":

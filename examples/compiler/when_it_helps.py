@@ -115,7 +115,7 @@ def answer(model: str, rows: dict[str, dict]) -> str:
     off = max(abs(row["x eager"] / row["predicted x"] - 1) for row in rows.values())
     losses = [name.replace(" tokens,", "") for name, row in rows.items() if row["x eager"] < 1 - LOST_IN_NOISE]
     lost = f"Slower: {', '.join(losses)}" if losses else "No size is slower than eager"
-    return f"{model}, over eager: {' to '.join(gains)}. Predicted within {off:.0%}. {lost}."
+    return f"{model}, over eager: {' to '.join(gains)}. Predicted ratios: up to {off:.0%} off. {lost}."
 
 
 def demo(h: Harness) -> None:

@@ -124,8 +124,8 @@ def answer(h: Harness, rows: dict[str, dict], alone: dict[str, dict]) -> str:
     calls = (f"{how}{times[how]} ({len(row['compiled by ranks'])})" for how, row in rows.items())
     again = " and ".join(name for name, row in alone.items() if row["recompiled alone"]) or "none"
     wait = f"; others wait {max(row['others wait s'] for row in alone.values()):.1f} s" if gpu else ""
-    fewer = f"Rank 1 with fewer rows recompiles if: {again}{wait}."
-    return f"First calls (of {h.ranks} ranks compile): {', '.join(calls)}. {fewer}"
+    fewer = f"Rank 1, with fewer rows, recompiles if: {again}{wait}."
+    return f"First call on {h.ranks} ranks (how many compile): {', '.join(calls)}. {fewer}"
 
 
 def demo(h: Harness) -> None:

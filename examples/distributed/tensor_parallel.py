@@ -11,7 +11,7 @@ parallelism is a pass of Inductor that makes one operator of a collective and it
 memory while it computes others: NCCL's kernels carry no bytes then. Fused weights (qkv, gate_up) need their rows in
 the order of the ranks first. Every rank has all tokens, so that n ranks are at best n times as fast as one.
 
-Question   What do column, row and sequence parallel send, and what of the wait do compiling and its async pass save?
+Question   What do column, row and sequence parallel send, how near to n GPUs' speed are they, and what does async add?
 Needs      torch, 2 or 4 or 8 ranks, peers
 Wins when  GPUs share NVLink, and a layer does not fit one of them or the batch is too small to be split.
 Source     goes beyond the chapter; torch.distributed.tensor.parallel's documentation
@@ -175,11 +175,11 @@ def answer(h: Harness, rows: dict[str, dict]) -> str:
     told = {
         how: f"{table.over(PLAIN_COMPILED, how) / h.ranks:.2f} ({row.get(ABOVE, 0.0):.1f})" for how, row in rows.items()
     }
-    fused = f", async {told[ASYNC]}" if ASYNC in told else ""
+    fused = f", sending under GEMMs (async) {told[ASYNC]}" if ASYNC in told else ""
     return (
         f"Part of {h.ranks}x one compiled GPU's speed ({ABOVE}): tensor parallel {told[TENSOR]}, compiled "
-        f"{told[TENSOR_COMPILED]}; sequence parallel {told[SEQUENCE]}, compiled {told[SEQUENCE_COMPILED]}{fused}. "
-        f"Rings send {rows[TENSOR]['MB by theory']:.0f} MB for each."
+        f"{told[TENSOR_COMPILED]}; sequence {told[SEQUENCE]}, compiled {told[SEQUENCE_COMPILED]}{fused}. "
+        f"A rank sends {rows[TENSOR]['MB by theory']:.0f} MB in each."
     )
 
 

@@ -54,9 +54,14 @@ def matmul_flattened_kernel(
         row, col = tile_coords(tile, M, N, BLOCK_M, BLOCK_N, GROUP_M)
         a_desc, b_desc, c_desc = a, b, c
         if DESCRIPTORS == "tile":
-            a_desc = tl.make_tensor_descriptor(a, [M, K], [stride_a, 1], [BLOCK_M, BLOCK_K])
-            b_desc = tl.make_tensor_descriptor(b, [rows_b, cols_b], [stride_b, 1], [BLOCK_B0, BLOCK_B1])
-            c_desc = tl.make_tensor_descriptor(c, [M, N], [stride_c, 1], [BLOCK_M, BLOCK_N // PARTS])
+            # Of the tile's own rows and columns: one of the whole matrix, alike for all tiles, is made before the loop.
+            first_b = col.to(tl.int64) * stride_b if B_COLUMNS else col
+            a_rows, c_rows = a + row.to(tl.int64) * stride_a, c + row.to(tl.int64) * stride_c + col
+            left_b0, left_b1 = (N - col, K) if B_COLUMNS else (K, N - col)
+            a_desc = tl.make_tensor_descriptor(a_rows, [M - row, K], [stride_a, 1], [BLOCK_M, BLOCK_K])
+            b_desc = tl.make_tensor_descriptor(b + first_b, [left_b0, left_b1], [stride_b, 1], [BLOCK_B0, BLOCK_B1])
+            c_desc = tl.make_tensor_descriptor(c_rows, [M - row, N - col], [stride_c, 1], [BLOCK_M, BLOCK_N // PARTS])
+            row, col = 0, 0
         acc = tl.zeros((BLOCK_M, BLOCK_N), dtype=tl.float32)
         for k in tl.range(0, K, BLOCK_K, num_stages=STAGES):
             acc = tl.dot(a_desc.load([row, k]), b_desc.load([col, k]).T if B_COLUMNS else b_desc.load([k, col]), acc)

@@ -162,6 +162,22 @@ def layer_variants(h: Harness) -> dict:
     return compiled | {"torch eager": layer(silu_mul_torch), "function eager": layer(silu_mul)}
 
 
+def answer(table, calls, counts: dict[str, int]) -> str:
+    """What is fused, how many kernels that makes where they were seen, and the layer's speed over torch's own."""
+
+    def told(name: str) -> str:
+        found = [f"{counts[name]} kernel{'s' * (counts[name] > 1)}"] if name in counts else []
+        if name in table and name != table.baseline:
+            found.append(f"{table.over(table.baseline, name):.2f}x")
+        return f" ({', '.join(found)})" if found else ""
+
+    host = ", ".join(f"{row.variant} {row.enqueue_us:.0f}" for row in calls.rows)
+    return (
+        f"Bias and weight fuse with torch's operations{told('torch.compile')}, with what triton_op does around its "
+        f"kernel{told('triton_op')}, with nothing of custom_op{told('custom_op')}. Host us an eager call: {host}."
+    )
+
+
 def demo(h: Harness) -> None:
     operators = {"custom_op": silu_mul_opaque, "triton_op": silu_mul_traced}
     for name, op in {"function": silu_mul, **operators}.items():
@@ -185,12 +201,8 @@ def demo(h: Harness) -> None:
         roundings=2, acc=h.half, terms=0,
     )  # fmt: skip
     ran = {name: kernels_run(fn, *inputs)[0] for name, fn in variants.items()} if table and inputs[0].is_cuda else {}
-    counts = {name: f" (kernels: {len(kernels)})" for name, kernels in ran.items() if kernels}
-    h.answer(lambda: (
-        f"Speed of the layer, all compiled, against torch's own operations{counts.get('torch.compile', '')}: "
-        + ", ".join(f"{n} {table.over('torch.compile', n):.2f}x{counts.get(n, '')}" for n in operators if n in table)
-        + f". Host time of an eager call: {', '.join(f'{row.variant} {row.enqueue_us:.0f} us' for row in calls.rows)}."
-    ))  # fmt: skip
+    counts = {name: len(kernels) for name, kernels in ran.items() if kernels}
+    h.answer(lambda: answer(table, calls, counts))
 
 
 if __name__ == "__main__":

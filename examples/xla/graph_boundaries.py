@@ -135,12 +135,9 @@ def demo(h: Harness) -> None:
 
     def answer() -> str:
         speed = {what: table.over(CUT, WHOLE) for what, table in tables.items()}
-        least, *_, most = sorted(speed, key=speed.get)
         again = sum(row["run"][0] >= 2 * STEPS for row in rows.values())
-        return (
-            f"{again} of {len(rows)} lines run a second program in each step. With the line replaced a loop runs "
-            f"at {speed[least]:.2f}x ({least}) to {speed[most]:.2f}x the speed ({most})."
-        )
+        told = ", ".join(f"{what.replace(': ', ' -> ')} {ratio:.2f}x" for what, ratio in speed.items())
+        return f"{again} of {len(rows)} lines make a step run two programs. Speed with the line replaced: {told}."
 
     h.answer(answer)
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from harness import Harness, Timing, Work
+from harness import Harness, Table, Timing, Work, near
 
 import torch
 
@@ -10,6 +10,17 @@ from compile_inspect import logs
 from examples.common.collectives import traced
 from examples.common.data_parallel import reference
 from examples.distributed.ddp import BUCKETS, Step, case_of, sizes
+
+
+def answer(table: Table) -> str:
+    """Which size is the fastest, or that it hardly matters, where all times are near each other."""
+    fastest, slowest = min(table.rows, key=lambda row: row.ms), max(table.rows, key=lambda row: row.ms)
+    ratio = f"{table.over(slowest.variant, fastest.variant):.2f}x"
+    size = {row.variant: row.variant.partition(", ")[2] for row in table.rows}
+    buckets = f"buckets of {', '.join(size.values())}"
+    if near(fastest, slowest):
+        return f"Of {buckets} none is faster by more than noise: the fastest has {ratio} the slowest one's speed."
+    return f"Of {buckets}, {size[fastest.variant]} is the fastest: {ratio} the speed of {size[slowest.variant]}."
 
 
 def study(h: Harness) -> None:
@@ -37,4 +48,4 @@ def study(h: Harness) -> None:
         if trace.communicating:
             rows[name]["overlapped"] = f"{trace.overlap:.0%}"
     h.table("by size of the buckets", rows)
-    h.answer(lambda: f"{table.best.variant} is the fastest: {table.over(first):.2f}x {first}")
+    h.answer(lambda: answer(table))

@@ -3,8 +3,9 @@
 1. All five schedules and the rule of plan(), beside cuBLAS: squares and the layers of a transformer.
 2. Few tiles, where tiles of 128x256 would leave most SMs idle: in all of one wave, or in the second.
 3. Schedule split with descriptors made by the host for each call; by the host once (prepare_matmul); by each program
-   before its loop; or by each program for every tile (here the same work: at n = 2048 a program has one tile). The
-   GPU's time shows what the last two cost it, and a caller in a loop what the first costs the host.
+   before its loop; or by each program for every tile, as where each tile is of another matrix. The GPU's time of many
+   short tiles shows what the last two cost it, and a caller in a loop, at a size of one tile for each program, what the
+   first costs the host.
 """
 
 from __future__ import annotations
@@ -34,6 +35,9 @@ from examples.tma.tma_persistent_matmul_schedules import (
 SIZES = [(n, n, n) for n in (2048, 4096, 8192, 16384)] + [(4096, 14336, 4096), (4096, 4096, 14336)]
 FEW_TILES = [(1024, 1024, 1024), (2560, 1664, 4096)]  # on 132 SMs: a quarter of a wave of 128x256 tiles, and 1.06
 SMALL = [(257, 264, 264)]  # more tiles than the interpreter has SMs, tails everywhere, more steps than parts
+# 2048 tiles, 15 or 16 for each of 132 SMs, of 34 MFLOP: an SM does one in about 6 us. Making the three descriptors took
+# a program about 3 us (n = 2048, one tile each, an H200): half a tile's time here, a thirtieth at K = 8192.
+MANY_TILES = (8192, 8192, 512)
 PLACES = {"program, once": "program", "program, each tile": "tile"}
 
 
@@ -79,16 +83,28 @@ def prepared() -> Callable:
     return matmul_prepared
 
 
-def compare_places(h: Harness, n: int, end_to_end: bool) -> None:
-    """What the GPU takes, or what a caller in a loop waits for."""
+def compare_places(h: Harness, size: tuple[int, int, int], end_to_end: bool) -> None:
+    """What the GPU takes for many tiles, or what a caller in a loop waits for where each program has one."""
+    once, each = PLACES
     ours = {"host, each call": functools.partial(matmul_tma_persistent, schedule="split")}
-    ours |= {name: functools.partial(matmul_device_descriptors, where=where) for name, where in PLACES.items()}
+    for name in (once,) if end_to_end else PLACES:
+        ours[name] = functools.partial(matmul_device_descriptors, where=PLACES[name])
     ours["host, prepared"] = prepared()
     title = "descriptors, in a loop" if end_to_end else "descriptors"
-    table = compare(h, n, n, n, ours, title=title, timing=Timing(end_to_end=end_to_end))
+    table = compare(h, *size, ours, title=title, timing=Timing(end_to_end=end_to_end))
     if table and end_to_end:
         rows = {r.variant: {"host": round(r.enqueue_us, 1), "call": round(1000 * r.ms, 1)} for r in table.rows}
         h.table(f"microseconds of the host, and of a call in a loop, {table.case}", rows)
+    elif table:
+        p = plan(*size, h.device, "split")
+        tiles = triton.cdiv(size[0], p.block_m) * triton.cdiv(size[1], p.block_n) / p.programs  # of a program
+        us = {row.variant: 1000 * row.ms for row in table.rows}
+        first, more = us[once] - us["host, prepared"], us[each] - us[once]
+        h.say(
+            f"{table.case}, {tiles:.1f} tiles a program: descriptors made by each program once cost "
+            f"{first:+.1f} us a call over the host's, made for every tile {more:+.1f} us over once, "
+            f"{more / (tiles - 1):+.2f} us for each further tile ({table.over(once, each):.2f}x the speed)"
+        )
 
 
 def study(h: Harness) -> None:
@@ -105,6 +121,5 @@ def study(h: Harness) -> None:
         h.fact("geometric mean over cuBLAS, schedules", means)
     for size in h.pick(interpreted=[], quick=FEW_TILES[:1], full=FEW_TILES):
         compare_schedules(h, size, ("split",), "few tiles")
-    n = h.pick(interpreted=264, quick=2048, full=2048)
-    for end_to_end in (False, True):
-        compare_places(h, n, end_to_end)
+    compare_places(h, h.pick(interpreted=SMALL[0], quick=MANY_TILES, full=MANY_TILES), end_to_end=False)
+    compare_places(h, h.pick(interpreted=SMALL[0], quick=SIZES[0], full=SIZES[0]), end_to_end=True)

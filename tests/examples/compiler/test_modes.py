@@ -50,8 +50,8 @@ def test_the_answer_names_the_model_and_says_what_has_not_settled(h):
     told = modes_.answer(1_240_000_000, table, facts)
     assert told == (
         "1.2 B parameters, 1x1 tokens, over eager (host twice as fast): default 2.00x (2.00x), reduce-overhead 6.40x "
-        "(4.00x), max-autotune 6.56x (3.28x). Take reduce-overhead: settled after 2 calls, paid in 1037; graph of "
-        "blocks: large_models."
+        "(4.00x), max-autotune 6.56x (3.28x). Take reduce-overhead: settled after 2 calls; its 7 s of compiling are "
+        "paid back in 1037."
     )
     assert len(told) <= 235  # a ratio of two digits more fits
     modes_.report(h, table, facts)
@@ -62,7 +62,7 @@ def test_the_answer_names_the_model_and_says_what_has_not_settled(h):
     assert modes_.answer(44_000_000, *found(default=(9.0, 4.0))).endswith("default 0.89x (0.89x). Take eager.")
     uneven = modes_.answer(44_000_000, *found(settled=CALLS, default=(4.0, 4.0)))
     assert uneven.startswith("44 M parameters, ")
-    assert uneven.endswith(f"Take default: not settled in {CALLS} calls, paid in 1750.")
+    assert uneven.endswith(f"Take default: not settled in {CALLS} calls; its 7 s of compiling are paid back in 1750.")
 
 
 @pytest.mark.gpu

@@ -72,6 +72,6 @@ def test_the_answer_takes_the_best_of_each_size():
         "c, default": row(1.1, 1.1, "other"),
     }  # fmt: skip
     said = answer("M", rows)
-    assert said.startswith("M, over eager: 2.00x at a (launch-bound) to 1.10x at c (other). Predicted within ")
-    assert said.endswith(" within 25%. No size is slower than eager.")
+    assert said.startswith("M, over eager: 2.00x at a (launch-bound) to 1.10x at c (other). Predicted ratios: ")
+    assert said.endswith(": up to 25% off. No size is slower than eager.")
     assert answer("M", rows | {"d, default": row(0.9)}).endswith(". Slower: d, default.")

@@ -45,7 +45,13 @@ test_any_shape = helpers.any_product(
 test_any_share_by_tma = helpers.any_product(
     as_matmul(skinny_matmul_stream_k), M=20, N=150, K=900, tma=True, programs=st.integers(1, 20)
 )
-test_one_row_of_any_length = helpers.any_product(as_matmul(skinny_matmul), M=1, N=150, K=700)
+
+
+def one_row_without_mmas(x: torch.Tensor, w: torch.Tensor) -> torch.Tensor:
+    return (skinny_matmul_gemv if len(x) == 1 else skinny_matmul)(x, w)
+
+
+test_one_row_of_any_length = helpers.any_product(as_matmul(one_row_without_mmas), M=1, N=150, K=700)
 
 
 @given(tiles=st.integers(1, 700), steps=st.integers(1, 500), slots=st.integers(1, 300))
@@ -76,14 +82,17 @@ def test_products_of_integers_are_exact_however_they_are_shared(h):
         assert torch.equal(skinny_matmul_stream_k(x, w, programs=programs), want), programs
 
 
-def test_one_row_takes_the_kernel_without_mmas_where_it_fills_the_gpu(h, monkeypatch):
+def test_one_row_takes_the_kernel_that_was_recorded_as_the_faster_one(h, monkeypatch):
+    """Without MMAs from so many outputs that an SM has PER_SM of its programs: on 132 SMs more than 8192, not 28672."""
     called = []
     for name in ("skinny_matmul_gemv", "skinny_matmul_stream_k"):
         monkeypatch.setattr(lesson, name, lambda *_, name=name: called.append(name.removeprefix("skinny_matmul_")))
     busy = gemv.OUTPUTS * gemv.PER_SM * gemv.device_limits(h.device).sms
-    for M, N in ((1, busy), (1, busy - gemv.OUTPUTS), (2, busy)):
+    for M, N in ((1, busy), (1, busy - 1), (2, busy)):
         skinny_matmul(h.randn(M, 8, dtype=h.half), h.randn(N, 8, dtype=h.half))
     assert called == ["gemv", "stream_k", "stream_k"]
+    monkeypatch.setattr(gemv, "device_limits", lambda _: Limits(132, SHARED_LIMIT[90]))
+    assert [gemv.takes_gemv(N, h.device) for N in (8192, 28672)] == [False, True]
 
 
 @pytest.mark.parametrize("sm", SHARED_LIMIT)
@@ -99,8 +108,9 @@ def test_a_tile_fits_every_gpu(sm, monkeypatch):
 @pytest.mark.gpu
 def test_real_sizes_bits_and_more_elements_than_an_int32_counts(h, gpu_gib):
     for i, (M, N, K) in enumerate(
-        [(1, 8192, 8192), (2, 28672, 8192), (16, 8192, 8192), (16, 1000, 8192), (33, 4096, 11008), (64, 8192, 8192),
-         (100, 5003, 4095), (128, 8192, 8192), (200, 28672, 8192), (256, 8192, 8192), (600, 1024, 4096)]
+        [(1, 8192, 8192), (1, 28672, 8192), (2, 28672, 8192), (16, 8192, 8192), (16, 1000, 8192), (33, 4096, 11008),
+         (64, 8192, 8192), (100, 5003, 4095), (128, 8192, 8192), (200, 28672, 8192), (256, 8192, 8192),
+         (600, 1024, 4096)]
     ):  # fmt: skip
         x, w = (h.randn(n, K, dtype=lesson.DTYPES[i % 2]) for n in (M, N))
         short = lesson.reference(x[:, :-32], w[:, :-32])
@@ -131,11 +141,13 @@ def test_it_compiles_for_sizes_of_1_and_any_layout():
     wide = meta(20, 160)
     for fn, x, w, options in (
         (skinny_matmul, meta(1, 1), meta(1, 1), {}),
-        (skinny_matmul, meta(1, 1), meta(8192, 1), {}),
+        (skinny_matmul, meta(1, 1), meta(28672, 1), {}),
+        (skinny_matmul_stream_k, meta(1, 1), meta(8192, 1), {}),
         (skinny_matmul_stream_k, meta(20, 1), meta(150, 1), {"programs": 2}),  # 3 tiles, of a step each
         (skinny_matmul_stream_k, meta(1, 900), meta(1, 900), {"programs": 3}),
         (skinny_matmul, wide[:1, 1:].expand(20, 159), wide[:9, 1:], {}),
         (skinny_matmul, meta(1, 72).as_strided((1, 72), (5, 1)), wide[:, 8:80], {}),
+        (skinny_matmul_gemv, meta(1, 72).as_strided((1, 72), (5, 1)), wide[:, 8:80], {}),
     ):
         kernels = compile_for(fn, (x, w), options, sms=(90,))
         assert all((each.error, each.spills) == (None, 0) for each in kernels), (x.shape, x.stride(), w.shape, kernels)
@@ -155,5 +167,5 @@ def test_generated_code(sm, found, rows):
         kernel = code(sm, found, skinny_matmul_stream_k, meta(M, 8192), meta(8192, 8192), programs=64)
         m, n, *_ = stream_k.fit_tile(lesson.TILES, M, lesson.STAGES, torch.device("cpu"))
         assert kernel.shared * n / (m + n) >= 64 * 1024 or sm != 90
-    kernel = code(sm, "cp.async fma.f32", skinny_matmul, meta(1, 8192), meta(8192, 8192))
+    kernel = code(sm, "cp.async fma.f32", skinny_matmul, meta(1, 8192), meta(28672, 8192))
     assert kernel.registers <= 80, "six programs to an SM"
