@@ -155,8 +155,9 @@ def _topic(topic: Topic, record: dict, mine: dict | None, path: dict) -> dict:
 
 
 def picture(chart: Chart, others: list[Chart], whose: str) -> dict:
-    """A chart, and beside it the one of the same axes of another record, `whose`."""
-    mine = next((each for each in others if (each.kind, each.x, each.y) == (chart.kind, chart.x, chart.y)), None)
+    """A chart, and beside it the one of the same axes of another record, `whose`; of two of them that of its title."""
+    alike = [each for each in others if (each.kind, each.x, each.y) == (chart.kind, chart.x, chart.y)]
+    mine = min(alike, key=lambda each: each.title != chart.title, default=None)
     return {"chart": chart, "mine": mine, "whose": whose}
 
 
@@ -168,6 +169,7 @@ def _technique(topic: Topic, technique: Technique, example: dict | None, mine: d
     part = _part(example or ExampleRecord(technique.name).as_dict(), mine)
     return part | {
         "name": technique.name,
+        **dict(zip(("title", "about"), heading(technique), strict=True)),
         "file": technique.file,
         "question": technique.question or technique.error,
         "wins": technique.wins_when,
@@ -182,6 +184,16 @@ def _technique(topic: Topic, technique: Technique, example: dict | None, mine: d
         "evidence": evidence(example["codegen"]) if example else [],
         "study": _part(study, (mine or {}).get("study")) | {"answer": study["answer"]} if study else None,
     }
+
+
+def heading(technique: Technique) -> tuple[str, str]:
+    """The first line of a lesson as its title and what it says of that: `Softmax: read once.` is Softmax, Read once.
+
+    What cannot be read is called by its name. A name of code keeps its small first letter.
+    """
+    title, _, about = technique.lesson.partition(": ")
+    first = about.split(" ")[0]
+    return title.rstrip(".") or technique.name, about[:1].upper() + about[1:] if first.rstrip(",").isalpha() else about
 
 
 def answer_of(topic: Topic, technique: Technique, example: dict | None) -> str:

@@ -52,7 +52,7 @@ const alike = ["size shape length", "different another varying variable changing
   "fp8 float8", "bf16 bfloat16", "gemm matmul product", "ordinary plain pointer", "identical same bits", "optimizer adamw", "norm normalize",
   "attention sdpa", "quantize quantization int4 int8"].map(group => split(group).map(stem));
 const known = all("article").map(each => ({
-  href: "#" + each.id, name: each.id, says: text(".question", each), leads: [], words: text(".answer, figcaption, .line.wins", each), of: each,
+  href: "#" + each.id, name: each.id, title: text("h3 > a", each), about: text(".about", each), says: text(".question", each), leads: [], words: text(".answer, figcaption, .line.wins", each), of: each,
   topic: each.closest("section").querySelector("h2").textContent,
 }));
 for (const way of all(".ways li")) for (const link of all("a", way)) {
@@ -60,10 +60,10 @@ for (const way of all(".ways li")) for (const link of all("a", way)) {
 }
 for (const claim of all("tr[id]")) {
   const [says, verdict, measured] = claim.cells;
-  known.push({href: "#" + claim.id, name: "claim", says: says.textContent, leads: [], words: spaced(measured), verdict: verdict.firstElementChild});
+  known.push({href: "#" + claim.id, name: "claim", title: "claim", about: "", says: says.textContent, leads: [], words: spaced(measured), verdict: verdict.firstElementChild});
 }
 const parts = each => each.parts ??= [
-  [4, each.name + " " + each.name.replaceAll("_", "")], [3, each.says], [3, each.leads.join(" ")], [2, each.words],
+  [4, `${each.name} ${each.name.replaceAll("_", "")} ${each.title}`], [3, each.says], [3, each.leads.join(" ")], [2, each.about], [2, each.words],
   [2, each.of ? `${each.of.dataset.group} ${each.topic}` : ""], [.5, each.of ? spaced(each.of) : ""],
 ].map(([weight, text]) => [weight, split(text).map(word => [word, stem(word)])]);
 const points = (each, asked) => parts(each).reduce((sum, [weight, held]) => sum + weight * Math.max(0, ...held.map(([word, stem]) =>
@@ -107,7 +107,9 @@ const look = () => {
     const item = document.createElement("li"), link = document.createElement("a"), says = document.createElement("small");
     link.href = hit.href;
     says.textContent = [...(hit.topic ? [hit.topic] : []), hit.says, ...hit.leads].join(" \u00b7 ");
-    link.append(hit.name, ...(hit.verdict ? [": ", hit.verdict.cloneNode(true)] : []), says);
+    const named = document.createElement("code");
+    named.textContent = hit.of ? hit.name : "";
+    link.append(hit.title, ...(hit.of ? [" ", named] : []), ...(hit.verdict ? [": ", hit.verdict.cloneNode(true)] : []), says);
     item.append(link);
     return item;
   }));
