@@ -144,7 +144,7 @@ def _topic(topic: Topic, record: dict, mine: dict | None, path: dict) -> dict:
     roof, beside = roofline([*examples.values()]), roofline([*others.values()])
     machine = {"gpu": None, "cores": "?", "cpu": "unknown"} | record.get("machine", {})
     return {
-        "name": topic.name, "file": topic.file, "title": topic.title, "before": "", "groups": [], "exercise": "",
+        "name": topic.name, "file": topic.file, **heading(topic.title), "before": "", "groups": [], "exercise": "",
         "where": machine_name(machine),
         "timed": any(table.timed for example in examples.values() for table in tables_of(example)),
         "whose": whose,
@@ -169,7 +169,7 @@ def _technique(topic: Topic, technique: Technique, example: dict | None, mine: d
     part = _part(example or ExampleRecord(technique.name).as_dict(), mine)
     return part | {
         "name": technique.name,
-        **dict(zip(("title", "about"), heading(technique), strict=True)),
+        **heading(technique.lesson or technique.name),
         "file": technique.file,
         "question": technique.question or technique.error,
         "wins": technique.wins_when,
@@ -186,14 +186,15 @@ def _technique(topic: Topic, technique: Technique, example: dict | None, mine: d
     }
 
 
-def heading(technique: Technique) -> tuple[str, str]:
-    """The first line of a lesson as its title and what it says of that: `Softmax: read once.` is Softmax, Read once.
+def heading(line: str) -> dict[str, str]:
+    """The first line of a docstring as a title and what it says of that: `Softmax: read once.` is Softmax, Read once.
 
-    What cannot be read is called by its name. A name of code keeps its small first letter.
+    Code that begins the second keeps its small letter.
     """
-    title, _, about = technique.lesson.partition(": ")
-    first = about.split(" ")[0]
-    return title.rstrip(".") or technique.name, about[:1].upper() + about[1:] if first.rstrip(",").isalpha() else about
+    title, _, about = line.partition(": ")
+    if about.split(" ")[0].rstrip(",").isalpha():
+        about = about[0].upper() + about[1:]
+    return {"title": title.rstrip("."), "about": about}
 
 
 def answer_of(topic: Topic, technique: Technique, example: dict | None) -> str:
