@@ -369,7 +369,7 @@ def over_bfloat16(part: dict) -> Chart:
         for name, look in (("triton", 1), ("_scaled_mm", 2), ("persistent", 4), ("warp specialized", 5))
     ]
     gains = series[0].points
-    sees = f"A GEMM of scales per row over {base}: triton is " + ", ".join(f"{y:.2f}x at {n}" for n, y in gains.items())
+    sees = f"One GEMM, scales per row, triton over {base}: {', '.join(f'{y:.2f}x at {n}' for n, y in gains.items())}"
     axis = "rows = columns = depth of the product"
     return Chart(
         "lines", "FP8 over bfloat16 by size", axis, f"times as fast as {base}", series, f"{sees}.", {base: 1.0}, True
