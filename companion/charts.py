@@ -32,8 +32,8 @@ class Series(NamedTuple):
 
 
 class Chart(NamedTuple):
-    """What a picture shows: lines, horizontal bars, a roofline, a timeline or a map. `levels` are lines across, by
-    their names."""
+    """What a picture shows: lines, horizontal bars, a roofline, a timeline, a map, or panels: bars of several measures
+    of the same names, whose first is what the others are put beside. `levels` are lines across, by their names."""
 
     kind: str
     title: str
@@ -362,17 +362,17 @@ def outliers(part: dict) -> Chart:
 def over_bfloat16(part: dict) -> Chart:
     base = "cuBLAS bfloat16"
     held = {}
-    for table in timed(part, "fp8_matmul") + timed(part.get("study"), "scales per tensor"):
+    for table in timed(part.get("study"), "scales per row") + timed(part, "fp8_matmul"):  # of two the lesson's
         held |= {square(table): table} if square(table) else {}
     series = [
         Series(name, {n: t.over(base, name) for n, t in sorted(held.items()) if name in t}, look)
         for name, look in (("triton", 1), ("_scaled_mm", 2), ("persistent", 4), ("warp specialized", 5))
     ]
     gains = series[0].points
-    sees = "FP8 over bfloat16, triton: " + ", ".join(f"{gain:.2f}x at {n}" for n, gain in gains.items()) + "."
+    sees = f"One GEMM, scales per row, triton over {base}: {', '.join(f'{y:.2f}x at {n}' for n, y in gains.items())}"
     axis = "rows = columns = depth of the product"
     return Chart(
-        "lines", "FP8 over bfloat16 by size", axis, f"times as fast as {base}", series, sees, {base: 1.0}, True
+        "lines", "FP8 over bfloat16 by size", axis, f"times as fast as {base}", series, f"{sees}.", {base: 1.0}, True
     )
 
 
@@ -470,6 +470,31 @@ def streams(part: dict) -> Chart:
     return Chart("timeline", "Both streams of a step, rank 0", "ms from the first kernel", "", series, sees)
 
 
+def sharded(part: dict) -> Chart:
+    """What each way to compile and shard changes: a step's time, its memory, what NCCL hides behind, the first call."""
+    (table,) = timed(part, "forward and backward")
+    rows = part["facts"]["what is compiled and sent"]
+    eager = next(iter(rows))
+    memory = next(name for name in rows[eager] if "GiB" in name)
+    ms = {name: round(table[name].ms, 1) for name in rows}
+    gib = {name: cells[memory] for name, cells in rows.items()}
+    hidden = {name: round(100 * cells["hidden"]) for name, cells in rows.items()}
+    first = {name: round(table[name].first_call_s, 1) for name in rows}
+    quick = [name for name in rows if ms[name] <= 1.01 * min(ms.values())]
+    gains = dict.fromkeys(f"{end(table.over(eager, name) for name in quick):.2f}" for end in (min, max))
+    least, hides, calls = min(gib, key=gib.get), sorted(hidden.values()), sorted(first.values())
+    sees = (
+        f"Fastest, within 1 %: {_list([repr(name) for name in quick])}, {' to '.join(gains)}x as fast as "
+        f"'{eager}'. Least memory: '{least}', {gib[least]:g} GiB instead of {gib[eager]:g}, at "
+        f"{table.over(eager, least):.2f}x the speed. {hides[0]} to {hides[-1]}% of NCCL's time is hidden behind other "
+        f"kernels; first calls take {calls[0]:g} to {calls[-1]:g} s."
+    )
+    measures = {"ms a step": ms, memory: gib, "% of NCCL hidden": hidden, "seconds, first call": first}
+    series = [Series(name, points, 1) for name, points in measures.items()]
+    title = f"Time, memory, overlap and first call, {table.case}"
+    return Chart("panels", title, "", "", series, sees, form="{:g}")
+
+
 def pairs(numbers: list[float]) -> Iterator[list[float]]:
     """In pairs, of start and end."""
     return map(list, zip(numbers[::2], numbers[1::2], strict=True))
@@ -524,19 +549,33 @@ def programs_by_padding(part: dict) -> Chart:
     return bars("Programs by padding policy, batches of 1 to 64", "programs", [Series("programs", points, 1)], sees)
 
 
-def totals(part: dict) -> Chart:
-    fact, told = next((k, v) for k, v in part["facts"].items() if k.startswith("total seconds by the number of calls"))
+def totals(part: dict, at: int = 0) -> Chart:
+    """Seconds that calls take in all, compiling included, by their number, in the lesson's case number `at`.
+
+    From each row's first call and time a call: the recorded totals are rounded to tenths of a second, and eager's first
+    call is shorter.
+    """
+    table = timed(part, "forward")[at]
+    calls = [10**n for n in range(7)]
     series = [
-        Series(name, {int(n.replace(",", "")): y for n, y in cells.items() if y}, i)
-        for i, (name, cells) in enumerate(told.items())
+        Series(row.variant, {n: row.first_call_s + (n - 1) * row.ms / 1000 for n in calls}, look)
+        for row, look in zip(table.rows, looks([table]).values(), strict=True)
     ]
-    first = {int(n.replace(",", "")): min(told, key=lambda name: told[name][n]) for n in told[series[0].name]}
-    sees = (
-        "Least seconds in all: "
-        + _list([f"{name} for {short(n)} call{'s' * (n > 1)}" for n, name in first.items()])
-        + "."
-    )
-    return Chart("lines", fact[0].upper() + fact[1:], "calls", "seconds, compiling included", series, sees, {}, True)
+    least = [min(series, key=lambda each: each.points[n]).name for n in calls]
+    changes = [i for i, name in enumerate(least) if i == 0 or name != least[i - 1]]
+    spans = []
+    for first, after in zip(changes, [*changes[1:], len(calls)], strict=True):
+        few, many = calls[first], calls[after - 1]
+        spans.append(
+            f"{least[first]} for {few:,}" + (f" to {many:,}" if few < many else "") + " call" + "s" * (many > 1)
+        )
+    sees = f"Least seconds in all: {_list(spans)}."
+    for one, other in pairwise(dict.fromkeys(least)):
+        slow, fast = table[one], table[other]
+        even = 1 + (fast.first_call_s - slow.first_call_s) / (slow.ms - fast.ms) * 1000
+        sees += f" {other} overtakes {one} at about {float(f'{even:.2g}'):,.0f} calls."
+    title = f"Seconds in all by the number of calls, {table.case}"
+    return Chart("lines", title, "calls", "seconds, compiling included", series, sees, {}, True)
 
 
 # --- a topic
@@ -600,6 +639,7 @@ PICTURES: dict[str, tuple[Callable[[dict], Chart | None], ...]] = {
     "tma_matmul": (gemm_steps,),
     "gluon_matmul": (partitions, speedups),
     "ddp": (streams, speedups),
+    "fsdp2": (sharded,),
     "fused_collectives": tuple(
         partial(speedups, title=f"GEMM {when} the collective", heading=f"GEMM {when} the collective")
         for when in ("after", "before")
@@ -607,7 +647,7 @@ PICTURES: dict[str, tuple[Callable[[dict], Chart | None], ...]] = {
     "one_shot_allreduce": (by_message,),
     "scan_layers": (compile_by_layers,),
     "static_shapes": (programs_by_padding, speedups),
-    "compare": (totals,),
+    "compare": (totals, partial(totals, at=1)),
 }
 
 

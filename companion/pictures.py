@@ -1,8 +1,8 @@
 """Charts drawn as SVG for a page: text stays text, colours are the page's variables, and ids cannot collide.
 
 A series differs from the others by its marker, line or hatch as well as by its colour. What another GPU recorded is
-drawn into the same axes: hollow and dashed on lines, diamonds on bars, lanes of its own on a timeline, a second number
-on a map.
+drawn into the same axes: hollow and dashed on lines, diamonds on bars and panels, lanes of its own on a timeline, a
+second number on a map.
 """
 
 from __future__ import annotations
@@ -47,12 +47,13 @@ def draw(chart: Chart, mine: Chart | None = None, whose: str = "yours") -> str:
     """The chart as an <svg> element; `mine` is the same of another record, drawn beside it and called `whose`."""
     with mpl.rc_context(STYLE | {"svg.hashsalt": f"{chart.title}{chart.sees}"}):
         figure = Figure(figsize=(WIDTH, 2.7))
-        kind = {"lines": _lines, "bars": _bars, "roof": _roof, "timeline": _timeline, "map": _map}[chart.kind]
-        left, right, handles = kind(figure, chart, mine)  # inches beside the axes; a layout engine takes twice as long
+        left, right, handles = KINDS[chart.kind](
+            figure, chart, mine
+        )  # inches beside the axes; a layout engine takes twice as long
         if mine and chart.kind not in ("timeline", "map"):  # whose lanes and cells say so
-            handles.append(_key("diamond" if chart.kind == "bars" else "hollow", whose))
+            handles.append(_key("diamond" if chart.kind in ("bars", "panels") else "hollow", whose))
         across = max(n for n in (1, 2, 3, 4) if n == 1 or _letters(handles, n) < 60)
-        rows = -(-len(handles) // across) if len(handles) > 1 or chart.kind == "map" else 0
+        rows = -(-len(handles) // across) if len(handles) > 1 or chart.kind in ("map", "panels") else 0
         high = figure.get_figheight() + 0.19 * rows
         figure.set_figheight(high)
         figure.subplots_adjust(left / WIDTH, 0.48 / high, 1 - right / WIDTH, 1 - (0.12 + 0.19 * rows) / high)
@@ -81,13 +82,18 @@ def _inline(svg: str, chart: Chart) -> str:
         body = re.sub(rf'\b{paint}="(#[0-9a-f]{{6}})"', rf'style="{paint}: \1"', body)
     for stand_in, variable in COLOURS.items():
         body = body.replace(stand_in, variable)
-    body = re.sub(r"\d+\.\d{3,}(?![\dx])", lambda number: f"{float(number[0]):.2f}".rstrip("0").rstrip("."), body)
+    body = re.sub(r"<[^>]*>", lambda tag: _rounded(tag[0]), body)  # not the texts, which hold numbers, too
     body = re.sub(r"\s+", " ", body).replace("> <", "><").replace("<defs></defs>", "").replace(' z "', 'z"')
     body = body.replace('<a href="mark:', '<a aria-hidden="true" tabindex="-1" href="')
     box = re.search(r'viewBox="[^"]*"', body)[0]
     role = "group" if chart.kind == "roof" else "img"  # what holds links must not hide them
     label = escape(f"{chart.title}. {chart.sees}", quote=True)
     return f'<svg {box} role="{role}" aria-label="{label}">{body[body.index(">") + 1 :]}'.strip()
+
+
+def _rounded(tag: str) -> str:
+    """A tag whose coordinates have at most two decimals."""
+    return re.sub(r"\d+\.\d{3,}(?![\dx])", lambda number: f"{float(number[0]):.2f}".rstrip("0").rstrip("."), tag)
 
 
 def _key(kind: str, name: str) -> Line2D:
@@ -193,6 +199,34 @@ def _bars(figure: Figure, chart: Chart, mine: Chart | None) -> tuple[float, floa
             beside = ahead + 4 if 0 <= ahead < 7 + 5.2 * len(text) else beside
         axes.annotate(text, (end, y), (beside, 0), textcoords="offset points", va="center", fontsize=9)
     return left, right, handles if len(handles) > 1 or mine else []
+
+
+def _panels(figure: Figure, chart: Chart, mine: Chart | None) -> tuple[float, float, list]:
+    """A panel of bars for each series, all of the same names; the first name's are the baseline's."""
+    names = list(dict.fromkeys(name for series in chart.series for name in series.points))
+    theirs = {series.name: series.points for series in mine.series} if mine else {}
+    labels = [fill(name, 18) for name in names]
+    panels = figure.subplots(1, len(chart.series), sharey=True, gridspec_kw={"wspace": 0.16})
+    for axes, series in zip(panels, chart.series, strict=True):
+        other = theirs.get(series.name, {})
+        for name, x in series.points.items():
+            y = names.index(name)
+            colour, _, _, hatch = LOOKS[series.look if y else 0]
+            axes.barh(y, x, 0.4 if mine else 0.62, color=colour, hatch=hatch, edgecolor=PAPER, linewidth=0)
+            how = {"textcoords": "offset points", "va": "center", "fontsize": 9}
+            axes.annotate(chart.form.format(x), (max(x, other.get(name, x)), y), (5, 0), **how)
+            if name in other:
+                axes.plot(other[name], y, "D", color=INK, markerfacecolor=PAPER, markersize=4.5)
+                axes.annotate(f"yours {chart.form.format(other[name])}", (0, y + 0.4), (2, 0), **how)
+        axes.set_xlim(0, 2.05 * max(*series.points.values(), *other.values()))
+        axes.set_xlabel(fill(series.name, 13), loc="left", fontsize=9)
+        axes.tick_params(length=0, labelbottom=False)
+        axes.grid(False)
+    panels[0].set_yticks(range(len(names)), labels)
+    panels[0].set_ylim(len(names) - 0.3 if mine else len(names) - 0.48, -0.52)
+    lines = [label.split("\n") for label in labels]
+    figure.set_figheight(0.65 + (0.5 if mine else max(0.3, 0.17 * max(map(len, lines)) + 0.06)) * len(names))
+    return 0.25 + 0.077 * max(len(line) for each in lines for line in each), 0.1, []
 
 
 def _timeline(figure: Figure, chart: Chart, mine: Chart | None) -> tuple[float, float, list]:
@@ -303,6 +337,9 @@ def _roof(figure: Figure, chart: Chart, mine: Chart | None) -> tuple[float, floa
         axes.set(xlabel="TB/s", xlim=(0, 1.08 * max(copy, *move.values(), *other[1].values())))
         axes.margins(y=0.6 / len(names))
     return *sides[0], handles
+
+
+KINDS = {"lines": _lines, "bars": _bars, "roof": _roof, "timeline": _timeline, "map": _map, "panels": _panels}
 
 
 def _name_at_the_right(axes: Axes, points: dict[str, tuple[float, float]]) -> None:

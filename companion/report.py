@@ -144,7 +144,7 @@ def _topic(topic: Topic, record: dict, mine: dict | None, path: dict) -> dict:
     roof, beside = roofline([*examples.values()]), roofline([*others.values()])
     machine = {"gpu": None, "cores": "?", "cpu": "unknown"} | record.get("machine", {})
     return {
-        "name": topic.name, "file": topic.file, "title": topic.title, "before": "", "groups": [], "exercise": "",
+        "name": topic.name, "file": topic.file, **heading(topic.title), "before": "", "groups": [], "exercise": "",
         "where": machine_name(machine),
         "timed": any(table.timed for example in examples.values() for table in tables_of(example)),
         "whose": whose,
@@ -155,8 +155,9 @@ def _topic(topic: Topic, record: dict, mine: dict | None, path: dict) -> dict:
 
 
 def picture(chart: Chart, others: list[Chart], whose: str) -> dict:
-    """A chart, and beside it the one of the same axes of another record, `whose`."""
-    mine = next((each for each in others if (each.kind, each.x, each.y) == (chart.kind, chart.x, chart.y)), None)
+    """A chart, and beside it the one of the same axes of another record, `whose`; of two of them that of its title."""
+    alike = [each for each in others if (each.kind, each.x, each.y) == (chart.kind, chart.x, chart.y)]
+    mine = min(alike, key=lambda each: each.title != chart.title, default=None)
     return {"chart": chart, "mine": mine, "whose": whose}
 
 
@@ -168,6 +169,7 @@ def _technique(topic: Topic, technique: Technique, example: dict | None, mine: d
     part = _part(example or ExampleRecord(technique.name).as_dict(), mine)
     return part | {
         "name": technique.name,
+        **heading(technique.lesson or technique.name),
         "file": technique.file,
         "question": technique.question or technique.error,
         "wins": technique.wins_when,
@@ -182,6 +184,17 @@ def _technique(topic: Topic, technique: Technique, example: dict | None, mine: d
         "evidence": evidence(example["codegen"]) if example else [],
         "study": _part(study, (mine or {}).get("study")) | {"answer": study["answer"]} if study else None,
     }
+
+
+def heading(line: str) -> dict[str, str]:
+    """The first line of a docstring as a title and what it says of that: `Softmax: read once.` is Softmax, Read once.
+
+    Code that begins the second keeps its small letter.
+    """
+    title, _, about = line.partition(": ")
+    if about.split(" ")[0].rstrip(",").isalpha():
+        about = about[0].upper() + about[1:]
+    return {"title": title.rstrip("."), "about": about}
 
 
 def answer_of(topic: Topic, technique: Technique, example: dict | None) -> str:

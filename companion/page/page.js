@@ -36,8 +36,8 @@ for (const when of ["load", "resize"]) addEventListener(when, later);
 document.addEventListener("toggle", later, true);
 
 // Search: words are compared by their stems and by what is written for them here; a rare one counts for more, and so does one
-// of a technique's name, question, symptom or answer. What nobody wrote is taken for the nearest word of a name, question or
-// symptom. Found is what has half of the words asked for, and a quarter of the most.
+// of a technique's name, title, question, symptom or answer. What nobody wrote is taken for the nearest word of a name, title,
+// question or symptom. Found is what has half of the words asked for, and a quarter of the most.
 const field = document.getElementById("q"), found = document.getElementById("found"), list = found.querySelector("ul");
 const spaced = within => {  // what neighbours say, apart: a cell of a table touches the next one
   const walk = document.createTreeWalker(within, NodeFilter.SHOW_TEXT), said = [];
@@ -50,20 +50,24 @@ const stem = word => word.replace(/(?<=...)(ations?|ings?|e[dr]s?|est|ies|es?|s|
 const minor = new Set(split("a an and are as at be by can do does for from has have how i in is it me my of on or should than that the to use what when which why with"));
 const alike = ["size shape length", "different another varying variable changing", "one single 1 1x1", "decode generation token inference", "latency time speed",
   "fp8 float8", "bf16 bfloat16", "gemm matmul product", "ordinary plain pointer", "identical same bits", "optimizer adamw", "norm normalize",
-  "attention sdpa", "quantize quantization int4 int8"].map(group => split(group).map(stem));
+  "attention sdpa", "accurate accuracy", "quantize quantization int4 int8"].map(group => split(group).map(stem));
 const known = all("article").map(each => ({
-  href: "#" + each.id, name: each.id, says: text(".question", each), leads: [], words: text(".answer, figcaption, .line.wins", each), of: each,
+  href: "#" + each.id, name: each.id, title: text("h3 > a", each), says: text(".question", each), leads: [], words: text(".answer, figcaption, .line.wins", each), of: each,
   topic: each.closest("section").querySelector("h2").textContent,
 }));
-for (const way of all(".ways li")) for (const link of all("a", way)) {
+for (const way of all(".ways:not(.contents) li")) for (const link of all("a", way)) {
   known.find(each => each.href === link.getAttribute("href"))?.leads.push(way.firstElementChild.textContent);
 }
 for (const claim of all("tr[id]")) {
   const [says, verdict, measured] = claim.cells;
-  known.push({href: "#" + claim.id, name: "claim", says: says.textContent, leads: [], words: spaced(measured), verdict: verdict.firstElementChild});
+  known.push({href: "#" + claim.id, name: "claim", title: "claim", says: says.textContent, leads: [], words: spaced(measured), verdict: verdict.firstElementChild});
 }
+const newWords = each => {  // of the title, as its name has some of them already
+  const held = each.name.split("_").map(stem);
+  return split(each.title).filter(word => !held.includes(stem(word))).join(" ");
+};
 const parts = each => each.parts ??= [
-  [4, each.name + " " + each.name.replaceAll("_", "")], [3, each.says], [3, each.leads.join(" ")], [2, each.words],
+  [4, each.name + " " + each.name.replaceAll("_", "")], [2, newWords(each)], [3, each.says], [3, each.leads.join(" ")], [2, each.words],
   [2, each.of ? `${each.of.dataset.group} ${each.topic}` : ""], [.5, each.of ? spaced(each.of) : ""],
 ].map(([weight, text]) => [weight, split(text).map(word => [word, stem(word)])]);
 const points = (each, asked) => parts(each).reduce((sum, [weight, held]) => sum + weight * Math.max(0, ...held.map(([word, stem]) =>
@@ -81,7 +85,7 @@ const apart = (a, b) => {  // letters that differ: one more, one less, another, 
   return row[b.length];
 };
 const nearest = asked => {
-  const words = new Set(known.filter(each => each.of).flatMap(each => parts(each).slice(0, 3)).flatMap(([, held]) => held.flat()));
+  const words = new Set(known.filter(each => each.of).flatMap(each => parts(each).slice(0, 4)).flatMap(([, held]) => held.flat()));
   const near = [...words].map(word => [apart(asked, word), word]).sort(([a], [b]) => a - b)[0];
   return asked.length > 4 && near[0] <= (asked.length > 6 ? 2 : 1) ? near[1] : "";
 };
@@ -107,7 +111,10 @@ const look = () => {
     const item = document.createElement("li"), link = document.createElement("a"), says = document.createElement("small");
     link.href = hit.href;
     says.textContent = [...(hit.topic ? [hit.topic] : []), hit.says, ...hit.leads].join(" \u00b7 ");
-    link.append(hit.name, ...(hit.verdict ? [": ", hit.verdict.cloneNode(true)] : []), says);
+    const named = document.createElement("code");
+    named.className = "name";
+    named.textContent = hit.of ? hit.name : "";
+    link.append(hit.title, ...(hit.of ? [" ", named] : []), ...(hit.verdict ? [": ", hit.verdict.cloneNode(true)] : []), says);
     item.append(link);
     return item;
   }));

@@ -145,6 +145,21 @@ def test_on_a_phone_chapters_and_pictures_fit_and_a_shadow_tells_that_a_box_scro
     assert all(scrolls == shown for scrolls, shown in told)
 
 
+def test_names_of_variants_are_not_broken_within_a_word_on_a_phone(visit):
+    page = visit(360)
+    page.locator("#softmax").scroll_into_view_if_needed()
+    cell = page.locator("#softmax table.times td").get_by_text("torch.compile", exact=True).first
+    height = cell.evaluate("each => parseFloat(getComputedStyle(each).lineHeight)")
+    assert cell.bounding_box()["height"] < 2 * height
+
+
+def test_beside_a_wide_picture_stands_its_caption(visit):
+    for width, beside in ((1400, True), (360, False)):
+        figure = visit(width).locator("#softmax figure").first
+        picture, caption = (figure.locator(each).bounding_box() for each in ("svg", "figcaption"))
+        assert (caption["x"] >= picture["x"] + picture["width"]) == beside
+
+
 def test_tables_sort_by_number_and_by_name(visit):
     page = visit()
     table = page.locator("#matmul table.sort").first
@@ -197,6 +212,10 @@ def test_search_finds_by_name_question_and_symptom(visit, words, leads_to):
         ("is TMA faster than ordinary loads", {"tma_matmul", "tma_copy"}), ("pad or dynamic", {"dynamic_shapes"}),
         ("mode for one token", {"modes"}), ("FP8 at 4096", {"fp8_matmul"}), ("num_stages", {"pipelined_matmul"}),
         ("varying sequence lengths", {"dynamic_shapes"}), ("softm", {"softmax"}), ("layernorm", {"layer_norm"}),
+        ("fused_layer_norm_quantize", {"fused_layer_norm_quantize"}), ("should I use max-autotune?", {"modes"}),
+        ("LayerNorm that writes FP8", {"fused_layer_norm_quantize"}), ("my model recompiles, why?", {"recompilation"}),
+        ("is FP8 accurate enough for training?", {"accuracy", "llama_block"}),
+        ("which attention kernel should I use?", {"flash_attention", "decode_attention"}),
         ("sotfmax", {"softmax"}), ("recompilaton", {"recompilation"}), ("int4 weights", {"weight_only_matmul"}),
     ],
 )  # fmt: skip
@@ -204,6 +223,14 @@ def test_search_tells_first_what_answers(visit, words, first):
     page = visit()
     page.locator("#q").fill(words)
     assert page.locator("#found a").first.get_attribute("href").removeprefix("#") in first
+
+
+def test_what_is_found_has_its_title_and_the_name_of_its_file(visit):
+    page = visit()
+    page.locator("#q").fill("writes fp8")
+    found = page.locator("#found a[href='#fused_layer_norm_quantize']")
+    assert found.inner_text().startswith(page.locator("#fused_layer_norm_quantize h3 > a").text_content())
+    assert found.locator("code").inner_text() == "fused_layer_norm_quantize"
 
 
 def test_search_finds_all_of_decoding_and_tells_the_verdict_of_a_claim(visit):

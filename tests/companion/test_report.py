@@ -218,6 +218,67 @@ def test_whole_models_are_drawn_where_they_are_recorded():
     assert [each.title for each in charts.charts_of("fp8_matmul", example)] == ["FP8 over bfloat16 by size"]
 
 
+def test_totals_begin_at_the_first_call_and_say_where_one_overtakes_another():
+    example = copy.deepcopy(next(each for each in examples() if each["name"] == "compare"))
+    found = charts.charts_of("compare", example)
+    assert [len(chart.series) for chart in found] == [len(table["rows"]) for table in example["tables"]]
+    for chart, table in zip(found, example["tables"], strict=True):
+        for series, row in zip(chart.series, table["rows"], strict=True):
+            assert series.points[1] == row["first_call_s"]
+    assert ">0.001<" in draw(found[0])  # the axis says what it is, not a rounded 0
+    for row, first, ms in zip(example["tables"][0]["rows"], (0.5, 2.5, 9, 9, 9, 9), (2, 1, 9, 9, 9, 9), strict=True):
+        row |= {"first_call_s": first, "ms": ms}
+    eager, inductor = (row["variant"] for row in example["tables"][0]["rows"][:2])
+    sees = charts.totals(example).sees
+    assert f"{eager} for 1 to 1,000 calls and {inductor} for 10,000 to 1,000,000 calls." in sees
+    assert sees.endswith(f"{inductor} overtakes {eager} at about 2,000 calls.")
+
+
+@pytest.mark.parametrize("machine", ["h200-x2", "h100-x2"])
+def test_time_memory_overlap_and_first_call_of_each_way_to_shard(machine):
+    path = ROOT / "results" / machine / "torch_distributed_examples.json"
+    example = next(each for each in load(path)["examples"] if each["name"] == "fsdp2")
+    (chart,) = charts.charts_of("fsdp2", example)
+    ms, memory, hidden, first = (series.points for series in chart.series)
+    told, (table,) = example["facts"]["what is compiled and sent"], example["tables"]
+    rows = {row["variant"]: row for row in table["rows"]}
+    assert list(ms) == list(told)
+    for name, cells in told.items():
+        assert memory[name] == cells[chart.series[1].name]
+        assert (ms[name], first[name]) == (round(rows[name]["ms"], 1), round(rows[name]["first_call_s"], 1))
+        assert hidden[name] == round(100 * cells["hidden"])
+    least = min(memory, key=memory.get)
+    assert f"Least memory: '{least}', {memory[least]:g} GiB" in chart.sees
+    slower = copy.deepcopy(example)
+    for row in slower["tables"][0]["rows"]:
+        row["ms"] *= 2 if row["variant"].startswith("torch.compile") else 1
+    assert "Fastest, within 1 %: 'torch FSDP2'," in charts.sharded(slower).sees
+    beside = draw(chart, charts.sharded(slower), "yours: another GPU")
+    assert beside.count(">yours ") == sum(len(series.points) for series in chart.series)
+    del example["facts"]["what is compiled and sent"]
+    assert [each.kind for each in charts.charts_of("fsdp2", example)] == ["bars"]
+
+
+@pytest.mark.parametrize("machine", ["h200", "h100"])
+def test_fp8_over_bfloat16_is_of_the_scales_that_its_lesson_times(machine):
+    path = ROOT / "results" / machine / "triton_fp8_advanced.json"
+    example = next(each for each in load(path)["examples"] if each["name"] == "fp8_matmul")
+    chart = charts.over_bfloat16(example)
+    for table in charts.timed(example, "fp8_matmul"):
+        size = charts.square(table)
+        gain = chart.series[0].points[size]
+        assert gain == table.over("cuBLAS bfloat16", "triton")
+        assert f"{gain:.2f}x at {size}" in chart.sees
+        assert f"{gain:.2f}x at {size}" in example["answer"]
+
+
+def test_of_two_charts_with_the_same_axes_the_one_of_the_same_title_is_beside():
+    one, two = (charts.Chart("bars", title, "x", "", [], "") for title in ("before", "after"))
+    assert report.picture(two, [one, two], "yours")["mine"] is two
+    assert report.picture(two, [one], "yours")["mine"] is one
+    assert report.picture(two, [one._replace(kind="lines")], "yours")["mine"] is None
+
+
 def gaps_of(gap: dict[str, float]) -> dict:
     """The facts of cuda_graphs' study: kernels of 2 us, with gaps of so many us between them."""
     rows = {
@@ -321,6 +382,19 @@ def test_every_link_and_anchor_leads_somewhere(whole):
     files = [link for link in index.links if not link.startswith(("#", "data:"))]
     assert len(files) > 100
     assert not [link for link in files if not (ROOT / "docs" / link).is_file()]
+
+
+def test_headings_are_words_with_the_name_of_the_file_beside(whole):
+    for topic in topics():
+        for technique in topic.techniques:
+            shown = report.heading(technique.lesson)
+            article = html.unescape(whole.article(technique.name))
+            heading = f'<a href="#{technique.name}">{shown["title"]}</a> <code class="name">{technique.name}</code>'
+            assert heading in article
+            assert f'<p class="about">{shown["about"]}</p>' in article
+    assert report.heading("Softmax: read once: a copy.") == {"title": "Softmax", "about": "Read once: a copy."}
+    assert report.heading("FSDP2: fully_shard keeps.") == {"title": "FSDP2", "about": "fully_shard keeps."}
+    assert report.heading("A sentence.") == {"title": "A sentence", "about": ""}
 
 
 def test_each_picture_has_a_name_and_a_sentence(whole):
