@@ -1,12 +1,18 @@
 """The phase cuda_graphs: what keeps a graph from being recorded, where there is no GPU to record it."""
 
+from collections import Counter
+from contextlib import nullcontext
+from statistics import median
+from types import SimpleNamespace
+
 import torch
 from torch import nn
+from torch._inductor.cudagraph_utils import log_cudagraph_skip_and_bump_counter
 
-from compile_inspect import cuda_graphs
-from compile_inspect.cuda_graphs import graphs_of
+from compile_inspect import cuda_graphs, watch
+from compile_inspect.cuda_graphs import graphs_of, measure
 from compile_inspect.inspecting import run_phase
-from compile_inspect.subject import Subject
+from compile_inspect.subject import Subject, Timed
 
 
 def step(x, cache):
@@ -61,7 +67,7 @@ def test_what_is_said_on_a_gpu(monkeypatch):
            "reasons": [], "skips": 0}  # fmt: skip
     reasons = ["skipping cudagraphs due to mutated inputs (1 instances)"]
     graphs = run | {"ms": 1.0, "held": 1, "launched": 1, "idle": 0.1, "reasons": reasons, "skips": 1}
-    monkeypatch.setattr(cuda_graphs, "measure", lambda subject, mode: graphs if mode else run)
+    monkeypatch.setattr(cuda_graphs, "measure", lambda subject: (run, graphs, 2.0))
     monkeypatch.setattr(Subject, "on_gpu", True)
     monkeypatch.setattr(Subject, "synchronize", lambda subject: None)
     phase = run_phase("cuda_graphs", Subject(torch.tanh, (torch.ones(4),)))
@@ -71,6 +77,70 @@ def test_what_is_said_on_a_gpu(monkeypatch):
     assert "registered buffer" in skipped.fix
     assert phase.facts["graphs"][0]["on_cpu"][0].startswith("tanh")  # a CPU tensor in a model that is on a GPU
     assert phase.facts["recorded"] == 1
+
+
+def test_both_modes_are_timed_in_turns_once_they_are_compiled(monkeypatch):
+    """Of made-up times and a made-up GPU: what is logged, held and reserved is that of the mode whose calls made it."""
+    held, compiled, turns = [0], [], []
+
+    def in_turns(self, calls):
+        with watch() as seen:
+            turns.append([call() for call in calls])
+        compiled.append(seen.graphs)
+        columns = [[4.0, 2.0, 9.0], [2.0, 1.0, 3.0]]
+        return [Timed(median(ms), 1.0, ms) for ms in columns]
+
+    def kernels_run(call):
+        held[0] += 100  # what comes after the calls have settled is no mode's
+        return ["a", "b"], int(call is list(calls)[1])
+
+    def graphs_held():  # the second mode's are there once both were asked for and its calls have been made
+        return held[0] + 3 * (len(asked) == 2 and made["reduce-overhead"] >= 3)
+
+    def snapshot():  # of the allocator, of a graph that was there before, and of this one
+        pools = [(0, 0), (0, 1)] + [(0, 2)] * (graphs_held() % 100)
+        return [{"segment_pool_id": pool, "total_size": 2**20} for pool in pools]
+
+    calls, asked, made = {}, [], Counter()
+    compiled_by = Subject.compiled
+
+    def compile_in(self, mode):
+        call = compiled_by(self, mode=mode)
+
+        def counted():
+            made[mode] += 1
+            if mode and made[mode] == 2:
+                log_cudagraph_skip_and_bump_counter("skipping cudagraphs due to mutated inputs\nat line 3")
+            return call()
+
+        asked.append(mode)
+        calls[counted] = mode
+        return counted
+
+    kernel = SimpleNamespace(time_range=SimpleNamespace(start=0.0, end=1e3), is_user_annotation=False,
+                             device_type=torch.autograd.DeviceType.CUDA)  # fmt: skip
+    twice = SimpleNamespace(events=lambda: [kernel, kernel])
+    monkeypatch.setattr(Subject, "in_turns", in_turns)
+    monkeypatch.setattr(Subject, "compiled", compile_in)
+    monkeypatch.setattr(Subject, "profiled", lambda subject, call: twice)
+    monkeypatch.setattr(torch.cuda, "device", lambda device: nullcontext())
+    monkeypatch.setattr(cuda_graphs, "kernels_run", kernels_run)
+    monkeypatch.setattr(cuda_graphs, "cuda_graphs_held", graphs_held)
+    monkeypatch.setattr(torch.cuda, "memory_snapshot", snapshot)
+    default, recorded, faster = measure(Subject(nn.Linear(4, 4), (torch.ones(2, 4),)))
+    assert asked == [None, "reduce-overhead"]
+    assert compiled == [0]  # neither call is compiled again beside the other
+    assert torch.equal(*turns[0])
+    assert (default["ms"], recorded["ms"], faster) == (4.0, 2.0, 2.0)
+    assert (default["held"], recorded["held"]) == (0, 3)
+    assert (default["reserved"], recorded["reserved"]) == (0.0, 3.0)
+    assert (default["launched"], recorded["launched"]) == (0, 1)
+    assert (default["idle"], recorded["idle"]) == (0.75, 0.5)
+    assert (default["reasons"], default["skips"]) == ([], 0)
+    assert recorded["reasons"] == ["skipping cudagraphs due to mutated inputs"]
+    assert recorded["skips"] >= 1
+    assert default.keys() == recorded.keys() == {"ms", "host_ms", "idle", "kernels", "launched", "held", "reserved",
+                                                 "reasons", "skips"}  # fmt: skip
 
 
 def test_the_backward_of_a_step_is_not_a_graph_of_dynamos():
