@@ -55,6 +55,9 @@ def look(subject: Subject, phase: Phase) -> None:
     for size in sizes_around(given):
         # A dynamic graph is for sizes from 2 on: size 1 compiles again, or after it the next size.
         compiles = first_s if size == 1 or given == len(rows) == 1 else 0.0
+        if given and size < subject.least_batch:
+            left_out.append(f"{size} (another input may index {subject.least_batch} rows)")
+            continue
         if rows and time.perf_counter() - started + compiles > SECONDS:
             left_out.append(f"{size} (no time left)")
             continue

@@ -106,6 +106,17 @@ class Subject:
         leaves = tree_leaves((self.args, self.kwargs))
         return next((leaf.shape[0] for leaf in leaves if isinstance(leaf, torch.Tensor) and leaf.dim()), None)
 
+    @property
+    def least_batch(self) -> int:
+        """The fewest rows it may be called with: a tensor of integers that does not grow with the batch may index it,
+        as the edges of a graph do, and on a GPU an index out of bounds ends the process."""
+        least = 1
+        for leaf in tree_leaves((self.args, self.kwargs)):
+            if isinstance(leaf, torch.Tensor) and not leaf.is_floating_point() and leaf.numel() and leaf.dim():
+                largest = 0 if leaf.dtype == torch.bool or leaf.is_complex() else int(leaf.max())
+                least = max(least, largest + 1 if leaf.shape[0] != self.batch and largest < self.batch else 1)
+        return least
+
     def fresh(self) -> tuple[Callable, tuple, dict]:
         """(model, args, kwargs): copies, and nothing that torch.compile has compiled before."""
         torch.compiler.reset()

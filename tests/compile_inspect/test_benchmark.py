@@ -57,6 +57,15 @@ def test_sizes_and_the_tensors_that_have_the_batch():
     assert kwargs["m"][0].shape == (5, 2)
 
 
+def test_no_batch_is_smaller_than_an_index_into_it():
+    nodes, edges = torch.randn(8, 3), torch.tensor([[0, 5], [5, 1]])
+    phase = run_phase("benchmark", Subject(lambda x, edges: x.index_select(0, edges[0]), (nodes, edges)))
+    assert min(row["batch"] for row in phase.facts["sizes"]) == 8
+    assert "4 (another input may index 6 rows)" in phase.facts["left_out"]
+    least = [Subject(torch.add, (nodes, each)).least_batch for each in (edges + 3, torch.arange(8), edges > 0, nodes)]
+    assert least == [1, 1, 1, 1]  # past the batch, of the batch, no indices
+
+
 def test_bytes_of_operations_and_of_the_call():
     x, y = torch.randn(64, 64), torch.randn(64, 64)
 
