@@ -179,9 +179,8 @@ def choices(block: Block, phase: str) -> Iterator[tuple[str, torch.nn.Module, st
         yield f"ours: {', '.join(chosen) or 'none'}", Kernels(block, chosen), product
     for chosen in ((), *((name,) for name in fp8.USES), use["FP8"], fp8.USES):
         yield f"FP8: {', '.join(chosen) or 'none'}", fp8(block, chosen), product
-    how = "FP8, not fused" if prefill else "FP8, fused"  # the other way to quantize than the lesson's
-    yield how, fp8(block, tuple(set(use["FP8"]) & {"attention"}), fuse=not prefill), product
-    yield "FP8, by _scaled_mm", fp8(block, use["FP8"]), "_scaled_mm"
+    yield "FP8, not fused", fp8(block, tuple(set(use["FP8"]) & {"attention"}), fuse=False), product
+    yield "FP8, by fp8_matmul", fp8(block, use["FP8"]), "fp8_matmul"
     if not prefill:
         yield "FP8, dw in 16 bits", fp8(block, use["FP8"], fp8_dw=False), product
 
