@@ -10,13 +10,14 @@ import operator
 import sys
 from collections import Counter
 from collections.abc import Callable
+from contextlib import suppress
 from functools import reduce
 from pathlib import Path
 from typing import NamedTuple
 
 from harness.bench import Table
 from harness.catalog import ROOT, Technique, Topic, topics
-from harness.record import recorded
+from harness.record import REFERENCES, load, recorded
 
 from companion.readme import OLDER, OUTLINE, is_stale, machine_name, tables_of
 
@@ -119,14 +120,14 @@ class Reader:
     """What a claim reads: reader("softmax") is the lesson's evidence, reader("softmax", study=True) the study's.
 
     It remembers which techniques were read: those are what reproduces the claim. `held` is what readers share: each
-    record, and whether it was made with other code than today's.
+    record, and whether it was made with other code than today's. With `folder`, one of results/, it reads that alone.
     """
 
-    def __init__(self, found: list[Topic], root: Path = ROOT, held: dict | None = None) -> None:
+    def __init__(self, found: list[Topic], root: Path = ROOT, held: dict | None = None, folder: str = "") -> None:
         self.known: dict[str, tuple[Topic, Technique]] = {
             t.name: (topic, t) for topic in found for t in topic.techniques
         }
-        self.root, self.read, self.phases = root, {}, []
+        self.root, self.folder, self.read, self.phases = root, folder, {}, []
         self.machines, self.older, self.held = {}, False, {} if held is None else held
 
     def __call__(self, name: str, study: bool = False) -> Evidence:
@@ -134,7 +135,7 @@ class Reader:
             raise ValueError(f"there is no technique {name!r}")
         topic, technique = self.known[name]
         if name not in self.held:
-            example = recorded(topic.name, name, self.root)
+            example = self.recorded(topic.name, name)
             self.held[name] = example, bool(example) and is_stale(technique, example, self.root)
         example, older = self.held[name]
         part = (example or {}).get("study") if study else example
@@ -146,9 +147,17 @@ class Reader:
         self.older |= older
         return Evidence(f"{name}{', study' if study else ''}", part)
 
+    def recorded(self, topic: str, name: str) -> dict | None:
+        """The example that README shows, or the one in the folder."""
+        if not self.folder:
+            return recorded(topic, name, self.root)
+        path = self.root / "results" / self.folder / f"{topic}.json"
+        examples = load(path)["examples"] if path.is_file() else []
+        return next((example for example in examples if example["name"] == name), None)
+
     def inspected(self, phase: str) -> Evidence:
         """What a phase of compile_inspect recorded of the bundled model."""
-        part = recorded(INSPECTED, phase, self.root)
+        part = self.recorded(INSPECTED, phase)
         if part is None:
             raise ValueError(f"{INSPECTED}: its phase {phase} is not recorded")
         self.phases.append(phase)
@@ -158,7 +167,10 @@ class Reader:
     def torch(self, name: str) -> str:
         """The version of torch that a technique was recorded with."""
         topic, _ = self.known[name]
-        return recorded(topic.name, name, self.root)["machine"]["torch"]
+        example = self.recorded(topic.name, name)
+        if example is None:
+            raise ValueError(f"{name}: its lesson is not recorded")
+        return example["machine"]["torch"]
 
     def commands(self) -> str:
         """What runs again what was read: a command for each technique."""
@@ -216,6 +228,19 @@ def _judged(claim: Claim, reader: Reader, headings: set[str]) -> Judged:
     return Judged(claim, measured, said, reader.older, reader.commands(), tuple(reader.machines))
 
 
+def judged_elsewhere(judged: dict[str, list[Judged]], found: list[Topic], root: Path = ROOT) -> list[Judged]:
+    """Each claim again, by a record that README does not show, where all that it reads is there and the verdict is
+    another one: a claim whose cases or study that machine has not recorded is left out."""
+    told = []
+    for folder in sorted({path.parent.name for path in (root / "results").glob("*/*.json")} - {*REFERENCES}):
+        held: dict = {}
+        for here in (each for members in judged.values() for each in members if each.claim.measured):
+            with suppress(ValueError):
+                there = _judged(here.claim, Reader(found, root, held, folder), {here.claim.section})
+                told += [there] * (there.verdict != here.verdict)
+    return told
+
+
 def tally(judged: dict[str, list[Judged]]) -> str:
     """How many claims there are, and how many of each verdict."""
     counts = Counter(each.verdict.split(":")[0] for members in judged.values() for each in members)
@@ -241,13 +266,25 @@ def ledger_page(claims: dict[str, list[Claim]], found: list[Topic], root: Path =
             )
             lines.append("| " + " | ".join(cell.replace("|", "\\|") for cell in cells) + " |")
     machines = dict.fromkeys(name for members in judged.values() for each in members for name in each.machines)
+    if others := judged_elsewhere(judged, found, root):
+        lines += ["\n## Other verdicts on other machines\n", "| the claim | where | measured there | verdict there |"]
+        lines.append("| --- | --- | --- | --- |")
+        for each in others:
+            cells = (
+                f"[{each.claim.says}](#{each.claim.id})",
+                " and ".join(each.machines),
+                each.measured + OLDER * each.older,
+                f"**{each.verdict}**",
+            )
+            lines.append("| " + " | ".join(cell.replace("|", "\\|") for cell in cells) + " |")
     return f"""# The chapter's claims
 
 What five texts on the PyTorch compiler and Triton ("the chapter", [docs/chapter.md](docs/chapter.md)) claim, in this
 project's words with the section in brackets, and what was measured of it. Each verdict follows from the numbers beside
 it. Those are read from the records in results/: {" and ".join(machines)}.
 A ratio that depends on the host is given for a host twice as fast, too, and a claim holds if it does on both. "Older
-code" marks what was recorded before the code last changed. This page is generated: `python -m companion claims`.
+code" marks what was recorded before the code last changed. At the end is what another machine's records say otherwise.
+This page is generated: `python -m companion claims`.
 
 {tally(judged)}
 {chr(10).join(lines)}

@@ -276,7 +276,8 @@ TORCH_COMPILE = [
     Claim(
         "fp8-large-models", "Pitfall 1: Compiling Memory-Bound Models", "FP8, and not compiling, helps a large model.",
         "FP8 halves the bytes of weights and doubles the rate of the MMAs, and the model is compiled: in eager the "
-        "quantizers would be kernels of their own. Per row they cost, at one token, what the smaller weights save.",
+        "quantizers would be kernels of their own. Per row they cost, at one token, much or all of what the smaller "
+        "weights save.",
         fp8_models, "over the same model compiled in bfloat16",
     ),
     Claim(

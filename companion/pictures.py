@@ -47,9 +47,8 @@ def draw(chart: Chart, mine: Chart | None = None, whose: str = "yours") -> str:
     """The chart as an <svg> element; `mine` is the same of another record, drawn beside it and called `whose`."""
     with mpl.rc_context(STYLE | {"svg.hashsalt": f"{chart.title}{chart.sees}"}):
         figure = Figure(figsize=(WIDTH, 2.7))
-        left, right, handles = KINDS[chart.kind](
-            figure, chart, mine
-        )  # inches beside the axes; a layout engine takes twice as long
+        # Inches are left beside the axes; a layout engine takes twice as long.
+        left, right, handles = KINDS[chart.kind](figure, chart, mine)
         if mine and chart.kind not in ("timeline", "map"):  # whose lanes and cells say so
             handles.append(_key("diamond" if chart.kind in ("bars", "panels") else "hollow", whose))
         across = max(n for n in (1, 2, 3, 4) if n == 1 or _letters(handles, n) < 60)

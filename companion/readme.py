@@ -23,6 +23,7 @@ OLDER = " *(older code)*"
 BEYOND = "goes beyond the chapter"
 OUTLINE = "docs/chapter.txt"  # the headings of the chapter's texts, as they stand there
 _QUOTED, _NAME = '"[^"]+"(?:(?:,| and|, and) "[^"]+")*', re.compile('"([^"]+)"')
+_NUMBER, _FASTER_HOST = re.compile(r"\d[\d.,]*(?:e-?\d+)?"), re.compile(r" \(host twice as fast: [^()]*\)")
 DIFFERS = 0.05  # from which on a ratio of another machine is another answer
 FASTER = 1.02  # from which on another of our variants than the one that a user gets is named
 
@@ -76,41 +77,65 @@ def techniques_table(found: list[Topic], records: dict[str, dict], root: Path = 
     return "\n".join(lines)
 
 
-def elsewhere_table(found: list[Topic], ran: dict[str, list[dict]]) -> str:
-    """What another GPU, or another Triton, answers where its ratios are not the reference's: a row for each technique.
+def elsewhere_table(found: list[Topic], ran: dict[str, list[dict]], root: Path = ROOT) -> str:
+    """What another GPU, or another Triton, answers where that is not the reference's answer: a row for each technique.
 
     A ratio that this repository is held to differs when it is over 5 % away, by more than what lies between two
-    machines of one kind (companion.compare).
+    machines of one kind (companion.compare). An answer differs, too, whose words do, which follow from comparisons;
+    those of two codes cannot be compared, and are listed below.
     """
     lines = ["| technique | where | its answer there | ratios that differ | of |", "| --- | --- | --- | ---: | ---: |"]
-    machines = 0
+    machines, other_code = 0, {}
     for topic in found:
         reference, *others = ran.get(topic.name) or [None]
         for other in others:
             where = f"{other['machine']['gpu'] or 'a CPU'}, Triton {other['machine'].get('triton') or 'absent'}"
             rows = [row for row in join(reference, other, []) if row.held]
-            answers = {example["name"]: answer_cell(example) for example in other["examples"]}
+            theirs, here = ({each["name"]: each for each in record["examples"]} for record in (other, reference))
             machines += 1
             for t in topic.techniques:
+                if t.name not in theirs or t.name not in here:
+                    continue
                 own = [row for row in rows if row.technique == t.name]
-                if apart := [row for row in own if row.differs and abs(row.kept - 1) > DIFFERS]:
-                    lines.append(f"| {t.name} | {where} | {answers[t.name]} | {len(apart)} | {len(own)} |")
+                apart = [row for row in own if row.differs and abs(row.kept - 1) > DIFFERS]
+                one_code = theirs[t.name]["sources"] == here[t.name]["sources"]
+                if apart or (one_code and answer_words(theirs[t.name]) != answer_words(here[t.name])):
+                    answer = answer_cell(theirs[t.name]) + OLDER * is_stale(t, theirs[t.name], root)
+                    lines.append(f"| {t.name} | {where} | {answer} | {len(apart)} | {len(own)} |")
+                elif not one_code:
+                    other_code.setdefault(where, []).append(t.name)
     if not machines:
         return "No other GPU is recorded yet, and no other Triton."
-    return "\n".join(lines) if lines[2:] else "Every other machine that is recorded answers the same."
+    told = lines if lines[2:] else ["Every other machine that is recorded answers the same."]
+    for where, names in other_code.items():
+        told += ["", f"By other code than above, so that only ratios are compared ({where}): {', '.join(names)}."]
+    return "\n".join(told)
 
 
-def parts_table(what: str, part: str, record: dict | None, root: Path) -> str:
-    """The phases of compile_inspect, or the parts of triton_compiler's benchmark, with what each asks and answered."""
-    if record is None:
+def answer_words(example: dict) -> str:
+    """A recorded answer without its numbers, nor what a faster host would make of them."""
+    return _NUMBER.sub("", _FASTER_HOST.sub("", answer_cell(example)))
+
+
+def parts_table(what: str, part: str, records: list[dict], root: Path) -> str:
+    """The phases of compile_inspect, or the parts of triton_compiler's benchmark, with what each asks and answered, on
+    the reference's machine, the first of `records`; and what they answered on the others."""
+    if not records:
         return "No run is recorded yet."
-    lines = [f"| {part} | what it asks | what it answered |", "| --- | --- | --- |"]
-    for each in record["examples"]:
-        answer = answer_cell(each) + OLDER * part_is_stale(record["topic"], each, root)
-        lines.append(f"| `{each['name']}` | {each['question']} | {answer} |")
-    text = "\n".join(lines)
-    older = f" ({OLDER.strip()}: before the code was changed)" * (OLDER in text)
-    return f"{what}, recorded on {machine_name(record['machine'])}{older}:\n\n{text}"
+    told = []
+    for record in records:
+        lines = [f"| {part} | what it asks | what it answered |", "| --- | --- | --- |"]
+        if told:
+            lines = [f"| {part} | what it answered there |", "| --- | --- |"]
+        for each in record["examples"]:
+            asks = "" if told else f" {each['question']} |"
+            answer = answer_cell(each) + OLDER * part_is_stale(record["topic"], each, root)
+            lines.append(f"| `{each['name']}` |{asks} {answer} |")
+        text = "\n".join(lines)
+        older = f" ({OLDER.strip()}: before the code was changed)" * (OLDER in text)
+        head = "Recorded" if told else f"{what}, recorded"
+        told.append(f"{head} on {machine_name(record['machine'])}{older}:\n\n{text}")
+    return "\n\n".join(told)
 
 
 def part_is_stale(topic: str, example: dict, root: Path) -> bool:
@@ -330,11 +355,11 @@ def documents(root: Path = ROOT) -> dict[Path, tuple[str, str]]:
     on_cpu, on_gpus = ([p for p in reference_files(root) if (p.parent.name == "cpu") == cpu] for cpu in (True, False))
     parts = {
         "techniques": techniques_table(found, records, root),
-        "elsewhere": elsewhere_table(found, ran),
+        "elsewhere": elsewhere_table(found, ran, root),
         "chapter": chapter_table(found, (root / OUTLINE).read_text(encoding="utf-8")),
         "coverage": coverage_table(found, ran),
-        "phases": parts_table("The bundled `decoder`", "phase", records.get("compile_inspect"), root),
-        "benchmark": parts_table("The benchmark", "part", records.get("triton_compiler"), root),
+        "phases": parts_table("The bundled `decoder`", "phase", ran.get("compile_inspect", []), root),
+        "benchmark": parts_table("The benchmark", "part", ran.get("triton_compiler", []), root),
         "results": results_tables(on_gpus),
         "results on a CPU": results_tables(on_cpu),
         "studies": results_tables(on_gpus, study=True),

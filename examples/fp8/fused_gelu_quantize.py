@@ -8,8 +8,8 @@ registers moves 3. What must be known before anything is written depends on the 
   static   nothing: the scale is given, from calibration or an earlier step (delayed scaling). What is larger than
            scale * max saturates; amax of every tile is returned, for the caller to see that, and for the next scale.
 
-At 3 bytes an element arithmetic is no longer free: memory delivers 6 elements in a clock of an SM, whose special
-functions make 16 results. So GELU takes an exponential and a reciprocal root, without division and without erf.
+At 3 bytes an element arithmetic is no longer free: an H200's memory delivers 6 elements in a clock of an SM, whose
+special functions make 16 results. So GELU takes an exponential and a reciprocal root, without division and without erf.
 
 Question   When does an activation get its FP8 scales in the same pass, and what does that save?
 Needs      triton, sm_89

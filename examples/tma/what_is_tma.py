@@ -13,8 +13,8 @@ at best all three reach a copy's bandwidth.
 Question   Is a load with an eviction policy a TMA load, and what does each of the two give?
 Needs      triton
 Wins when  TMA: other threads need the tile (the operands of tl.dot), or registers and instructions are short. Data
-           that pass through a thread once need no shared memory. The hint: for data that are read again, though on an
-           H200 evict_last gains little there, and evict_first, its opposite, as much (the study).
+           that pass through a thread once need no shared memory. The hint: for data that are read again, though even
+           there it gains little on an H200, evict_first as much as evict_last, and nothing on an H100 (the study).
 Study      studies/tma/what_is_tma.py (registers; what the hint is for)
 Source     chapter section "4. `triton_tma_blackwell.py` - TMA in Triton (NVIDIA GPU)", whose kernel, with its
            `eviction_policy="evict_last"  # TMA hint`, is scale_pointers here: no cp.async.bulk in its PTX

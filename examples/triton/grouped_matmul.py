@@ -11,7 +11,7 @@ launches 64 GEMMs, each too small for the GPU, and the host waits to learn their
 
 Question   How far ahead of torch's grouped GEMM, and of a loop over the experts, is one launch over uneven groups?
 Needs      triton
-Wins when  groups are uneven: the tiles of a last few rows are small ones. Even groups gain less over torch's call.
+Wins when  groups are uneven: the tiles of a last few rows are small ones. Even groups gain less, on an H100 nothing.
 Variants   grouped_matmul_operands.py (checks, routing, torch's calls)
 Study      studies/triton/grouped_matmul.py
 Source     goes beyond the chapter; arguments as torch._grouped_mm and torch._scaled_grouped_mm have them

@@ -4,8 +4,8 @@ The product of two n x n matrices in bf16 is 2 n^3 FLOPs on 6 n^2 bytes: compute
 program computes a BLOCK_M x BLOCK_N tile of C. A step along K loads BLOCK_M + BLOCK_N values for 2 BLOCK_M * BLOCK_N
 FLOPs: 32 a byte for a 64 x 64 tile, 85 for 128 x 256. Larger tiles load less, until registers or shared memory run out.
 
-Most of these loads hit L2, if programs that run together share rows of A and columns of B. Row by row, a row of tiles
-reads all of B; in groups of GROUP_M rows (grouped rasterization) they are a patch of C. Large tiles hide this choice.
+Most of these loads hit L2, if programs that run together share rows of A and columns of B. A row of tiles reads all
+of B; a group of GROUP_M rows (grouped rasterization) is a patch of C. Large tiles hide this, on an H100 up to 8192.
 
 Question   How close to cuBLAS does a page of Triton get, and how much does the order of tiles matter?
 Needs      triton

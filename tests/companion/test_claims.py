@@ -1,17 +1,19 @@
 """CLAIMS.md: up to date with the records, each verdict from its numbers, and an error for what no record holds."""
 
+import json
 import re
 from dataclasses import asdict
 
 from harness.bench import Row, Table
 from harness.catalog import ROOT, topics
-from harness.record import ExampleRecord
+from harness.record import SCHEMA, ExampleRecord
 
 import pytest
 
 from companion import claims
 from companion.claims import Claim, Evidence, Reader, ledger_page, number, times, told, verdict
 from companion.ledger import CLAIMS
+from companion.readme import OLDER, OUTLINE
 
 ALL = [claim for group in CLAIMS.values() for claim in group]
 FOUND = topics()
@@ -95,6 +97,30 @@ def test_a_claim_that_reads_nothing_recorded_is_named(tmp_path):
             page(**changed)
     with pytest.raises(ValueError, match="softmax: its lesson is not recorded"):
         Reader(FOUND, tmp_path)("softmax")
+
+
+def test_another_verdict_of_another_machine_is_told(tmp_path):
+    """Of claims whose evidence that machine has recorded; those with the same verdict, or less evidence, are not."""
+    (tmp_path / OUTLINE).parent.mkdir()
+    (tmp_path / OUTLINE).write_text((ROOT / OUTLINE).read_text())
+    for folder, gpu, fast in (("h200", "H200", True), ("h100", "H100", False)):
+        example = ExampleRecord("softmax", facts={"fast": fast, "same": 1} | ({"more": 1} if fast else {})).as_dict()
+        example |= {"machine": {"gpu": gpu, "ranks": 1, "host": {}}, "when": "2026"}
+        (tmp_path / "results" / folder).mkdir(parents=True)
+        text = json.dumps({"schema": SCHEMA, "topic": "", "gpu": gpu, "running": None, "examples": [example]})
+        (tmp_path / "results" / folder / "triton_examples.json").write_text(text)
+
+    def claim(fact):
+        return Claim(fact, "Mode Comparison", f"says {fact}", "", lambda read: {
+            "": told(fact, bool(read("softmax").fact(fact)))})  # fmt: skip
+
+    *_, table = ledger_page({"group": [claim(f) for f in ("fast", "same", "more")]}, FOUND, tmp_path).partition(
+        "## Other"
+    )
+    rows = [line for line in table.splitlines() if line.startswith("| [")]
+    assert rows == [f"| [says fast](#fast) | an H100 | fast{OLDER} | **does not hold** |"]
+    with pytest.raises(ValueError, match="softmax: its lesson is not recorded"):
+        Reader(FOUND, tmp_path, folder="none").torch("softmax")
 
 
 def test_a_stale_page_fails_and_the_mark_of_older_code_is_no_difference(tmp_path, capsys, monkeypatch):

@@ -115,19 +115,24 @@ def test_an_answer_is_the_recorded_one_or_why_there_is_none(tmp_path, lines):
     assert answer_cell(example | {"status": "failed", "reason": "CheckError: wrong"}) == "failed: CheckError: wrong"
 
 
-def test_another_machine_is_told_of_where_its_ratios_differ():
-    """Of a technique whose own rows are over 5 % away, beyond the spread of both; a library's say nothing of it."""
+def test_another_machine_is_told_of_where_its_answer_differs():
+    """Of a technique whose own rows are over 5 % away, beyond the spread of both (a library's say nothing of it), or
+    whose answer has other words by the same code; of what other code answered in other words only the name is told."""
 
     class Named:
         def __init__(self, name, techniques=()):
             self.name, self.techniques = name, techniques
+            self.path, self.studies = ROOT / "examples/triton/softmax.py", ()
 
-    def record(gpu, **ours):
+    today = sources_hash(Named("").path)
+
+    def record(gpu, says="{:.1f}x (host twice as fast: {:.1f}x)", sources=today, **ours):
         tables = {
             name: asdict(table(EAGER, row("torch.compile", 5 * ms), row("triton", ms, ours=True)))
             for name, ms in ours.items()
         }
-        examples = [{"name": n, "status": "passed", "answer": f"on {gpu}", "tables": [t]} for n, t in tables.items()]
+        examples = [{"name": name, "status": "passed", "answer": says.format(20 / ms, 2.5), "tables": [tables[name]],
+                     "sources": sources, "peers": []} for name, ms in ours.items()]  # fmt: skip
         return {"machine": {"gpu": gpu, "triton": "3.9.0"}, "examples": examples}
 
     topic = Named("topic", [Named("softmax"), Named("matmul")])
@@ -135,10 +140,16 @@ def test_another_machine_is_told_of_where_its_ratios_differ():
     assert elsewhere_table([topic], {"topic": [reference]}) == "No other GPU is recorded yet, and no other Triton."
     same = {"topic": [reference, record("an H100", softmax=4.1, matmul=4)]}
     assert elsewhere_table([topic], same) == "Every other machine that is recorded answers the same."
-    _, _, *lines = elsewhere_table(
-        [topic], {"topic": [reference, record("an H100", softmax=4, matmul=4.8)]}
-    ).splitlines()
-    assert lines == ["| matmul | an H100, Triton 3.9.0 | on an H100 | 1 | 1 |"]
+
+    def rows(**other):
+        return elsewhere_table([topic], {"topic": [reference, record("an H100", **other)]}).splitlines()[2:]
+
+    slower = "| matmul | an H100, Triton 3.9.0 | 4.2x (host twice as fast: 2.5x)"
+    assert rows(softmax=4, matmul=4.8) == [f"{slower} | 1 | 1 |"]
+    assert rows(says="{:.1f}x: slower", matmul=4) == ["| matmul | an H100, Triton 3.9.0 | 5.0x: slower | 0 | 1 |"]
+    assert rows(says="{:.1f}x", matmul=4) == []
+    told = ["", "By other code than above, so that only ratios are compared (an H100, Triton 3.9.0): softmax."]
+    assert rows(sources="0", softmax=4, matmul=4.8) == [f"{slower} *(older code)* | 1 | 1 |", *told]
 
 
 def test_the_newest_of_each_ceiling_is_told_though_the_newest_run_has_none():
@@ -158,8 +169,13 @@ def test_a_part_of_older_code_is_marked():
     parts = [ExampleRecord("models", "passed", question="Q", answer="a|b", sources=sources).as_dict(),
              ExampleRecord("graphs", "failed", "why", question="R", sources="0").as_dict()]  # fmt: skip
     record = {"topic": "triton_compiler", "machine": {"gpu": "GPU"}, "examples": parts}
-    text = parts_table("It", "part", record, ROOT).splitlines()
+    text = parts_table("It", "part", [record], ROOT).splitlines()
     assert text[0] == "It, recorded on an GPU (*(older code)*: before the code was changed):"
     assert text[-2:] == ["| `models` | Q | a\\|b |", "| `graphs` | R | failed: why *(older code)* |"]
-    assert "older" not in parts_table("It", "part", record | {"examples": parts[:1]}, ROOT)
-    assert parts_table("It", "part", None, ROOT) == "No run is recorded yet."
+    assert "older" not in parts_table("It", "part", [record | {"examples": parts[:1]}], ROOT)
+    there = record | {"machine": {"gpu": "H100"}, "examples": parts[:1]}
+    both = parts_table("It", "part", [record, there], ROOT)
+    assert both.startswith("\n".join(text))
+    assert both.endswith("| part | what it answered there |\n| --- | --- |\n| `models` | a\\|b |")
+    assert "\n\nRecorded on an H100:\n\n| part" in both
+    assert parts_table("It", "part", [], ROOT) == "No run is recorded yet."
