@@ -36,6 +36,7 @@ COLUMNS = {
     "roofline_compiled_ms": "compiled", "roofline_speedup": "x eager", "bound": "by",
 }  # fmt: skip
 ROWS = {"embedding", "index", "index_select", "gather"}  # of their first tensor they read as much as they return
+FUSED = {"_transformer_encoder_layer_fwd", "_native_multi_head_attention"}  # matmuls in them have no formula
 # torch 2.11 has no formula for it.
 LIKE = {"_scaled_dot_product_flash_attention_for_cpu": torch.ops.aten._scaled_dot_product_flash_attention}
 
@@ -233,8 +234,8 @@ def png(facts: dict, path: Path) -> None:
 
 
 class Counting(TorchDispatchMode):
-    """(FLOPs, bytes) of each operation that is run within, the FLOPs of float32 matmuls, convolutions apart, and the
-    bytes read of each of the model's tensors.
+    """(FLOPs, bytes) of each operation that is run within, the bytes read of each of the model's tensors, and how many
+    operations are float32 matmuls: not convolutions, for which cuDNN has a setting of its own.
     """
 
     def __init__(self, held: list[torch.Tensor]) -> None:
@@ -256,10 +257,9 @@ class Counting(TorchDispatchMode):
             if (key := storage_of(tensor)) in self.read:
                 self.read[key] = max(self.read[key], size)
         formula = flop_registry.get(LIKE.get(name, func._overloadpacket))
-        flops = formula(*args, **kwargs, out_val=out) if formula else 0
-        if flops and inputs[0].dtype == torch.float32 and "conv" not in name:  # cuDNN has a setting of its own
-            self.float32_matmuls += flops
-        self.operations.append((flops, sum(sizes) + written))
+        if (name in FUSED or (formula and "conv" not in name)) and inputs[0].dtype == torch.float32:
+            self.float32_matmuls += 1
+        self.operations.append((formula(*args, **kwargs, out_val=out) if formula else 0, sum(sizes) + written))
         return out
 
 

@@ -99,10 +99,23 @@ def test_launches_hide_on_a_gpu_and_add_up_on_a_cpu():
     assert (cpu["roofline_eager_ms"], cpu["roofline_compiled_ms"]) == (6.0, 3.5)
 
 
+BACKENDS = torch.backends.cuda.matmul, torch.backends.mkldnn.matmul
+
+
 def precisions() -> tuple[str, ...]:
     """How float32 matmuls are computed, by torch's function and by each backend's own setting."""
-    backends = torch.backends.cuda.matmul, torch.backends.mkldnn.matmul
-    return torch.get_float32_matmul_precision(), *(backend.fp32_precision for backend in backends)
+    return torch.get_float32_matmul_precision(), *(backend.fp32_precision for backend in BACKENDS)
+
+
+@pytest.fixture
+def new_process():
+    """Nobody has set a precision: that is another state than "highest", once set."""
+    before = [backend.fp32_precision for backend in BACKENDS]
+    for backend in BACKENDS:
+        backend.fp32_precision = "none"
+    yield
+    for backend, precision in zip(BACKENDS, before, strict=True):
+        backend.fp32_precision = precision
 
 
 def test_float32_matmuls_are_counted_and_nothing_else():
@@ -112,13 +125,15 @@ def test_float32_matmuls_are_counted_and_nothing_else():
         "convolution": (nn.functional.conv2d, (image, filters)), "pointwise": (torch.sin, (x,)),
     }  # fmt: skip
     counted = {name: count(Subject(fn, args), fn, args, {})["float32_matmuls"] for name, (fn, args) in calls.items()}
-    assert counted == {"matmul": 2 * 8**3, "bfloat16": 0, "convolution": 0, "pointwise": 0}
+    assert counted == {"matmul": 1, "bfloat16": 0, "convolution": 0, "pointwise": 0}
 
     def cast(x):
         with torch.autocast("cpu", torch.bfloat16):
             return x @ x
 
     assert count(Subject(cast, (x,)), cast, (x,), {})["float32_matmuls"] == 0
+    layer, x = nn.TransformerEncoderLayer(8, 2, 8, batch_first=True).eval(), x[None]
+    assert count(Subject(layer, (x,)), layer, (x,), {})["float32_matmuls"] == 1, "torch has one operator for all of it"
 
 
 def test_tf32_is_tried_where_the_gpu_has_it_and_torch_leaves_it_unused(monkeypatch):
@@ -139,8 +154,9 @@ def test_tf32_is_tried_where_the_gpu_has_it_and_torch_leaves_it_unused(monkeypat
     assert not tf32_unused(subject)
 
 
-def test_the_precision_is_put_back_as_it_was():
+def test_the_precision_is_put_back_as_it_was(new_process):
     before = precisions()
+    assert before == ("highest", "none", "none")
     with in_tf32():
         assert precisions() == ("high", "tf32", "tf32")
     assert precisions() == before
@@ -150,7 +166,7 @@ def test_the_precision_is_put_back_as_it_was():
 
 
 @pytest.mark.parametrize("train", [False, True])
-def test_the_model_is_compiled_again_in_tf32(monkeypatch, train):
+def test_the_model_is_compiled_again_in_tf32(monkeypatch, new_process, train):
     monkeypatch.setattr(benchmark, "SIZES", 1)
     monkeypatch.setattr(benchmark, "tf32_unused", lambda subject: True)
     before, compiled = precisions(), []
