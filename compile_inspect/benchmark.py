@@ -3,12 +3,14 @@
 The roofline is a lower bound of time: what a call computes and moves, over what this device reaches in a matmul and in
 a copy. Eager moves bytes operation by operation; compiled code reads inputs and parameters once and writes its results
 once; and each does its arithmetic at the speed of a large matmul.
+
+Where float32 matmuls leave a GPU's TF32 unused, the model is compiled again with it, and timed beside itself.
 """
 
 import math
 import time
-from collections.abc import Callable
-from contextlib import nullcontext
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, nullcontext, suppress
 from functools import partial
 from pathlib import Path
 from statistics import quantiles
@@ -25,20 +27,23 @@ from compile_inspect.subject import Subject, in_eager, parameters, tensors_of
 
 QUESTION = "At which batch sizes is compiled faster, after how many calls has it paid, and what could it reach?"
 SIZES, MOST, SECONDS = 8, 4, 10.0  # batch sizes, the largest over the given one, seconds after which none is begun
+AGAIN = 30.0  # seconds of a first call above which the model is not compiled again
 LOSS, GAIN = 0.95, 1.05  # a speed-up of which the middle half lies below the one, above the other, is not noise
+TF32 = 'torch.set_float32_matmul_precision("high")'
 COLUMNS = {
     "batch": "batch", "eager_ms": "eager, ms", "compiled_ms": "compiled", "speedup": "x eager",
     "break_even_calls": "paid after", "roofline_eager_ms": "bound: eager",
     "roofline_compiled_ms": "compiled", "roofline_speedup": "x eager", "bound": "by",
 }  # fmt: skip
 ROWS = {"embedding", "index", "index_select", "gather"}  # of their first tensor they read as much as they return
+FUSED = {"_transformer_encoder_layer_fwd", "_native_multi_head_attention"}  # matmuls in them have no formula
 # torch 2.11 has no formula for it.
 LIKE = {"_scaled_dot_product_flash_attention_for_cpu": torch.ops.aten._scaled_dot_product_flash_attention}
 
 
 def look(subject: Subject, phase: Phase) -> None:
     warm_up(subject.device)
-    given, facts, rows, left_out, top = subject.batch, phase.facts, [], [], None
+    given, facts, rows, left_out, top, matmuls = subject.batch, phase.facts, [], [], None, 0
     model = subject.fresh()[0]
     compiled = torch.compile(model)
     # Unlike mark_dynamic it does not fail where the model needs one size.
@@ -81,6 +86,7 @@ def look(subject: Subject, phase: Phase) -> None:
         with phase.noted("No roofline"):  # tensors without storage, an operator that a dispatch mode cannot see
             with in_eager():
                 work = count(subject, model, *inputs(size))
+            matmuls = max(matmuls, work["float32_matmuls"])
             top = top or ceilings(subject, work["compiled_bytes"])
             rows[-1] |= roofline(work, launches, top, subject.on_gpu)
     here = rows[0]
@@ -112,6 +118,91 @@ def look(subject: Subject, phase: Phase) -> None:
         f"{here['speedup']:.2f}x, which {after}; faster at {sum(row['from'] > GAIN for row in rows)} of {len(rows)} "
         "batch sizes"
     )
+    if matmuls and tf32_unused(subject):  # last: a large model may not have the time for it
+        with phase.noted(f"Tried: {TF32}: it fails"):
+            try_tf32(subject, phase, lambda: subject.caller(compiled, *inputs(given)), first_s)
+
+
+def tf32_unused(subject: Subject) -> bool:
+    """Whether the device computes in TF32 and float32 matmuls, by torch's default, do not."""
+    if not subject.on_gpu or torch.cuda.get_device_capability(subject.device) < (8, 0):
+        return False
+    with suppress(RuntimeError):  # the user set torch.backends' fp32_precision instead
+        return torch.get_float32_matmul_precision() == "highest"
+    return False
+
+
+@contextmanager
+def in_tf32() -> Iterator[None]:
+    """Within it float32 matmuls may use TF32.
+
+    "highest" is not what a process begins with: each backend's own precision, which guards check, is put back too.
+    """
+    backends = torch.backends.cuda.matmul, torch.backends.mkldnn.matmul
+    before, own = torch.get_float32_matmul_precision(), [backend.fp32_precision for backend in backends]
+    try:
+        torch.set_float32_matmul_precision("high")
+        yield
+    finally:
+        torch.set_float32_matmul_precision(before)
+        for backend, precision in zip(backends, own, strict=True):
+            backend.fp32_precision = precision
+
+
+def try_tf32(subject: Subject, phase: Phase, make_call: Callable[[], Callable], first_s: float) -> None:
+    """Time the compiled model in turns with itself in TF32, which is a finding where it is faster.
+
+    Each has cache entries of its own, as guards check the precision; library calls read it when they are called.
+    """
+    if first_s > AGAIN:
+        return phase.note(f"Not tried: {TF32}: no time left, as compiling takes {first_s:.3g} s.")
+    full, high = make_call(), make_call()
+    with torch._dynamo.config.patch(recompile_limit=2 * torch._dynamo.config.recompile_limit):  # entries of both
+        with in_tf32(), watch() as seen:
+            high()
+        if not seen.graphs:
+            return phase.note(f"Not tried: {TF32}: Dynamo does not compile the model again.")
+        before, after = subject.in_turns({full: nullcontext, high: in_tf32})
+        error = None
+        with phase.noted("No error of TF32"):
+            error = error_in_tf32(make_call)
+    low, times, to = quantiles([a / b for a, b in zip(before.all, after.all, strict=True)], n=4)
+    phase.facts["tf32"] = {"full_ms": before.ms, "ms": after.ms, "speedup": times, "from": low, "to": to,
+                           "error": error}  # fmt: skip
+    tried = f"{after.ms:.3g} ms a call for {before.ms:.3g}"
+    tried += "" if error is None else f", with a relative error of {error:.2g} (rms) against full precision"
+    if low > GAIN:
+        cost = {"ms": before.ms - after.ms, "share": 1 - after.ms / before.ms}
+        phase.finding("float32 matmuls run in full precision, without TF32", TF32, tried=tried, **cost)
+    else:
+        phase.note(f"Tried, without gain: {TF32}: {tried}.")
+
+
+def error_in_tf32(make_call: Callable[[], Callable]) -> float | None:
+    """The relative error of what a call in TF32 returns, or None where calls in full precision differ about as much."""
+
+    def results(around: Callable) -> list[torch.Tensor]:
+        call = make_call()
+        torch.manual_seed(0)  # dropout draws the same numbers
+        with around():
+            return [tensor.detach().clone() for tensor in tensors_of(call())]
+
+    full, high, again = results(nullcontext), results(in_tf32), results(nullcontext)  # last: state may drift
+    noise, error = relative_error(again, full), relative_error(high, full)
+    return None if error is None or noise is None or 2 * noise > error else error
+
+
+def relative_error(got: list[torch.Tensor], full: list[torch.Tensor]) -> float | None:
+    """The largest of the tensors' errors, as rms over the rms of `full`; None without floats, or of other shapes."""
+    if [tensor.shape for tensor in got] != [tensor.shape for tensor in full]:
+        return None
+    errors = []
+    for ours, theirs in zip(got, full, strict=True):
+        if theirs.is_floating_point() and theirs.layout == torch.strided:
+            finite = theirs.isfinite()  # a mask of -inf is no error
+            ours, theirs = ours[finite].double(), theirs[finite].double()
+            errors.append(float((ours - theirs).norm() / theirs.norm().clamp(min=torch.finfo(torch.float64).tiny)))
+    return max(errors, default=None)
 
 
 def sizes_around(given: int | None) -> list[int | None]:
@@ -143,11 +234,14 @@ def png(facts: dict, path: Path) -> None:
 
 
 class Counting(TorchDispatchMode):
-    """(FLOPs, bytes) of each operation that is run within, and the bytes read of each of the model's tensors."""
+    """(FLOPs, bytes) of each operation that is run within, the bytes read of each of the model's tensors, and how many
+    operations are float32 matmuls: not convolutions, for which cuDNN has a setting of its own.
+    """
 
     def __init__(self, held: list[torch.Tensor]) -> None:
         super().__init__()
         self.operations, self.read = [], {storage_of(tensor): 0 for tensor in held}
+        self.float32_matmuls = 0
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         kwargs = kwargs or {}
@@ -163,6 +257,8 @@ class Counting(TorchDispatchMode):
             if (key := storage_of(tensor)) in self.read:
                 self.read[key] = max(self.read[key], size)
         formula = flop_registry.get(LIKE.get(name, func._overloadpacket))
+        if (name in FUSED or (formula and "conv" not in name)) and inputs[0].dtype == torch.float32:
+            self.float32_matmuls += 1
         self.operations.append((formula(*args, **kwargs, out_val=out) if formula else 0, sum(sizes) + written))
         return out
 
@@ -182,6 +278,7 @@ def count(subject: Subject, model: Callable, args: tuple, kwargs: dict) -> dict:
     ends = tensors_of((args, kwargs, out))
     ends += [tensor for tensor in parameters(model) if tensor.grad is not None]
     return {"operations": counted.operations, "flops": sum(flops for flops, _ in counted.operations),
+            "float32_matmuls": counted.float32_matmuls,
             "compiled_bytes": sum(counted.read.values()) + sum(map(bytes_of, ends))}  # fmt: skip
 
 

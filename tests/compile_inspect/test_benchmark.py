@@ -1,6 +1,8 @@
 """The phase benchmark: batch sizes, what is counted for the roofline, and the plot."""
 
+import math
 import sys
+from contextlib import nullcontext
 
 import pytest
 import torch
@@ -8,10 +10,11 @@ from torch import nn
 from torch.utils.flop_counter import FlopCounterMode
 
 from compile_inspect import benchmark
-from compile_inspect.benchmark import count, roofline
+from compile_inspect.benchmark import TF32, count, in_tf32, relative_error, roofline, tf32_unused, try_tf32
 from compile_inspect.inspecting import run_phase
 from compile_inspect.models import BUNDLED
-from compile_inspect.subject import Subject
+from compile_inspect.report import Phase
+from compile_inspect.subject import Subject, Timed
 
 N = 64 * 64 * 4  # bytes
 
@@ -94,6 +97,178 @@ def test_launches_hide_on_a_gpu_and_add_up_on_a_cpu():
     gpu, cpu = roofline(work, 1, top, True), roofline(work, 1, top, False)
     assert (gpu["roofline_eager_ms"], gpu["roofline_compiled_ms"], gpu["bound"]) == (3.0, 2.0, "arithmetic")
     assert (cpu["roofline_eager_ms"], cpu["roofline_compiled_ms"]) == (6.0, 3.5)
+
+
+BACKENDS = torch.backends.cuda.matmul, torch.backends.mkldnn.matmul
+
+
+def precisions() -> tuple[str, ...]:
+    """How float32 matmuls are computed, by torch's function and by each backend's own setting."""
+    return torch.get_float32_matmul_precision(), *(backend.fp32_precision for backend in BACKENDS)
+
+
+@pytest.fixture
+def new_process():
+    """Nobody has set a precision: that is another state than "highest", once set."""
+    before = [backend.fp32_precision for backend in BACKENDS]
+    for backend in BACKENDS:
+        backend.fp32_precision = "none"
+    yield
+    for backend, precision in zip(BACKENDS, before, strict=True):
+        backend.fp32_precision = precision
+
+
+def test_float32_matmuls_are_counted_and_nothing_else():
+    x, image, filters = torch.randn(8, 8), torch.randn(1, 3, 8, 8), torch.randn(4, 3, 3, 3)
+    calls = {
+        "matmul": (lambda x: x @ x.sin(), (x,)), "bfloat16": (lambda x: x @ x, (x.bfloat16(),)),
+        "convolution": (nn.functional.conv2d, (image, filters)), "pointwise": (torch.sin, (x,)),
+    }  # fmt: skip
+    counted = {name: count(Subject(fn, args), fn, args, {})["float32_matmuls"] for name, (fn, args) in calls.items()}
+    assert counted == {"matmul": 1, "bfloat16": 0, "convolution": 0, "pointwise": 0}
+
+    def cast(x):
+        with torch.autocast("cpu", torch.bfloat16):
+            return x @ x
+
+    assert count(Subject(cast, (x,)), cast, (x,), {})["float32_matmuls"] == 0
+    layer, x = nn.TransformerEncoderLayer(8, 2, 8, batch_first=True).eval(), x[None]
+    assert count(Subject(layer, (x,)), layer, (x,), {})["float32_matmuls"] == 1, "torch has one operator for all of it"
+
+
+def test_tf32_is_tried_where_the_gpu_has_it_and_torch_leaves_it_unused(monkeypatch):
+    subject, found = Subject(torch.sin, (torch.ones(4),)), {}
+    assert not tf32_unused(subject)
+    monkeypatch.setattr(Subject, "on_gpu", True)
+    for capability in (7, 5), (8, 0), (12, 0):
+        monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device, held=capability: held)
+        found[capability] = tf32_unused(subject)
+    assert found == {(7, 5): False, (8, 0): True, (12, 0): True}
+    with in_tf32():
+        assert not tf32_unused(subject)
+
+    def mixed():
+        raise RuntimeError("you have used mix of the legacy and new APIs")
+
+    monkeypatch.setattr(torch, "get_float32_matmul_precision", mixed)
+    assert not tf32_unused(subject)
+
+
+def test_the_precision_is_put_back_as_it_was(new_process):
+    before = precisions()
+    assert before == ("highest", "none", "none")
+    with in_tf32():
+        assert precisions() == ("high", "tf32", "tf32")
+    assert precisions() == before
+    with pytest.raises(ZeroDivisionError), in_tf32():
+        1 / 0  # noqa: B018
+    assert precisions() == before
+
+
+@pytest.mark.parametrize("train", [False, True])
+def test_the_model_is_compiled_again_in_tf32(monkeypatch, new_process, train):
+    monkeypatch.setattr(benchmark, "SIZES", 1)
+    monkeypatch.setattr(benchmark, "tf32_unused", lambda subject: True)
+    before, compiled = precisions(), []
+
+    def backend(graph, inputs):
+        compiled.append(torch.get_float32_matmul_precision())
+        return graph.forward
+
+    compile_as_it_is = torch.compile
+    monkeypatch.setattr(torch, "compile", lambda model: compile_as_it_is(model, backend=backend))
+    monkeypatch.setattr(benchmark, "warm_up", lambda device: None)
+    model = nn.Sequential(nn.Linear(16, 16), nn.Dropout(0.5))
+    phase = run_phase("benchmark", Subject(model, (torch.randn(4, 16),), train=train))
+    assert phase.status == "passed", phase.reason
+    assert compiled == ["highest", "high"], "a call in full precision finds its own cache entry again"
+    assert phase.facts["tf32"]["speedup"] > 0
+    assert phase.facts["tf32"]["error"] < 0.1
+    assert precisions() == before
+
+
+def test_inductor_compiles_it_again_in_tf32(monkeypatch):
+    monkeypatch.setattr(benchmark, "SIZES", 1)
+    monkeypatch.setattr(benchmark, "tf32_unused", lambda subject: True)
+    before = precisions()
+    phase = run_phase("benchmark", Subject(nn.Linear(16, 16), (torch.randn(4, 16),), train=True))
+    assert phase.status == "passed", phase.reason
+    facts = phase.facts["tf32"]
+    assert facts["ms"] > 0
+    assert facts["error"] < 0.01
+    assert any(finding.fix == TF32 for finding in phase.findings) == (facts["from"] > benchmark.GAIN)
+    assert precisions() == before
+
+
+def made_up(monkeypatch, full: list[float], high: list[float], first_s: float = 1.0) -> Phase:
+    """What try_tf32 makes of these milliseconds, turn by turn."""
+
+    def in_turns(self, calls):
+        assert [around is nullcontext for around in calls.values()] == [True, False]
+        return [Timed(sum(ms) / len(ms), 0.0, ms) for ms in (full, high)]
+
+    monkeypatch.setattr(Subject, "in_turns", in_turns)
+    x, phase = torch.randn(8, 8), Phase("benchmark")
+    subject = Subject(lambda x: x @ x, (x,))
+    compiled = torch.compile(subject.model, backend="eager")
+    compiled(x)
+    try_tf32(subject, phase, lambda: subject.caller(compiled, (x.clone(),), {}), first_s)
+    torch.compiler.reset()
+    return phase
+
+
+def test_what_tf32_gives_is_a_finding_or_a_note(monkeypatch):
+    phase = made_up(monkeypatch, [10.0] * 5, [5.0] * 5)
+    (finding,) = phase.findings
+    assert (finding.fix, finding.ms, finding.share) == ('torch.set_float32_matmul_precision("high")', 5.0, 0.5)
+    assert finding.tried.startswith("5 ms a call for 10, with a relative error of ")
+    assert (phase.facts["tf32"]["speedup"], phase.blocks) == (2.0, [])
+    noise = made_up(monkeypatch, [10.0] * 5, [5.0, 9.9, 10.0, 10.1, 12.0])
+    assert noise.findings == []
+    assert noise.blocks[0].text.startswith(f"Tried, without gain: {TF32}: 9.4 ms a call for 10")
+    late = made_up(monkeypatch, [10.0] * 5, [5.0] * 5, first_s=benchmark.AGAIN + 1)
+    assert (late.findings, late.facts) == ([], {})
+    assert late.blocks[0].text == f"Not tried: {TF32}: no time left, as compiling takes 31 s."
+
+
+def test_what_fails_in_tf32_is_a_note(monkeypatch):
+    monkeypatch.setattr(benchmark, "SIZES", 1)
+    monkeypatch.setattr(benchmark, "tf32_unused", lambda subject: True)
+
+    @torch.compiler.disable
+    def only_exact(x):
+        if torch.get_float32_matmul_precision() != "highest":
+            raise ValueError("only in full precision")
+        return x
+
+    before = precisions()
+    phase = run_phase("benchmark", Subject(lambda x: only_exact(x @ x), (torch.randn(4, 4),)))
+    assert (phase.status, "tf32" in phase.facts) == ("passed", False)
+    assert not any(finding.fix == TF32 for finding in phase.findings)
+    assert phase.blocks[-1].text.startswith(f"Tried: {TF32}: it fails: ValueError: only in full precision")
+    assert phase.answer
+    assert precisions() == before
+
+
+def test_a_model_without_float32_matmuls_is_not_compiled_again(monkeypatch):
+    monkeypatch.setattr(benchmark, "SIZES", 1)
+    monkeypatch.setattr(benchmark, "tf32_unused", lambda subject: True)
+    monkeypatch.setattr(benchmark, "try_tf32", None)
+    phase = run_phase("benchmark", Subject(lambda x: x @ x, (torch.randn(4, 4).bfloat16(),)))
+    assert phase.status == "passed", phase.reason
+    assert not any(TF32 in block.text for block in phase.blocks)
+
+
+def test_the_error_is_relative_and_told_where_calls_agree():
+    full = [torch.tensor([3.0, 4.0, -math.inf]), torch.tensor([1, 2]), torch.zeros(2)]
+    got = [torch.tensor([3.0, 4.5, -math.inf]), torch.tensor([2, 2]), torch.zeros(2)]
+    assert relative_error(got, full) == pytest.approx(0.1)
+    assert relative_error(full, full) == 0.0
+    assert relative_error(full[1:2], full[1:2]) is None
+    assert relative_error([torch.zeros(3)], [torch.zeros(2)]) is None
+    state = torch.zeros(4)
+    assert benchmark.error_in_tf32(lambda: lambda: state.add_(1)) is None
+    assert benchmark.error_in_tf32(lambda: lambda: torch.rand(4)) == 0.0
 
 
 def test_the_plot(tmp_path, monkeypatch):
