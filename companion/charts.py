@@ -109,7 +109,7 @@ def outcome(base: str, over: dict[str, dict[str, float]], told: str | None) -> s
     if f"{ratio:.2f}" != "1.00":
         sees += f"; {name} is {'up to ' * bool(where)}{ratio:.2f}x as fast as {told}{where}"
     elif len(over) > 1:
-        sees += "; no other row is faster by 1 %" + " in any case" * bool(where)
+        sees += "; no other row is more than 1 % faster" + " in any case" * bool(where)
     return f"{sees}."
 
 

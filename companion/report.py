@@ -181,6 +181,7 @@ def _technique(topic: Topic, technique: Technique, example: dict | None, mine: d
         "code": [] if technique.error else code_of(technique.path.read_text(encoding="utf-8")),
         "charts": charts,
         "made": made(example) if example else "",
+        "on_cpu": bool(example and example["answer"] and example["machine"] and not example["machine"].get("gpu")),
         "evidence": evidence(example["codegen"]) if example else [],
         "study": _part(study, (mine or {}).get("study")) | {"answer": study["answer"]} if study else None,
     }

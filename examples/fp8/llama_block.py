@@ -16,6 +16,7 @@ Norms, attention, residuals, and what is saved for their backward, stay in 16 bi
 Question   What do the compiler, kernels of one's own and FP8 each add to a decoder block, in prefill and in training?
 Needs      triton, sm_90
 Wins when  tokens are many, so that products are compute-bound: their quantizing then costs less than it saves.
+           Whether a training bears that error in its gradients is not shown by one step, only by its loss.
 Variants   llama_block_model.py (the block around the kernels, a training step, the reference), llama_block_ops.py
            (kernels of other lessons as operators), llama_block_quantize.py (two quantizers)
 Study      studies/fp8/llama_block.py

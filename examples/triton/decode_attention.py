@@ -9,13 +9,13 @@ up to there, more of them cost nothing. But then a sequence is only H_kv program
 (flash decoding). Each part has its own maximum m, sum l and accumulator acc, as in flash_attention, and a second kernel
 merges them: with M the largest m, o = (sum of exp(m - M) * acc) / (sum of exp(m - M) * l).
 
-Equal parts end together, so they are as many as fill the GPU, or a whole number of waves: with some more, most SMs
-would idle while these end. Lengths are on the GPU, and to read them the host would have to wait: it cuts each sequence
-in as many parts, whatever its length. A program computes which keys are its part, and ends at once if there are none.
+Equal parts end together, so they are as many as fill the GPU, or a whole number of waves. Lengths are on the GPU, and
+to read them the host would have to wait: each sequence is cut in as many parts, and a program finds its keys, if any.
 
 Question   How close to the speed of memory is a decoding step, contiguous or paged, and how far ahead of libraries?
 Needs      triton
-Wins when  there are few keys in all, or the cache is in pages, which cuDNN's call does not take: else that is as fast.
+Wins when  keys are few, in a CUDA graph: launched one by one, two kernels take the host longer than cuDNN's call takes.
+           Or the cache is in pages, which that call does not take; else it is as fast.
 Variants   decode_attention_merge.py (the second kernel), decode_attention_operands.py (no kernel: what is timed)
 Study      studies/triton/decode_attention.py
 Source     goes beyond the chapter; Flash-Decoding (Dao et al. 2023), pages as in PagedAttention (Kwon et al. 2023).

@@ -166,10 +166,14 @@ def test_the_sentence_of_a_picture_follows_its_values():
     [
         (
             {"a": {"1": 8.5, "2": 17.3}, "b": {"1": 8.0}}, "a",
-            "8.50 to 17.30x as fast as torch; no other row is faster by 1 % in any case.",
+            "8.50 to 17.30x as fast as torch; no other row is more than 1 % faster in any case.",
         ),
         ({"a": {"1": 0.9, "2": 1.2}, "b": {"1": 1.8}}, "a", "1 of 2 cases; b is up to 2.00x as fast as a (1)"),
-        ({"a": {"1": 1.2}, "b": {"1": 1.5}}, None, "b is 1.50x as fast as torch; no other row is faster by 1 %."),
+        (
+            {"a": {"1": 1.2}, "b": {"1": 1.5}},
+            None,
+            "b is 1.50x as fast as torch; no other row is more than 1 % faster.",
+        ),
         ({"a": {"1": 0.5}}, "a", "a is 0.50x as fast as torch."),
     ],
 )  # fmt: skip
