@@ -11,8 +11,8 @@ Memory is saturated by about 40 KB in flight on every SM. Three things get in th
 
 Question   How close to the speed of memory is a linear layer of 1 to 256 rows, and how far ahead of cuBLAS?
 Needs      triton
-Wins when  hardly: cuBLAS is near the speed of memory too up to 64 rows, and ahead at 256; max-autotune is ahead at one
-           (of 8192 outputs not on an H100). There FMAs beat MMAs at 28672, at 8192 on an H100 alone: MMAs are taken.
+Wins when  hardly: up to 64 rows cuBLAS is near the speed of memory too, and at 256 ahead. For one row max-autotune is
+           ahead, save with 8192 outputs on an H100; FMAs beat MMAs with 28672 outputs, with 8192 only on an H100.
 Variants   skinny_matmul_gemv.py (one row, without MMAs)
 Study      studies/triton/skinny_matmul.py
 Source     goes beyond the chapter; stream-K as Osama et al. (2023) have it, merged by a second kernel
