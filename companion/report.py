@@ -370,7 +370,7 @@ def render(said: dict, base: str) -> str:
     """The page. `base` is the way from its folder to the repository's root, for links to files."""
     import jinja2
     from markdown_it import MarkdownIt
-    from markupsafe import Markup
+    from markupsafe import Markup, escape
     from pygments import highlight
     from pygments.formatters import HtmlFormatter
     from pygments.lexers import PythonLexer
@@ -384,6 +384,17 @@ def render(said: dict, base: str) -> str:
         html = highlight(source, lexer, formatter).rstrip()
         return Markup(re.sub(r'<span class="(?:n|p|o|w|nb|nn|fm|bp|kt|vm)">([^<]*)</span>', r"\1", html))
 
+    shown = {each["name"] for topic in said["topics"] for each in topic["techniques"]}
+
+    def linked(text: str) -> Markup:
+        """Names of techniques as links; one that is a word too, as softmax is, only where it says `see softmax`."""
+
+        def link(found: re.Match) -> str:
+            name = found[0]
+            return f'<a href="#{name}">{name}</a>' if name in shown and ("_" in name or found[1]) else name
+
+        return Markup(re.sub(r"(?<=see )(\w+)|\b\w+\b(?!\.py)", link, str(escape(text))))
+
     page = jinja2.Environment(
         loader=jinja2.FileSystemLoader(TEMPLATES), autoescape=True, trim_blocks=True, lstrip_blocks=True,
         undefined=jinja2.StrictUndefined,
@@ -394,6 +405,7 @@ def render(said: dict, base: str) -> str:
         "markdown": lambda text: Markup(markdown.render(text)),
         "draw": lambda each: Markup(draw(each["chart"], each["mine"], each["whose"])),
         "file": lambda name: f"{base}/{name}",
+        "linked": linked,
         "short": lambda topic: topic["title"].split(" ")[0].rstrip(","),
     }
     assets = {name: Markup((TEMPLATES / f"page.{name}").read_text(encoding="utf-8")) for name in ("css", "js")}

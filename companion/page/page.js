@@ -52,7 +52,7 @@ const alike = ["size shape length", "different another varying variable changing
   "fp8 float8", "bf16 bfloat16", "gemm matmul product", "ordinary plain pointer", "identical same bits", "optimizer adamw", "norm normalize",
   "attention sdpa", "accurate accuracy", "quantize quantization int4 int8"].map(group => split(group).map(stem));
 const known = all("article").map(each => ({
-  href: "#" + each.id, name: each.id, title: text("h3 > a", each), says: text(".question", each), leads: [], words: text(".answer, figcaption, .line.wins", each), of: each,
+  href: "#" + each.id, name: each.id, title: text("h3 > a:not(.tag)", each), says: text(".question", each), leads: [], words: text(".answer, figcaption, .line.wins", each), of: each,
   topic: each.closest("section").querySelector("h2").textContent,
 }));
 for (const way of all(".ways:not(.contents) li")) for (const link of all("a", way)) {

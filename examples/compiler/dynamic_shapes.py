@@ -14,10 +14,10 @@ once with one (short kernels: the host is).
 
 Question   How often does a model compile when every batch has another size, and what does each policy cost per call?
 Needs      torch
-Wins when  kernels are long enough to hide guards. A graph for each size (static) takes longer to compile and gains
-           nothing over mark_dynamic; with 10 graphs a call may check the guards of all. Padding computes rows that
-           nobody asked for; it keeps CUDA graphs few. With short kernels CUDA graphs do not beat eager either, on the
-           recorded host (study).
+Wins when  kernels are long enough to hide guards. If each call still compiles, it is no size but a Python value that
+           changes: see recompilation. A graph for each size (static) gains nothing over mark_dynamic; with 10 graphs a
+           call may check the guards of all. Padding computes rows that nobody asked for; it keeps CUDA graphs few. With
+           short kernels CUDA graphs do not beat eager either, on the recorded host (study).
 Study      studies/compiler/dynamic_shapes.py (one CUDA graph for each size)
 Source     chapter sections "Dynamic Shapes", "2. Handle Dynamic Shapes", "Pitfall 2: Dynamic Shapes" and "How
            torch.compile Works Internally".

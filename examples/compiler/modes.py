@@ -14,8 +14,9 @@ advice, max-autotune for production, can.
 
 Question   Which mode is the fastest, how many calls until it is as fast as it gets, and when has it paid?
 Needs      torch
-Wins when  calls repeat one shape often enough to pay for compiling. On a CPU there are no CUDA graphs, and the modes
-           with and without them compile the same code.
+Wins when  calls repeat one shape often enough to pay for compiling. For many tokens and for large models, whose blocks
+           are compiled once, see when_it_helps and large_models. On a CPU there are no CUDA graphs, and the modes with
+           and without them compile the same code.
 Variants   modes_first_calls.py (how it is found out when a call has settled)
 Study      studies/compiler/modes.py (128 tokens; max-autotune with and without CUDA graphs)
 Source     chapter sections "Compilation Modes", "Compiler Modes" and "Mode Comparison"; chapter section "Pitfall 5:

@@ -12,7 +12,8 @@ Python, with an entry for each.
 
 Question   Why does a compiled function compile again, and what keeps it at one cache entry?
 Needs      torch
-Wins when  (mending pays) a value changes from call to call: a step, a temperature, a learning rate, a history.
+Wins when  a value changes from call to call, as a step, a temperature, a learning rate or a history does: keep it in a
+           tensor or buffer. TORCH_LOGS=recompiles names the guard that failed.
 Study      studies/compiler/recompilation.py (the limit, once named cache_size_limit, made loud; random numbers)
 Source     chapter sections "Common Issues" and "Guards"; chapter section "Tracing", which says that all
            non-tensors are constants: a float is one at its first value only.

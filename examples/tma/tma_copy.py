@@ -10,8 +10,8 @@ multiple of 16 bytes in the row: in memory of its own that is padding; an `out` 
 
 Question   Is TMA slower than ordinary loads for a plain copy, why, and what makes it as fast as torch's?
 Needs      triton, sm_90
-Wins when  the copy is part of something else, or rows are ragged, each padded to a multiple of 16 bytes: torch's copy
-           loses the most bandwidth there. TMA loses less than pointers on an H200, more on an H100. Else x.clone().
+Wins when  rows are ragged, each padded to a multiple of 16 bytes: torch's copy loses the most bandwidth there, TMA less
+           than pointers on an H200, more on an H100. Else x.clone(). Of a matmul's loads: tma_matmul.
 Variants   tma_copy_triton.py (by pointers; by TMA with one tile a program, persistent, and pipelined; plans and checks)
 Study      studies/tma/tma_copy.py
 Source     chapter section "4. `triton_tma_blackwell.py` - TMA in Triton (NVIDIA GPU)", which claims loads 20-30 %

@@ -12,8 +12,8 @@ step changes one thing more:
 
 Question   How much faster is a matmul by TMA, with nothing else changed?
 Needs      triton, sm_90
-Wins when  pointers need masks (a K that 64 does not divide); on whole tiles it is a tie. Persistent and warp-
-           specialized kernels build on it (tma_persistent_matmul.py, gluon_matmul.py).
+Wins when  pointers need masks (a K that 64 does not divide), where cuBLAS is faster still; on whole tiles it is a tie.
+           Persistent and warp-specialized kernels build on it: tma_persistent_matmul, gluon_matmul.
 Study      studies/tma/tma_matmul.py
 Source     chapter section "4. `triton_tma_blackwell.py` - TMA in Triton (NVIDIA GPU)", which claims loads 20-30 %
            faster: about 1 % for whole tiles, 23 % where pointers mask (H200); the tile order as in Triton tutorial 03

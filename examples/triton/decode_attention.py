@@ -15,7 +15,7 @@ to read them the host would have to wait: each sequence is cut in as many parts,
 Question   How close to the speed of memory is a decoding step, contiguous or paged, and how far ahead of libraries?
 Needs      triton
 Wins when  keys are few, in a CUDA graph: launched one by one, two kernels take the host longer than cuDNN's call takes.
-           Or the cache is in pages, which that call does not take; else it is as fast.
+           Or the cache is in pages, which cuDNN's call does not take. Else take cuDNN, which is about as fast.
 Variants   decode_attention_merge.py (the second kernel), decode_attention_operands.py (no kernel: what is timed)
 Study      studies/triton/decode_attention.py
 Source     goes beyond the chapter; Flash-Decoding (Dao et al. 2023), pages as in PagedAttention (Kwon et al. 2023).

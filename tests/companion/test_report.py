@@ -562,3 +562,11 @@ def test_an_example_of_names_alone_is_filled_in(tmp_path):
     path.write_text(json.dumps({"schema": 2, "topic": "t", "gpu": None, "running": None, "examples": [{"name": "a"}]}))
     (example,) = report.gather([path])["t"]["examples"]
     assert example.keys() >= ExampleRecord("a").as_dict().keys()
+
+
+def test_techniques_that_wins_when_names_are_links():
+    page = report.render(report.content(report.gather(report.reference_files()), {}), ".")
+    wins = dict(re.findall(r'<article id="(\w+)".*?<b>Wins when</b> (.*?)</p>', page, re.S))
+    assert 'see <a href="#recompilation">recompilation</a>' in wins["dynamic_shapes"]
+    assert '<a href="#tma_persistent_matmul">tma_persistent_matmul</a>' in wins["tma_matmul"]
+    assert "recompilation</a>" not in wins["recompilation"]
