@@ -35,8 +35,8 @@ from examples.tma.tma_persistent_matmul_schedules import (
 SIZES = [(n, n, n) for n in (2048, 4096, 8192, 16384)] + [(4096, 14336, 4096), (4096, 4096, 14336)]
 FEW_TILES = [(1024, 1024, 1024), (2560, 1664, 4096)]  # on 132 SMs: a quarter of a wave of 128x256 tiles, and 1.06
 SMALL = [(257, 264, 264)]  # more tiles than the interpreter has SMs, tails everywhere, more steps than parts
-# 2048 tiles, 15 or 16 for each of 132 SMs, of 34 MFLOP: an SM does one in about 6 us. Making the three descriptors took
-# a program about 3 us (n = 2048, one tile each, an H200): half a tile's time here, a thirtieth at K = 8192.
+# 2048 tiles, 15 or 16 for each of 132 SMs, of 8 steps along K: short enough that making three descriptors for each
+# shows. At K = 8192 a tile takes 16 times as long, and hides it.
 MANY_TILES = (8192, 8192, 512)
 PLACES = {"program, once": "program", "program, each tile": "tile"}
 

@@ -229,8 +229,11 @@ def test_what_is_found_has_its_title_and_the_name_of_its_file(visit):
     page = visit()
     page.locator("#q").fill("writes fp8")
     found = page.locator("#found a[href='#fused_layer_norm_quantize']")
-    assert found.inner_text().startswith(page.locator("#fused_layer_norm_quantize h3 > a").text_content())
+    assert found.inner_text().startswith(page.locator("#fused_layer_norm_quantize h3 > a:not(.tag)").text_content())
     assert found.locator("code").inner_text() == "fused_layer_norm_quantize"
+    page.locator("#q").fill("triton kernel compile")
+    assert page.locator("#found a").count() > 5
+    assert "older code" not in page.locator("#found").inner_text(), "the mark of a section is no part of its title"
 
 
 def test_search_finds_all_of_decoding_and_tells_the_verdict_of_a_claim(visit):

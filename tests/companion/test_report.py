@@ -570,3 +570,10 @@ def test_techniques_that_wins_when_names_are_links():
     assert 'see <a href="#recompilation">recompilation</a>' in wins["dynamic_shapes"]
     assert '<a href="#tma_persistent_matmul">tma_persistent_matmul</a>' in wins["tma_matmul"]
     assert "recompilation</a>" not in wins["recompilation"]
+
+
+def test_a_technique_that_was_recorded_on_a_cpu_says_so():
+    page = report.render(report.content(report.gather(report.reference_files()), {}), ".")
+    on_cpu = dict(re.findall(r'<h3 id="(\w+)-h">(.*?)</h3>', page))
+    assert "on a CPU" in on_cpu["compare"]
+    assert "on a CPU" not in on_cpu["softmax"]
