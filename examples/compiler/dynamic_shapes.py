@@ -165,19 +165,19 @@ def answer(graphs: int, tables: dict[str, dict]) -> str:
     best = {mix: fastest(table) for mix, table in reversed(tables[LONG].items())}
     if best.get("1 size") == "static":
         best["1 size"] = "automatic"  # which compiles the first size as that constant
-    take = ", ".join(f"{name} for {mix}" for mix, name in best.items())
-    take = f"Long kernels: take {take}. By default"
+    mixes = {name: " and ".join(mix for mix in best if best[mix] == name) for name in best.values()}
+    take = f"Long kernels: {', '.join(f'{name} for {several}' for name, several in mixes.items())}. The default:"
     if {*best.values()} == {"automatic"}:
         take = "Leave the default (automatic):"
-    default = [f"{kernels} {each[MANY].by_host(EAGER, AUTOMATIC)}" for kernels, each in tables.items()]
+    default = [f"{kernels.split()[0]} {each[MANY].by_host(EAGER, AUTOMATIC)}" for kernels, each in tables.items()]
     speeds = {row.variant.removeprefix("torch.compile "): row.speedup for row in tables[LONG][MANY].rows}
-    padded = [name for name, (_, _, rows) in POLICIES.items() if rows and name in speeds]
-    default[0] += f", with padding instead {', '.join(f'{speeds[name]:.2f}x ({name})' for name in padded)}"
+    padded = max(speeds[name] for name, (_, _, rows) in POLICIES.items() if rows and name in speeds)
+    default[0] += f", padded at most {padded:.2f}x"
     # Within the spread of uneven times nothing is a gain.
     gains = [row.p80 < table[EAGER].p20 for table in tables.get(SHORT, {}).values() for row in table.rows[1:]]
     gained, n = sum(gains), len(gains)
-    behind = "" if gained == n else f" (faster than eager in {gained} of {n} rows)" if gained else ": use eager there"
-    return f"{take} {MANY} compile {graphs} graphs. Over eager: {'; '.join(default)}{behind}."
+    behind = "" if gained == n else f" (faster than eager in {gained} of {n} rows)" if gained else ": use eager"
+    return f"{take} {graphs} graphs for {MANY}. Over eager: {'; '.join(default)}{behind}."
 
 
 def one_model(h: Harness, kernels: str, tokens: int, width: int, counted: tuple[str, ...]) -> tuple[dict, dict]:

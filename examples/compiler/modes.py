@@ -109,10 +109,11 @@ def answer(parameters: int, table, facts: dict[str, dict]) -> str:
     last = facts[best]["calls until stable"]
     settled = f"settled after {last} calls" if last < CALLS else f"not settled in {CALLS} calls"
     size = f"{parameters / 1e9:.1f} B" if parameters > 1e9 else f"{parameters / 1e6:.0f} M"
-    slow = table[EAGER].ms <= table.best.ms
-    first = f"its {first_s[best]:.0f} s of compiling are paid back {paid(table, best, first_s[best])}"
-    take = "eager" if slow else f"{best[6:]}: {settled}; {first.removesuffix(' calls')}"
-    return f"{size} parameters, {table.case}, over eager (host twice as fast): {', '.join(told)}. Take {take}."
+    take = "eager"
+    if table[EAGER].ms > table.best.ms:
+        back = paid(table, best, first_s[best])
+        take = f"{best[6:]}, {settled}; {first_s[best]:.0f} s of compiling paid back {back}"
+    return f"{size} parameters, {table.case}: take {take}. Over eager (host twice as fast): {', '.join(told)}."
 
 
 if __name__ == "__main__":

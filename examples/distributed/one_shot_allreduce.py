@@ -144,17 +144,18 @@ def compare(h: Harness, nbytes: int):
 
 
 def answer(tables: list, ranks: int) -> str:
-    """Over NCCL by size, and where another of torch's calls is ahead; the host's part too, which a CUDA graph saves."""
+    """The sizes at which it is the fastest, and who is at others; the host's part too, which a CUDA graph saves."""
     over, ahead = {table.case: table.over(table.baseline, "dispatcher") for table in tables}, {}
     for table in tables:
         fastest = min((row for row in table.rows if not row.ours), key=lambda row: row.ms)
         if table.over(fastest.variant, "dispatcher") < 1:
-            ahead.setdefault(fastest.variant, table.case)
-    where = "".join(f"; {name} is ahead from {case} on" for name, case in ahead.items())
+            ahead.setdefault(fastest.variant, []).append(table.case)
+    slower = "".join(f"; at {', '.join(cases)} {name} is" for name, cases in ahead.items())
+    wins = f"Fastest at {len(over) - sum(map(len, ahead.values()))} of {len(over)} sizes{slower}"
     ratios, least = ", ".join(f"{case} {ratio:.2f}x" for case, ratio in list(over.items())[::2]), tables[0]
     dispatcher, library = least["dispatcher"], least[least.baseline]
     return (
-        f"GPU time on {ranks} ranks, as in a CUDA graph, over NCCL: {ratios}{where}. "
+        f"{wins}. GPU time on {ranks} ranks, as in a CUDA graph, over NCCL: {ratios}. "
         f"Launched one by one, {least.case} takes the host {dispatcher.enqueue_us:.0f} us, "
         f"{least.baseline.split()[1]}'s {library.enqueue_us:.0f} us."
     )

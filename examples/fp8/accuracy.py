@@ -28,7 +28,7 @@ import torch
 import torch.nn.functional as F
 
 from examples.common.fp8 import E4M3, E5M2
-from examples.fp8.accuracy_data import EXTREME, LEGEND, datasets
+from examples.fp8.accuracy_data import LEGEND, datasets
 from examples.fp8.accuracy_layer import ALL, FP8Linear, Recipe, engine, multiply, product64, quantize, quantize_input
 
 # The blocks of x and of w that share a scale (none: one for all); 2**n: powers of two; delayed: the batch before's.
@@ -120,13 +120,12 @@ def answer(found: dict[str, dict], table: Table) -> str:
         fastest = max(close, key=speed.get)
         data_of.setdefault(fastest, []).append(data)
         worst_tokens.append(worst[fastest])
-    choices = "; ".join(f"{name} {speed[name]:.2f}x for {', '.join(data)}" for name, data in data_of.items())
-    for old, new in {"per tensor, ": "", " by 128x128": "", "outlier channels": f"channels up {EXTREME:.0f}x"}.items():
-        choices = choices.replace(old, new)
+    choices = "; ".join(f"{name} ({speed[name]:.2f}x) for {', '.join(data)}" for name, data in data_of.items())
+    choices = choices.replace("per tensor, ", "").replace(" by 128x128", "")
     how = "float32 matmul" if any(row.variant.startswith("float32") for row in table.rows) else "speed"
     return (
-        f"Fastest within {CLOSE_DB:g} dB of the best (worst token >= {min(worst_tokens):.1f} dB; {how} over bfloat16): "
-        f"{choices}."
+        f"Take {choices}: fastest within {CLOSE_DB:g} dB of best (worst token {min(worst_tokens):.1f} dB; "
+        f"{how} over bf16)."
     )
 
 

@@ -168,13 +168,13 @@ def answer(table, calls, counts: dict[str, int]) -> str:
     def told(name: str) -> str:
         found = [f"{counts[name]} kernel{'s' * (counts[name] > 1)}"] if name in counts else []
         if name in table and name != table.baseline:
-            found.append(f"{table.over(table.baseline, name):.2f}x")
+            found.append(f"{table.over(table.baseline, name):.2f}x the speed")
         return f" ({', '.join(found)})" if found else ""
 
     host = ", ".join(f"{row.variant} {row.enqueue_us:.0f}" for row in calls.rows)
     return (
-        f"Bias and weight fuse with torch's operations{told('torch.compile')}, with what triton_op does around its "
-        f"kernel{told('triton_op')}, with nothing of custom_op{told('custom_op')}. Host us an eager call: {host}."
+        f"Bias and weight fuse with torch's operations{told('torch.compile')}, around a triton_op's "
+        f"kernel{told('triton_op')}, not with a custom_op{told('custom_op')}. Host us, eager: {host}."
     )
 
 

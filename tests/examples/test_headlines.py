@@ -112,5 +112,5 @@ def test_blockwise_matmul_is_judged_by_the_call_without_options():
 def test_accuracy_names_the_fastest_recipe_that_is_close_for_each_kind_of_data():
     h = lesson("fp8/accuracy")
     one, other = "float32 matmul per tensor", "float32 matmul per row"
-    assert "per row 4.00x for plain" in h.answer_of(**{one: 0.5, other: 0.25})
-    assert "per tensor 2.00x for plain" in h.answer_of(**{one: 0.5, other: 2.0})
+    assert "Take per row (4.00x) for plain" in h.answer_of(**{one: 0.5, other: 0.25})
+    assert "Take per tensor (2.00x) for plain" in h.answer_of(**{one: 0.5, other: 2.0})
