@@ -27,7 +27,7 @@ import triton
 import triton.language as tl
 
 from examples.common.compiled import SEARCH, over_library
-from examples.common.device import architecture
+from examples.common.device import architecture, device_limits
 from examples.common.stream_k import first_unit, fit_tile, launch_stream_k, load_block, start_dependents, store_share
 from examples.common.tma import tma_descriptor, tma_takes
 from examples.common.untraced import untraced
@@ -36,6 +36,7 @@ from examples.triton.skinny_matmul_gemv import DTYPES, check_linear, skinny_matm
 # BLOCK_M, BLOCK_N, BLOCK_K, warps. 64 outputs: 8192 of them are 128 tiles, each whole in one of 132 SMs. x is read
 # again, from L2, for every BLOCK_N outputs, which beyond 64 rows costs more than merging does.
 TILES = [(16, 64, 256, 4), (32, 64, 128, 4), (64, 64, 128, 4), (128, 128, 64, 8), (256, 128, 64, 8)]
+ONE_WAVE = [(128, 64, 128, 4), (128, 128, 64, 4)]
 STAGES, PER_SM = 8, 1  # steps along K in shared memory, at most; programs
 linear = torch.nn.functional.linear
 
@@ -69,6 +70,13 @@ def skinny_matmul_stream_k_kernel(
         step = tl.where(last, 0, step + 1)
 
 
+def tiles_for(M: int, N: int, device: torch.device) -> list:
+    """Beyond 64 rows those of which the SMs hold all at once: programs that read the same weights then do so together,
+    from memory only once. Else TILES."""
+    sms = device_limits(device).sms
+    return [t for t in ONE_WAVE if M > 64 and triton.cdiv(M, t[0]) * triton.cdiv(N, t[1]) <= sms] or TILES
+
+
 @untraced
 def skinny_matmul_stream_k(x: torch.Tensor, w: torch.Tensor, programs: int | None = None) -> torch.Tensor:
     """skinny_matmul by stream-K, for any number of rows; `programs` share the steps, one for each SM unless given."""
@@ -76,7 +84,7 @@ def skinny_matmul_stream_k(x: torch.Tensor, w: torch.Tensor, programs: int | Non
     if not (M and N and K):
         return torch.zeros((M, N), dtype=x.dtype, device=x.device)  # nothing to sum, or nothing to write
     y = torch.empty((M, N), dtype=x.dtype, device=x.device)
-    m, n, k, num_warps, stages = fit_tile(TILES, M, STAGES, x.device, PER_SM)
+    m, n, k, num_warps, stages = fit_tile(tiles_for(M, N, x.device), M, STAGES, x.device, PER_SM)
     tma = architecture(x.device) >= 90 and tma_takes(x) and tma_takes(w)
     blocks = (tma_descriptor(x, [m, k]), tma_descriptor(w, [n, k])) if tma else (x, w)
 
