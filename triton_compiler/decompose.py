@@ -55,6 +55,9 @@ def sums_of_channels(grad, x, weight, biases, stride, padding, dilation, transpo
     """The backward of a convolution whose bias' gradient becomes a reduction like others: the library's is slow."""
     if not mask[2]:
         return NotImplemented
+    last = torch.channels_last
+    if grad.ndim == 4 and x.is_contiguous(memory_format=last) and not x.is_contiguous():
+        grad = grad.contiguous(memory_format=last)  # the library would copy it to that
     rest = (stride, padding, dilation, transposed, offset, groups, [*mask[:2], False])
     found = aten.convolution_backward(grad, x, weight, None, *rest) if any(mask[:2]) else (None, None)
     return found[0], found[1], grad.sum([0, *range(2, grad.ndim)])

@@ -25,7 +25,7 @@ import torch
 
 from triton_compiler.ir import (  # isort: skip
     Affine, Dim, Extern, Node, Pieces, Pointwise, Reduction, Scatter, Size, Split, Uneven, View, linear,
-    product, same, unflatten,
+    product, same, same_strides, strides_behind, unflatten,
 )  # fmt: skip
 
 MOST_MEMORY, MOST_ROOTS, MOST_OPS = 28, 48, 96  # arguments, roots of a kernel; operations between two roots
@@ -336,6 +336,7 @@ class Fusion:
         self.needed |= set(lowered.mutations)
         self.choose_roots()
         self.settle_reshapes()
+        self.follow_memory()
         self.steps: list[Kernel | Extern] = [*lowered.externs, *(Kernel([root]) for root in self.roots)]
         self.wait()
         while self.merge_round():
@@ -413,6 +414,23 @@ class Fusion:
             new = [source] if source not in self.roots else []
             self.roots += new
             todo += [root, *new] if reader is not root else [*new, root]
+
+    def follow_memory(self) -> None:
+        """What kernels alone read lies in memory as the largest tensor that it is computed from, unless a reshape of it
+        needs it to be as it was traced: tensors that one kernel reads and writes have their neighbours in common."""
+        readers = defaultdict(list)
+        for root in self.roots:
+            for each in leaves(root):
+                readers[each].append(root)
+        for root in self.roots:
+            if not isinstance(root, Pointwise) or root in self.needed or root.target is not None:
+                continue
+            traced, root.strides = root.memory_strides, strides_behind(root)
+            try:
+                for each in () if same_strides(root.shape, root.strides, traced) else readers[root]:
+                    lay_out([each])
+            except CannotFuse:
+                root.strides = traced
 
     # ------------------------------------------------------------------------------------------ merging
     def wait(self) -> None:

@@ -373,12 +373,14 @@ class Extern:
     serial: int = field(default_factory=lambda: next(_serial))
 
 
-def strided_view(node: Node) -> tuple[Node, tuple[Size, ...], Size]:
-    """(stored tensor, strides, offset) of a view of it. Raises Uneven where no strides describe it."""
+def strided_view(node: Node, computed: bool = False) -> tuple[Node, tuple[Size, ...], Size]:
+    """(stored tensor, strides, offset) of a view of it; `computed`: or of what is computed from it, element by element.
+    Raises Uneven where no strides describe it."""
     axes = [[Dim(f"v{i}", size)] for i, size in enumerate(node.shape)]
     for _ in range(64):
         try:
-            base, place = place_in_memory(node, tuple(ZERO if axis[0].size == 1 else linear(axis) for axis in axes))
+            index = tuple(ZERO if axis[0].size == 1 else linear(axis) for axis in axes)
+            base, place = place_in_memory(node, index, computed)
             break
         except Split as split:  # a reshape makes one axis of two: they may lie as one
             axis = next(axis for axis in axes if split.dim in axis)
@@ -391,11 +393,42 @@ def strided_view(node: Node) -> tuple[Node, tuple[Size, ...], Size]:
     return base, tuple(place.coefficient(axis[-1]) for axis in axes), place.offset
 
 
-def place_in_memory(node: Node, at: tuple[Affine, ...]) -> tuple[Node, Affine]:
+def place_in_memory(node: Node, at: tuple[Affine, ...], computed: bool = False) -> tuple[Node, Affine]:
     """The stored tensor behind views, and where in its memory the element at this index is."""
-    while isinstance(node, View):
-        view, (node,) = node, node.args
-        if view.linear and node.is_row_major and not isinstance(node, View):
-            return node, view.linear(at)
-        at = view.back(at)
+    while source := behind(node, computed):
+        if isinstance(node, View):
+            if node.linear and source.is_row_major and not behind(source, computed):
+                return source, node.linear(at)
+            at = node.back(at)
+        node = source
     return node, node.address(at)
+
+
+def behind(node: Node, computed: bool) -> Node | None:
+    """What a view shows; `computed`: what a value that is not stored is computed from."""
+    if isinstance(node, View):
+        return node.args[0]
+    return largest_argument(node) if computed and isinstance(node, Pointwise) and not node.stored else None
+
+
+def largest_argument(node: Pointwise | Reduction) -> Node | None:
+    """The one with most elements behind its views, where sizes are static."""
+    args = [each for each in node.args if not isinstance(each.base, (Constant, Iota))]
+    static = all(isinstance(each.base.elements, int) for each in args)
+    return max(args, key=lambda each: each.base.elements, default=None) if static else None
+
+
+def strides_behind(node: Pointwise | Reduction) -> tuple[Size, ...]:
+    """Those of memory without gaps whose axes lie as in the largest tensor that a value is computed from; its own
+    where that has no place for each element."""
+    source, own, gone = largest_argument(node), node.memory_strides, getattr(node, "axes", ())
+    try:
+        strides = strided_view(source, computed=True)[1] if source else own
+    except Uneven:
+        return own
+    strides = [stride for axis, stride in enumerate(strides) if axis not in gone or not source]
+    if not all(isinstance(n, int) and (n or size == 1) for n, size in zip(strides, node.shape, strict=True)):
+        return own
+    order = sorted(range(len(strides)), key=lambda axis: -abs(strides[axis]))
+    made = dict(zip(order, row_major([node.shape[axis] for axis in order]), strict=True))
+    return tuple(made[axis] for axis in range(len(strides)))

@@ -26,7 +26,7 @@ from triton_compiler.ops import PROMOTION, template
 
 from triton_compiler.ir import (  # isort: skip
     ZERO, Constant, Extern, Gather, Input, Iota, Node, Pieces, Pointwise, Reduction, Scatter, Size, Uneven, View,
-    flatten, product, row_major, same_strides, size_of, strided_view, unflatten,
+    flatten, product, row_major, same_strides, size_of, strided_view, strides_behind, unflatten,
 )  # fmt: skip
 
 aten = torch.ops.aten
@@ -99,7 +99,7 @@ class Lowering:
             self.values[fx] = self.mutated(*args[:2]) if name == "copy_" else self.lower(name, args, kwargs)
         except (Unsupported, TypeError, ValueError, IndexError, AttributeError, AssertionError) as error:
             reason = str(error) if isinstance(error, Unsupported) else f"{type(error).__name__}: {error}"
-            self.values[fx] = self.extern(fx, name in LIBRARY, args, kwargs, reason)
+            self.values[fx] = self.extern(fx, name in LIBRARY, reason)
 
     def lower(self, name: str, args, kwargs) -> Node | tuple:
         if name in PROMOTION and not kwargs.get("decimals") and args:
@@ -116,14 +116,22 @@ class Lowering:
                 told = f"{tuple(meta.shape)} {meta.dtype}"
                 raise Unsupported(f"lowered to {node.shape} {node.dtype}, and torch says {told}")
             if not node.stored:
-                node.strides, node.name = tuple(map(size_of, meta.stride())), node.name or self.fx.name
+                told = tuple(map(size_of, meta.stride()))
+                node.strides = strides_behind(node) if isinstance(node, Reduction) else told
+                node.name = node.name or self.fx.name
         return result
 
-    def extern(self, fx, library: bool, args, kwargs, reason: str):
+    def as_traced(self, fx):
+        """What a call of torch's takes for a node of the graph: a reduction's memory as torch would have it."""
+        value = self.values[fx]
+        return self.output(value, fx.meta["val"]) if isinstance(value, Reduction) else value
+
+    def extern(self, fx, library: bool, reason: str):
         """A call of torch's, with its arguments as memory."""
         if not library:
             self.fallbacks[str(fx.target)] = self.fallbacks.get(str(fx.target), 0) + 1
             self.reasons[str(fx.target)] = reason
+        args, kwargs = map_arg((fx.args, fx.kwargs), self.as_traced)
         args, kwargs = tree_map(lambda x: self.realize(x) if isinstance(x, Node) else x, (args, kwargs))
         call = Extern(fx.target, tuple(args), kwargs, fx.name, [], library, reason=reason, random=is_random(fx.target))
         call.reads = [each for each in tree_leaves((args, kwargs)) if isinstance(each, Node)]
@@ -669,9 +677,11 @@ def split_of(x: Node, axes) -> tuple[list, list, list] | None:
 
 def known_strides(x: Node) -> list[int]:
     """The strides with which memory is read, as far as they are known: else those of a contiguous tensor."""
-    while x.strides is None and isinstance(x, Pointwise) and x.args[0].shape == x.shape:
-        x = x.args[0]
-    return [stride if isinstance(stride, int) else 1 << 40 for stride in x.strides or row_major(x.shape)]
+    try:
+        strides = strided_view(x, computed=True)[1]
+    except Uneven:
+        strides = x.memory_strides
+    return [abs(stride) if isinstance(stride, int) else 1 << 40 for stride in strides]
 
 
 def contiguous_axis(x: Node) -> int:

@@ -11,6 +11,7 @@ from triton_compiler import lowering
 from triton_compiler.capture import plan_graph
 from triton_compiler.decompose import decompositions
 from triton_compiler.explain import bytes_of
+from triton_compiler.ir import Reduction
 
 
 def x(*shape):
@@ -147,6 +148,47 @@ def test_a_large_reduction_is_split(monkeypatch):
     check(lambda x: (x * 2).amax(0), x(2048, 8), kernels=2)
     check(lambda x: (*torch.var_mean(x, (0, 2)), x.argmax()), x(16, 4, 1024))
     check(lambda x: F.batch_norm(x, None, None, training=True), x(16, 4, 1024))
+
+
+BETWEEN = {
+    "a value": lambda a, b, c: (a + b + c).contiguous().sin(),
+    "sums of windows": lambda a, b, c: a.contiguous().unflatten(2, (3, 2)).unflatten(4, (3, 2)).sum((3, 5)),
+}
+
+
+@pytest.mark.parametrize("name", BETWEEN)
+def test_memory_between_kernels_lies_as_what_it_is_computed_from(name):
+    """Channels last, though torch's own kernels would make it contiguous there; what is returned is as torch has it."""
+
+    def between(a, b, c):
+        y = BETWEEN[name](a, b, c)
+        return (y / y.sum()).contiguous(memory_format=torch.channels_last), y.sum((2, 3))
+
+    graph = check(between, *(x(2, 4, 6, 6).to(memory_format=torch.channels_last) for _ in range(3)))
+    made = [root for kernel in graph.sources for root in kernel.stored if len(root.shape) == 4 and root.strides[1] == 1]
+    assert len(made) == 2, "the value and the result"
+    check(BETWEEN[name], *(x(2, 4, 6, 6).to(memory_format=torch.channels_last) for _ in range(3)))
+
+
+def test_a_reduction_is_split_along_what_is_outermost_in_memory(monkeypatch):
+    """A group norm of channels last, which torch would copy first: parts of the image, not a part for each channel."""
+    monkeypatch.setattr(lowering, "SPLIT_PROGRAMS", 16)
+    image = x(2, 8, 64, 64).to(memory_format=torch.channels_last)
+    graph = check(lambda x: torch.var_mean(x.contiguous().view(2, 1, 8, 64 * 64), (2, 3)), image)
+    sums = [root for kernel in graph.sources for root in kernel.roots if isinstance(root, Reduction)]
+    assert all(64 * 64 not in root.args[0].shape for root in sums), [root.args[0].shape for root in sums]
+
+
+def test_a_convolutions_backward_reads_channels_last_where_its_input_has_them():
+    def backward(grad, image, weight):
+        arguments = [4], [1, 1], [1, 1], [1, 1], False, [0, 0], 1, [True, True, True]
+        return torch.ops.aten.convolution_backward(grad.sin(), image, weight, *arguments)
+
+    inputs = x(2, 4, 6, 6), x(2, 3, 6, 6).to(memory_format=torch.channels_last), x(4, 3, 3, 3)
+    graph, got = compiled(backward, *inputs)
+    (call,) = graph.lowered.externs
+    assert call.reads[0].strides[1] == 1
+    torch.testing.assert_close(got, list(backward(*inputs)), rtol=1e-3, atol=1e-3)
 
 
 def test_memory_of_dead_buffers_is_used_again():
