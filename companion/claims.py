@@ -19,7 +19,7 @@ from harness.bench import Table
 from harness.catalog import ROOT, Technique, Topic, topics
 from harness.record import REFERENCES, load, recorded
 
-from companion.readme import OLDER, OUTLINE, is_stale, machine_name, tables_of
+from companion.readme import OLDER, OUTLINE, is_stale, machine_name, other_triton, tables_of
 
 PAGE = "CLAIMS.md"
 INSPECTED = "compile_inspect"  # the topic of what `python -m compile_inspect.main --json` writes
@@ -233,6 +233,8 @@ def judged_elsewhere(judged: dict[str, list[Judged]], found: list[Topic], root: 
     another one: a claim whose cases or study that machine has not recorded is left out."""
     told = []
     for folder in sorted({path.parent.name for path in (root / "results").glob("*/*.json")} - {*REFERENCES}):
+        if other_triton(folder):
+            continue
         held: dict = {}
         for here in (each for members in judged.values() for each in members if each.claim.measured):
             with suppress(ValueError):

@@ -112,6 +112,37 @@ def elsewhere_table(found: list[Topic], ran: dict[str, list[dict]], root: Path =
     return "\n".join(told)
 
 
+def other_triton(folder: str) -> str | None:
+    """The folder of results/ with the same machine's own Triton, of one that has another (h100 of h100-triton-3.9)."""
+    machine, triton, _ = folder.partition("-triton-")
+    return machine if triton else None
+
+
+def versions_table(root: Path = ROOT) -> str:
+    """Our kernels of which another Triton makes something else on the same machine: whose speed over their baseline is
+    more than 5 % away, by more than what lies between two machines of one kind (companion.compare). A technique whose
+    code was changed between the two records is left out."""
+    head = "| technique | case | variant | ms before | ms after | speed kept |"
+    lines, total = [head, "| --- | --- | --- | ---: | ---: | ---: |"], 0
+    for path in sorted((root / "results").glob("*-triton-*/*.json")):
+        before = root / "results" / other_triton(path.parent.name) / path.name
+        if not before.is_file():
+            continue
+        one, other = as_run(load(before)), as_run(load(path))
+        sources = [{each["name"]: each["sources"] for each in record["examples"]} for record in (one, other)]
+        same = [name for name in sources[1] if sources[0].get(name) == sources[1][name]]
+        rows = [row for row in join(one, other, same) if row.held] if same else []
+        total += len(rows)
+        for row in rows:
+            if row.differs and abs(row.kept - 1) > DIFFERS:
+                times = f"{row.ms[0]:.4g} | {row.ms[1]:.4g} | {row.kept:.2f}x"
+                lines.append(f"| {row.technique} | {row.case} | {row.variant} | {times} |")
+    if not total:
+        return "No machine is recorded with two versions of Triton yet."
+    where = f"{one['machine']['gpu']}, Triton {one['machine']['triton']} and {other['machine']['triton']}"
+    return "\n".join([f"{where}: {len(lines) - 2} of {total} rows are over 5 % away.", "", *lines])
+
+
 def answer_words(example: dict) -> str:
     """A recorded answer without its numbers, nor what a faster host would make of them."""
     return _NUMBER.sub("", _FASTER_HOST.sub("", answer_cell(example)))
@@ -332,7 +363,7 @@ def label(technique: str, title: str) -> str:
 DOCUMENTS = {  # each generated part, in the document that has its markers
     "README.md": ("techniques", "elsewhere"),
     "docs/chapter.md": ("chapter",),
-    "docs/running.md": ("coverage",),
+    "docs/running.md": ("coverage", "versions"),
     "docs/compile_inspect.md": ("phases",),
     "docs/triton_compiler.md": ("benchmark",),
     "docs/results.md": ("results", "results on a CPU"),
@@ -348,16 +379,19 @@ def documents(root: Path = ROOT) -> dict[Path, tuple[str, str]]:
     """
     found = sorted(topics(root), key=lambda topic: any(t.needs.xla for t in topic.techniques))  # as README tells them
     machines = sorted({path.parent.name for path in (root / "results").glob("*/*.json")} - {*REFERENCES})
-    ran: dict[str, list[dict]] = {}  # the references first
+    ran, other_machines = {}, {}  # of each topic, the references first
     for path in (path for machine in (*REFERENCES, *machines) for path in (root / "results" / machine).glob("*.json")):
         ran.setdefault((record := as_run(load(path)))["topic"], []).append(record)
+        if not other_triton(path.parent.name):
+            other_machines.setdefault(record["topic"], []).append(record)
     records = {topic: of_topic[0] for topic, of_topic in ran.items()}
     on_cpu, on_gpus = ([p for p in reference_files(root) if (p.parent.name == "cpu") == cpu] for cpu in (True, False))
     parts = {
         "techniques": techniques_table(found, records, root),
-        "elsewhere": elsewhere_table(found, ran, root),
+        "elsewhere": elsewhere_table(found, other_machines, root),
         "chapter": chapter_table(found, (root / OUTLINE).read_text(encoding="utf-8")),
         "coverage": coverage_table(found, ran),
+        "versions": versions_table(root),
         "phases": parts_table("The bundled `decoder`", "phase", ran.get("compile_inspect", []), root),
         "benchmark": parts_table("The benchmark", "part", ran.get("triton_compiler", []), root),
         "results": results_tables(on_gpus),

@@ -23,7 +23,7 @@ from collections.abc import Callable, Iterable
 from dataclasses import replace
 from functools import partial
 
-from harness import Harness, Table, Timing, Work, run
+from harness import Harness, Timing, Work, run
 
 import torch
 from torch import nn
@@ -104,7 +104,7 @@ def sizes(h: Harness) -> tuple[Callable[[], LanguageModel], list[torch.Tensor]]:
     return partial(LanguageModel, config, h.device, gpu), [h.randint(config.vocab, *shape) for shape in shapes]
 
 
-def answer(tables: dict[str, Table], waiting: dict[str, int]) -> str:
+def answer(tables: dict, waiting: dict[str, int]) -> str:
     more = [table.over(MODEL, WHOLE) for table in tables.values()]
     take = f"Compile the model{' and AdamW' * (max(more) > 1.02)}"
     if max(table.over(EAGER) for table in tables.values()) <= 1:

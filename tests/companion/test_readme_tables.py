@@ -9,7 +9,15 @@ from harness.sources import sources_hash
 
 import pytest
 
-from companion.readme import answer_cell, elsewhere_table, newest_ceilings, parts_table, results_tables, told_rows
+from companion.readme import (
+    answer_cell,
+    elsewhere_table,
+    newest_ceilings,
+    parts_table,
+    results_tables,
+    told_rows,
+    versions_table,
+)
 
 
 def row(variant, ms, ours=False, tbps=1.0, **more):
@@ -150,6 +158,28 @@ def test_another_machine_is_told_of_where_its_answer_differs():
     assert rows(says="{:.1f}x", matmul=4) == []
     told = ["", "By other code than above, so that only ratios are compared (an H100, Triton 3.9.0): softmax."]
     assert rows(sources="0", softmax=4, matmul=4.8) == [f"{slower} *(older code)* | 1 | 1 |", *told]
+
+
+def test_what_another_triton_makes_slower_is_told_where_the_code_is_the_same(tmp_path):
+    def record(folder: str, triton: str, **times: float):
+        """A record of techniques that take so many ms beside a library's 10."""
+        path = tmp_path / "results" / folder / "topic.json"
+        path.parent.mkdir(parents=True)
+        made = Record(path, "topic", "A GPU")
+        for name, ms in times.items():
+            machine = {"gpu": "A GPU", "triton": triton, "host": {"cpu": "x", "cores": 4}}
+            tables = [asdict(table(EAGER, row("triton", ms, ours=True)))]
+            code = triton if name == "changed" else "0"
+            made.put(ExampleRecord(name, "passed", answer="A", tables=tables, machine=machine, sources=code))
+        made.save()
+
+    record("gpu", "3.6.0", one=5.0, two=5.0, changed=5.0)
+    assert versions_table(tmp_path) == "No machine is recorded with two versions of Triton yet."
+    record("gpu-triton-3.9", "3.9.0", one=8.0, two=5.1, changed=8.0)
+    told = versions_table(tmp_path).splitlines()
+    assert told[0] == "A GPU, Triton 3.6.0 and 3.9.0: 1 of 2 rows are over 5 % away."
+    assert [line.split(" | ")[0] for line in told[4:]] == ["| one"]
+    assert told[4].endswith(" | triton | 5 | 8 | 0.62x |")
 
 
 def test_the_newest_of_each_ceiling_is_told_though_the_newest_run_has_none():
