@@ -11,6 +11,7 @@ from dataclasses import dataclass, field
 
 import sympy
 import torch
+from torch.utils._sympy.functions import Max, Min
 
 from triton_compiler.fusion import Kernel, Walker, is_walked
 from triton_compiler.ir import Affine, Dim, Node, Reduction, Scatter, Size
@@ -41,7 +42,7 @@ class Value:
 
 @dataclass
 class Source:
-    """A kernel as text; `arguments` are, in order, (node, whether it is written), then symbols."""
+    """A kernel as text; `arguments` are, in order, (node, whether it is written), then `symbols`."""
 
     name: str
     text: str
@@ -64,7 +65,7 @@ class Writer(Walker):
         self.inner: list[str] | None = None
         self.inner_memo: dict = {}
         self.pointers: dict[tuple, str] = {}
-        self.symbols: set[str] = set()
+        self.symbols: dict[str, str] = {}  # parameter: what is passed for it
         self.count, self.ops, self.last_pass = 0, [], True
         self.registers: dict[Node, Value] = {}
         self.constants: dict[str, Value] = {}
@@ -124,7 +125,12 @@ class Writer(Walker):
     def size(self, size: Size) -> str:
         if isinstance(size, int):
             return str(size)
-        self.symbols |= {str(symbol) for symbol in size.free_symbols}
+        if size.has(Max, Min):  # of which a kernel has no such call
+            names = {text: name for name, text in self.symbols.items()}
+            name = names.get(str(size), f"size{len(names)}")
+            self.symbols[name] = str(size)
+            return name
+        self.symbols |= {str(symbol): str(symbol) for symbol in size.free_symbols}
         return f"({size})"
 
     def mask(self, spaces) -> str:
@@ -137,10 +143,8 @@ class Writer(Walker):
 
     # ------------------------------------------------------------------------------------------ what nodes ask for
     def constant(self, number, dtype):
-        if isinstance(number, sympy.Expr):
-            self.size(number)
         dtype = register(dtype)
-        key = literal(number, dtype), dtype
+        key = self.size(number) if isinstance(number, sympy.Expr) else literal(number, dtype), dtype
         if key not in self.constants:
             self.constants[key] = self.number(*key)
         return self.constants[key]
@@ -228,7 +232,7 @@ class Writer(Walker):
         heading = f"@triton.jit(do_not_specialize={names})" if names else "@triton.jit"
         lines = [*blocks, *self.widened(*names), *body]
         text = "\n".join([heading, f"def {name}({', '.join(parameters)}):", *indented(lines)])
-        return Source(name, HEADER + text + "\n", list(self.pointers), plan, names)
+        return Source(name, HEADER + text + "\n", list(self.pointers), plan, [self.symbols[name] for name in names])
 
     def widened(self, *names: str) -> list[str]:
         """Lines that make variables 64 bits wide where that is needed: for dynamic sizes an argument says so."""

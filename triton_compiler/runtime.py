@@ -165,6 +165,7 @@ class Wrapper:
         self.globals: dict = {
             "torch": torch, "assert_size_stride": _guards.assert_size_stride, "view": _guards._reinterpret_tensor,
             "aligned": aligned, "as_expected": as_expected, "device": torch.device,
+            "Max": max, "Min": min,  # in sizes, as sympy writes them
         }  # fmt: skip
         self.inputs(fusion.lowered.inputs)
         dying, shared = self.lifetimes()

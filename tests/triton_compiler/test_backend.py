@@ -61,6 +61,18 @@ def test_a_dynamic_batch_is_trained():
     assert [graph.kind for graph in seen.graphs] == ["forward", "backward"]
 
 
+def test_convolutions_of_images_of_any_height_are_trained():
+    """Sizes after a pooling are a maximum in the backward's strides."""
+    conv, pool = torch.nn.Conv2d, torch.nn.MaxPool2d(2)
+    model = torch.nn.Sequential(conv(3, 4, 3, padding=1), torch.nn.GELU(), pool, conv(4, 4, 3, padding=1)).to(DEVICE)
+    fast = torch.compile(model, backend="triton_compiler")
+    for height in (16, 20, 12):
+        x = torch.randn(2, 3, height, 8, device=DEVICE)
+        torch._dynamo.mark_dynamic(x, 2)
+        grads = [torch.autograd.grad(each(x).square().sum(), list(model.parameters())) for each in (fast, model)]
+        torch.testing.assert_close(*grads, rtol=1e-4, atol=1e-4)
+
+
 def test_a_dynamic_batch_of_an_embedding():
     model = torch.nn.Sequential(torch.nn.Embedding(10, 6, padding_idx=3), torch.nn.Linear(6, 4)).to(DEVICE)
     fast = torch.compile(model, backend="triton_compiler")
