@@ -121,9 +121,9 @@ def other_triton(folder: str) -> str | None:
 def versions_table(root: Path = ROOT) -> str:
     """Our kernels of which another Triton makes something else on the same machine: whose speed over their baseline is
     more than 5 % away, by more than what lies between two machines of one kind (companion.compare). A technique whose
-    code was changed between the two records is left out."""
+    code was changed between the two records is left out; one whose code was changed since is marked."""
     head = "| technique | case | variant | ms before | ms after | speed kept |"
-    lines, total = [head, "| --- | --- | --- | ---: | ---: | ---: |"], 0
+    lines, total, older = [head, "| --- | --- | --- | ---: | ---: | ---: |"], 0, set(stale_examples(root))
     for path in sorted((root / "results").glob("*-triton-*/*.json")):
         before = root / "results" / other_triton(path.parent.name) / path.name
         if not before.is_file():
@@ -136,7 +136,8 @@ def versions_table(root: Path = ROOT) -> str:
         for row in rows:
             if row.differs and abs(row.kept - 1) > DIFFERS:
                 times = f"{row.ms[0]:.4g} | {row.ms[1]:.4g} | {row.kept:.2f}x"
-                lines.append(f"| {row.technique} | {row.case} | {row.variant} | {times} |")
+                name = row.technique + OLDER * (f"{path.relative_to(root)}: {row.technique}" in older)
+                lines.append(f"| {name} | {row.case} | {row.variant} | {times} |")
     if not total:
         return "No machine is recorded with two versions of Triton yet."
     where = f"{one['machine']['gpu']}, Triton {one['machine']['triton']} and {other['machine']['triton']}"

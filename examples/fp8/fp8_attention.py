@@ -46,8 +46,6 @@ OUT_DTYPES = (torch.bfloat16, torch.float16)
 # Head dim -> BLOCK_M, BLOCK_N, warps, stages. Causal: BLOCK_N a multiple of BLOCK_M.
 # Chosen by timing on an H200: two programs share an SM.
 TILES = {64: (64, 64, 4, 3), 128: (64, 128, 4, 3)}
-# With Q in registers, ptxas of CUDA 13.4 (Triton 3.9, sm_90) serializes the wgmmas (remark C7515): nothing overlaps.
-Q_IN_REGISTERS = tl.constexpr(tuple(map(int, triton.__version__.split(".")[:2])) < (3, 9))
 HEADS = 8  # causal: heads whose tiles run side by side; K and V of 8 heads of 4096 x 128 are 8 MiB of L2
 
 
@@ -92,8 +90,8 @@ def fp8_attention_kernel(
     # Not below the smallest normal number: 0 times the -inf of a masked score would be NaN.
     scale = tl.maximum(scale * q_scale * k_scale, 1.1754944e-38, propagate_nan=tl.PropagateNan.ALL)
     q = q_desc.load([b, h, start_m, 0]).reshape(BLOCK_M, D)
-    if Q_IN_REGISTERS:  # no value changes; without the casts wgmma reads Q from shared memory for every block of keys
-        q = q.to(tl.float16).to(q.dtype)
+    # No value changes; without the casts wgmma reads Q from shared memory for every block of keys.
+    q = q.to(tl.float16).to(q.dtype)
 
     # The one block that needs a mask comes first: the one on the diagonal, or the last one when it is not full. Every
     # row sees a key in it, so its maximum is finite. Without such a block, block 0 comes first.
@@ -115,11 +113,13 @@ def fp8_attention_kernel(
 
     begin = 0 if MASKED else BLOCK_N
     for n in tl.range(begin, whole, BLOCK_N, num_stages=STAGES):
+        # Before the scores: then no product is under way when a pass begins. Triton 3.9 copies Q's registers there, for
+        # which ptxas would serialize the products; and the first K's shared memory is free, so two programs fit an SM.
+        acc *= shrink[:, None]
         k = k_desc.load([b, h_kv, n, 0]).reshape(BLOCK_N, D)
         scores = tl.dot(q, k.T)
-        # The second product of the block before. Nothing in this pass waits for it, so it runs beside what follows.
         v = v_desc.load([b, h_kv, 0, tl.where(n == begin, opening, n - BLOCK_N)]).reshape(D, BLOCK_N)
-        acc = tl.dot(_operand(weights, v.dtype, BLOCK_M, BLOCK_N), v.T, acc * shrink[:, None])
+        acc = tl.dot(_operand(weights, v.dtype, BLOCK_M, BLOCK_N), v.T, acc)
         weights, row_max, shrink = _weights(scores, row_max, scale)
         row_sum = row_sum * shrink + tl.sum(weights, axis=1)
     v = v_desc.load([b, h_kv, 0, tl.where(whole > begin, whole - BLOCK_N, opening)]).reshape(D, BLOCK_N)

@@ -1,9 +1,7 @@
 """Skinny matmul: a linear layer of few rows, which is as fast as its weights are read.
 
-A decoding step multiplies M rows, 1 to 256, with weights [N, K]: 2 M N K FLOPs on 2 N K bytes, M FLOPs a byte. An H200
-does about 200 a byte that it reads, so up to M of 200 or so the weights are the time: 134 MB of 8192 x 8192 take 32 us.
-Memory is saturated by about 40 KB in flight on every SM. Three things get in the way:
-
+M rows by weights [N, K] are 2 M N K FLOPs on 2 N K bytes. An H200 does about 200 FLOPs a byte that it reads, so up to M
+of 200 the weights are the time: 8192 x 8192 take 32 us. Three things get in the way:
   few tiles      8192 outputs are 64 tiles of 128 for 132 SMs. Stream-K (examples/common/stream_k.py) gives each SM an
                  equal share of all steps along K, adds up parts of a tile in float32, and merges them in order.
   idle starts    one loop runs over the steps of all tiles, so the next tile is loaded while this one is stored.
@@ -11,8 +9,7 @@ Memory is saturated by about 40 KB in flight on every SM. Three things get in th
 
 Question   How close to the speed of memory is a linear layer of 1 to 256 rows, and how far ahead of cuBLAS?
 Needs      triton
-Wins when  hardly: up to 64 rows cuBLAS is near the speed of memory too, and at 256 ahead. For one row max-autotune is
-           ahead, save with 8192 outputs on an H100; FMAs beat MMAs with 28672 outputs, with 8192 only on an H100.
+Wins when  hardly: cuBLAS is near the speed of memory too. FMAs beat MMAs with 28672 outputs, with 8192 on an H100 only
 Variants   skinny_matmul_gemv.py (one row, without MMAs)
 Study      studies/triton/skinny_matmul.py
 Source     goes beyond the chapter; stream-K as Osama et al. (2023) have it, merged by a second kernel
@@ -33,8 +30,7 @@ from examples.common.tma import tma_descriptor, tma_takes
 from examples.common.untraced import untraced
 from examples.triton.skinny_matmul_gemv import DTYPES, check_linear, skinny_matmul_gemv, takes_gemv
 
-# BLOCK_M, BLOCK_N, BLOCK_K, warps. 64 outputs: 8192 of them are 128 tiles, each whole in one of 132 SMs. x is read
-# again, from L2, for every BLOCK_N outputs, which beyond 64 rows costs more than merging does.
+# BLOCK_M, BLOCK_N, BLOCK_K, warps. x is read again, from L2, for every BLOCK_N outputs.
 TILES = [(16, 64, 256, 4), (32, 64, 128, 4), (64, 64, 128, 4), (128, 128, 64, 8), (256, 128, 64, 8)]
 ONE_WAVE = [(128, 64, 128, 4), (128, 128, 64, 4)]
 STAGES, PER_SM = 8, 1  # steps along K in shared memory, at most; programs
@@ -54,7 +50,6 @@ def skinny_matmul_stream_k_kernel(
     tile, step, count = (first // steps).to(tl.int32), (first % steps).to(tl.int32), (end - first).to(tl.int32)
     begun = step  # of this tile, the first step that is ours
     acc = tl.zeros((BLOCK_N, BLOCK_M), tl.float32)
-    # One loop over the steps of all our tiles: while a tile is stored, the next one's loads are in flight.
     for i in tl.range(0, count, num_stages=STAGES):
         row, col, k = tile // tiles_m * BLOCK_N, tile % tiles_m * BLOCK_M, step * BLOCK_K
         w_block = load_block(w, row, k, N, K, stride_wn, BLOCK_N, BLOCK_K, TMA)
@@ -71,15 +66,14 @@ def skinny_matmul_stream_k_kernel(
 
 
 def tiles_for(M: int, N: int, device: torch.device) -> list:
-    """Beyond 64 rows those of which the SMs hold all at once: programs that read the same weights then do so together,
-    from memory only once. Else TILES."""
+    """Beyond 64 rows those that the SMs hold all at once, so that weights come from memory only once. Else TILES."""
     sms = device_limits(device).sms
     return [t for t in ONE_WAVE if M > 64 and triton.cdiv(M, t[0]) * triton.cdiv(N, t[1]) <= sms] or TILES
 
 
 @untraced
 def skinny_matmul_stream_k(x: torch.Tensor, w: torch.Tensor, programs: int | None = None) -> torch.Tensor:
-    """skinny_matmul by stream-K, for any number of rows; `programs` share the steps, one for each SM unless given."""
+    """skinny_matmul by stream-K, for any M; `programs` share the steps, one for each SM unless given."""
     M, N, K = check_linear("skinny_matmul_stream_k", x, w, DTYPES)
     if not (M and N and K):
         return torch.zeros((M, N), dtype=x.dtype, device=x.device)  # nothing to sum, or nothing to write
@@ -103,10 +97,8 @@ def skinny_matmul(x: torch.Tensor, w: torch.Tensor) -> torch.Tensor:
     """x [M, K] times w [N, K] transposed, as torch.nn.functional.linear(x, w): y [M, N], contiguous, in their dtype.
 
     float16 or bfloat16, any sizes (0 too), K contiguous and any row strides; the accumulator is float32. One row takes
-    skinny_matmul_gemv where N is large (takes_gemv), all else skinny_matmul_stream_k, by TMA where sm_90 can load both.
-
-    Raises TypeError for another dtype or two dtypes; ValueError for rank, inner sizes or another layout; RuntimeError
-    for a device without Triton or an input that requires grad.
+    skinny_matmul_gemv where N is large, all else skinny_matmul_stream_k. Raises TypeError for another dtype or two;
+    ValueError for rank, inner sizes or layout; RuntimeError for no Triton or an input that requires grad.
     """
     M, N, _ = check_linear("skinny_matmul", x, w, DTYPES)
     return (skinny_matmul_gemv if M == 1 and takes_gemv(N, x.device) else skinny_matmul_stream_k)(x, w)
