@@ -45,7 +45,7 @@ def whole_tiles(h: Harness) -> None:
     ):
         K = h.pick(interpreted=1100, quick=8192, full=8192)
         x, w = h.randn(M, K, dtype=h.half), h.randn(N, K, dtype=h.half)
-        m, n, *_ = fit_tile(lesson.TILES, M, lesson.STAGES, x.device)
+        m, n, *_ = fit_tile(lesson.tiles_for(M, N, x.device), M, lesson.STAGES, x.device)
         one_each = partial(skinny_matmul_stream_k, programs=triton.cdiv(M, m) * triton.cdiv(N, n))
         variants = {"a program per tile": one_each, "stream-K": skinny_matmul_stream_k}
         found.append(timed(h, variants, x, w, "whole tiles", default="stream-K"))
@@ -55,12 +55,14 @@ def whole_tiles(h: Harness) -> None:
 
 
 def tiles(h: Harness) -> None:
-    """Every tile with at least M rows, each with the stages that fit: what TILES was chosen from."""
+    """Every tile with at least M rows or 128, with the stages that fit: what TILES and ONE_WAVE were chosen from."""
     for M in h.pick(interpreted=(5,), quick=(16,), full=(1, 16, 32, 64, 128, 256)):
         N, K = h.pick(interpreted=(72, 264), quick=(4096, 4096), full=(8192, 8192))
         x, w = h.randn(M, K, dtype=h.half), h.randn(N, K, dtype=h.half)
-        first = fit_tile(lesson.TILES, M, lesson.STAGES, x.device)[0]
-        candidates = {f"{m}x{n}x{k}": (m, n, k, warps) for m, n, k, warps in CANDIDATES if M <= m <= 4 * first}
+        first = fit_tile(lesson.tiles_for(M, N, x.device), M, lesson.STAGES, x.device)[0]
+        candidates = {
+            f"{m}x{n}x{k}": (m, n, k, warps) for m, n, k, warps in CANDIDATES if min(M, 128) <= m <= 4 * first
+        }
         variants = {name: partial(with_tile, tile) for name, tile in candidates.items()}
         if table := timed(h, variants | {"triton": skinny_matmul}, x, w, "tiles", default="triton"):
             h.say(f"{M} rows: {table.best.variant} is fastest, {table.over('triton'):.2f}x as fast as what is chosen")
@@ -75,7 +77,7 @@ CANDIDATES = [
 
 
 def with_tile(tile: tuple, x: torch.Tensor, w: torch.Tensor) -> torch.Tensor:
-    with patch.object(lesson, "TILES", [tile]):
+    with patch.object(lesson, "tiles_for", lambda *_: [tile]):
         return skinny_matmul_stream_k(x, w)
 
 
