@@ -11,10 +11,10 @@ from dataclasses import dataclass, field
 
 import sympy
 import torch
-from torch.utils._sympy.functions import Max, Min
+from torch.utils._sympy.functions import FloatTrueDiv, IntTrueDiv, ToFloat
 
 from triton_compiler.fusion import Kernel, Walker, is_walked
-from triton_compiler.ir import Affine, Dim, Node, Reduction, Scatter, Size
+from triton_compiler.ir import Affine, Dim, Node, Reduction, Scatter, Size, size_of
 from triton_compiler.ops import COMBINE, COMPARISONS, TRITON, identity, literal, register, template
 from triton_compiler.schedule import Plan
 
@@ -26,6 +26,7 @@ from triton_compiler import device as dev
 from triton_compiler.device import libdevice
 
 '''
+PLAIN = sympy.Symbol, sympy.Integer, sympy.Add, sympy.Mul
 WIDE = 2**31 - 2**17  # the last block may lie beyond a size
 BROADCAST = {"flat": {"x": ""}, "tile": {"y": "[:, None]", "x": "[None, :]"}, "rows": {"x": "[:, None]"}}
 AXES = {"flat": "x", "tile": "yx", "rows": "xr"}
@@ -125,7 +126,7 @@ class Writer(Walker):
     def size(self, size: Size) -> str:
         if isinstance(size, int):
             return str(size)
-        if size.has(Max, Min):  # of which a kernel has no such call
+        if not all(isinstance(part, PLAIN) for part in sympy.preorder_traversal(size)):  # max, //, %: by Python
             names = {text: name for name, text in self.symbols.items()}
             name = names.get(str(size), f"size{len(names)}")
             self.symbols[name] = str(size)
@@ -144,10 +145,21 @@ class Writer(Walker):
     # ------------------------------------------------------------------------------------------ what nodes ask for
     def constant(self, number, dtype):
         dtype = register(dtype)
-        key = self.size(number) if isinstance(number, sympy.Expr) else literal(number, dtype), dtype
+        key = self.fraction(number, dtype) if isinstance(number, sympy.Expr) else literal(number, dtype), dtype
         if key not in self.constants:
             self.constants[key] = self.number(*key)
         return self.constants[key]
+
+    def fraction(self, number: sympy.Expr, dtype: torch.dtype) -> str:
+        """A number that a graph has made of sizes."""
+        number = number.replace(ToFloat, lambda a: a)
+        for division in (FloatTrueDiv, IntTrueDiv):
+            number = number.replace(division, lambda a, b: a / b)
+        top, bottom = map(size_of, number.as_numer_denom())
+        if bottom == 1:
+            return self.size(top)
+        wide = TRITON[torch.float64 if dtype is torch.float64 else torch.float32]
+        return f"({self.size(top)} / tl.cast({self.size(bottom)}, {wide}))"
 
     def index(self, index, dtype):
         text, spaces = self.expression(index)

@@ -132,7 +132,11 @@ def channels_last(gm: torch.fx.GraphModule) -> None:
     It is done before autograd, so that the backward sees the same layout. What lies between convolutions follows it.
     """
     nodes = list(gm.graph.nodes)
-    found = [node for node in nodes if node.target in (torch.conv2d, F.conv2d)]
+    found = [
+        node
+        for node in nodes
+        if node.target in (torch.conv2d, F.conv2d) and getattr(node.meta.get("example_value"), "ndim", 4) == 4
+    ]  # one image without a batch stays as it is
     shapes = [each.shape for node in found if torch.is_tensor(each := node.meta.get("example_value"))]
     if not found or any(isinstance(size, torch.SymInt) for shape in shapes for size in shape):
         return
@@ -150,7 +154,7 @@ def channels_last(gm: torch.fx.GraphModule) -> None:
     output = next(iter(gm.graph.find_nodes(op="output")))
     for node in output.all_input_nodes:
         value = node.meta.get("example_value")
-        if node.op != "placeholder" and torch.is_tensor(value) and value.ndim == 4 and value.is_contiguous():
+        if node.op != "placeholder" and torch.is_tensor(value) and value.is_contiguous():
             with gm.graph.inserting_before(output):
                 output.replace_input_with(node, gm.graph.call_method("contiguous", (node,)))
     gm.recompile()

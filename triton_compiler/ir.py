@@ -390,7 +390,10 @@ def strided_view(node: Node, computed: bool = False) -> tuple[Node, tuple[Size, 
     for outer, inner in itertools.chain(*map(itertools.pairwise, axes)):
         if place.coefficient(outer) != size_of(place.coefficient(inner) * inner.size):
             raise Uneven
-    return base, tuple(place.coefficient(axis[-1]) for axis in axes), place.offset
+    strides = tuple(place.coefficient(axis[-1]) for axis in axes)
+    if not computed and not all(at_least(stride, 0) for stride in strides):
+        raise Uneven  # a flip: torch has no such strides
+    return base, strides, place.offset
 
 
 def place_in_memory(node: Node, at: tuple[Affine, ...], computed: bool = False) -> tuple[Node, Affine]:

@@ -122,9 +122,9 @@ class Lowering:
         return result
 
     def as_traced(self, fx):
-        """What a call of torch's takes for a node of the graph: a reduction's memory as torch would have it."""
+        """What a call of torch's takes for a node of the graph: of a reduction, memory as torch would have it."""
         value = self.values[fx]
-        return self.output(value, fx.meta["val"]) if isinstance(value, Reduction) else value
+        return self.output(value, fx.meta["val"]) if isinstance(getattr(value, "base", None), Reduction) else value
 
     def extern(self, fx, library: bool, reason: str):
         """A call of torch's, with its arguments as memory."""

@@ -10,6 +10,7 @@ from __future__ import annotations
 import functools
 import hashlib
 import importlib.util
+import operator
 import os
 import sys
 import tempfile
@@ -165,7 +166,7 @@ class Wrapper:
         self.globals: dict = {
             "torch": torch, "assert_size_stride": _guards.assert_size_stride, "view": _guards._reinterpret_tensor,
             "aligned": aligned, "as_expected": as_expected, "device": torch.device,
-            "Max": max, "Min": min,  # in sizes, as sympy writes them
+            "Max": max, "Min": min, "Mod": operator.mod, "PythonMod": operator.mod,  # in sizes, as sympy writes them
         }  # fmt: skip
         self.inputs(fusion.lowered.inputs)
         dying, shared = self.lifetimes()

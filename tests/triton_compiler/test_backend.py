@@ -10,7 +10,7 @@ import torch.nn.functional as F
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tests.triton_compiler.helpers import DEVICE, compiled
+from tests.triton_compiler.helpers import DEVICE, check, compiled
 from triton_compiler import explain, recording, triton_backend, triton_compiler
 from triton_compiler.benchmark import main as benchmark
 from triton_compiler.ir import Affine, Dim, Split, Uneven, divide, unflatten
@@ -71,6 +71,42 @@ def test_convolutions_of_images_of_any_height_are_trained():
         torch._dynamo.mark_dynamic(x, 2)
         grads = [torch.autograd.grad(each(x).square().sum(), list(model.parameters())) for each in (fast, model)]
         torch.testing.assert_close(*grads, rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize(
+    "fn",
+    [
+        lambda x: x.std((2, 3)),  # divided by a number of elements less one
+        lambda x: F.pad(x.sin(), (0, 0, 0, -x.shape[2] % 8)).sum(3),
+        lambda x: x.new_ones(2, 3, -(-x.shape[2] // 2), 4) * x[:, :, : -(-x.shape[2] // 2)].cos(),  # // rounds down
+    ],
+    ids=["true division", "modulo", "division of a negative size"],
+)
+def test_arithmetic_of_dynamic_sizes(fn):
+    fast = torch.compile(fn, backend="triton_compiler", dynamic=True)
+    for height in (9, 10, 13):
+        x = torch.randn(2, 3, height, 4, device=DEVICE, requires_grad=True)
+        torch.testing.assert_close(fast(x), fn(x))
+        torch.testing.assert_close(*(torch.autograd.grad(each(x).square().sum(), x) for each in (fast, fn)))
+
+
+@pytest.mark.parametrize(
+    ("fn", "shape"),
+    [
+        (lambda x: x.sum(2).t().as_strided((6, 4), (1, 6)), (4, 6, 5)),
+        (lambda x: torch.view_as_real(torch.view_as_complex(x.amax(2).reshape(4, 3, 2)) * 2), (4, 6, 5)),
+        (lambda x: F.scaled_dot_product_attention(*[x.unflatten(1, (4, 3)).amax(2)[:, None]] * 3), (2, 12, 8)),
+        (lambda x: x.flip(0) @ x.t(), (3, 4)),
+        (lambda x: x.flip(1).cumsum(1).flip(1), (3, 4)),
+    ],
+    ids=["view of a sum", "view as complex", "attention", "flipped matrix", "flipped scan"],
+)  # fmt: skip
+def test_a_library_reads_what_torch_would_give_it(fn, shape):
+    """Of a reduction, seen through a view, and of a flip, which has no strides: in the order of a permuted input."""
+    x = torch.randn(*shape, device=DEVICE)
+    order = sorted(range(x.ndim), key=lambda axis: (axis - 1) % x.ndim)
+    x = x.permute(order).contiguous().permute([order.index(axis) for axis in range(x.ndim)])
+    check(fn, x, fallbacks=tuple(compiled(fn, x)[0].lowered.fallbacks))
 
 
 def test_a_dynamic_batch_of_an_embedding():
@@ -162,6 +198,20 @@ def test_a_view_of_a_convolutions_result(in_place, monkeypatch):
     if in_place:
         for got, want in zip(triton_compiler(through_a_function)(x), through_a_function(x), strict=True):
             torch.testing.assert_close(got.view(torch.float32), want.view(torch.float32), rtol=1e-4, atol=1e-4)
+
+
+def test_what_channels_last_leaves_as_it_was(monkeypatch):
+    """One image without a batch, which has no such layout, and the strides of what comes out."""
+    from triton_compiler import capture
+
+    monkeypatch.setattr(capture, "CHANNELS_LAST", True)
+    model, norm = torch.nn.Conv2d(3, 4, 3).to(DEVICE), torch.nn.GroupNorm(2, 4).to(DEVICE)
+    x = torch.randn(2, 3, 8, 8, device=DEVICE)
+    torch.testing.assert_close(triton_compiler(model)(x[0]), model(x[0]), rtol=1e-4, atol=1e-4)
+    for fn in (lambda x: norm(model(x)).flatten(2), lambda x: norm(model(x))):
+        got, want = triton_compiler(fn)(x), fn(x)
+        torch.testing.assert_close(got, want, rtol=1e-4, atol=1e-4)
+        assert got.stride() == want.stride()
 
 
 @pytest.mark.parametrize("change", [
