@@ -119,29 +119,32 @@ def other_triton(folder: str) -> str | None:
 
 
 def versions_table(root: Path = ROOT) -> str:
-    """Our kernels of which another Triton makes something else on the same machine: whose speed over their baseline is
-    more than 5 % away, by more than what lies between two machines of one kind (companion.compare). A technique whose
-    code was changed between the two records is left out; one whose code was changed since is marked."""
-    head = "| technique | case | variant | ms before | ms after | speed kept |"
-    lines, total, older = [head, "| --- | --- | --- | ---: | ---: | ---: |"], 0, set(stale_examples(root))
-    for path in sorted((root / "results").glob("*-triton-*/*.json")):
-        before = root / "results" / other_triton(path.parent.name) / path.name
-        if not before.is_file():
-            continue
-        one, other = as_run(load(before)), as_run(load(path))
-        sources = [{each["name"]: each["sources"] for each in record["examples"]} for record in (one, other)]
-        same = [name for name in sources[1] if sources[0].get(name) == sources[1][name]]
-        rows = [row for row in join(one, other, same) if row.held] if same else []
-        total += len(rows)
-        for row in rows:
-            if row.differs and abs(row.kept - 1) > DIFFERS:
-                times = f"{row.ms[0]:.4g} | {row.ms[1]:.4g} | {row.kept:.2f}x"
-                name = row.technique + OLDER * (f"{path.relative_to(root)}: {row.technique}" in older)
-                lines.append(f"| {name} | {row.case} | {row.variant} | {times} |")
-    if not total:
-        return "No machine is recorded with two versions of Triton yet."
-    where = f"{one['machine']['gpu']}, Triton {one['machine']['triton']} and {other['machine']['triton']}"
-    return "\n".join([f"{where}: {len(lines) - 2} of {total} rows are over 5 % away.", "", *lines])
+    """Our kernels of which another Triton makes something else on the same machine, a table for each such folder: whose
+    speed over their baseline is more than 5 % away, by more than what lies between two machines of one kind
+    (companion.compare). A technique whose code was changed between the two records is left out; one whose code was
+    changed since is marked."""
+    parts, older = [], set(stale_examples(root))
+    for folder in sorted((root / "results").glob("*-triton-*")):
+        lines = ["| technique | case | variant | ms before | ms after | speed kept |"]
+        lines, total = [*lines, "| --- | --- | --- | ---: | ---: | ---: |"], 0
+        for path in sorted(folder.glob("*.json")):
+            before = root / "results" / other_triton(folder.name) / path.name
+            if not before.is_file():
+                continue
+            one, other = as_run(load(before)), as_run(load(path))
+            sources = [{each["name"]: each["sources"] for each in record["examples"]} for record in (one, other)]
+            same = [name for name in sources[1] if sources[0].get(name) == sources[1][name]]
+            rows = [row for row in join(one, other, same) if row.held] if same else []
+            total += len(rows)
+            for row in rows:
+                if row.differs and abs(row.kept - 1) > DIFFERS:
+                    times = f"{row.ms[0]:.4g} | {row.ms[1]:.4g} | {row.kept:.2f}x"
+                    name = row.technique + OLDER * (f"{path.relative_to(root)}: {row.technique}" in older)
+                    lines.append(f"| {name} | {row.case} | {row.variant} | {times} |")
+        if total:
+            where = f"{one['machine']['gpu']}, Triton {one['machine']['triton']} and {other['machine']['triton']}"
+            parts += [f"{where}: {len(lines) - 2} of {total} rows are over 5 % away.", "", *lines, ""]
+    return "\n".join(parts).rstrip() or "No machine is recorded with two versions of Triton yet."
 
 
 def answer_words(example: dict) -> str:

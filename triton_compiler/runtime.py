@@ -10,6 +10,7 @@ from __future__ import annotations
 import functools
 import hashlib
 import importlib.util
+import math
 import operator
 import os
 import sys
@@ -166,7 +167,10 @@ class Wrapper:
         self.globals: dict = {
             "torch": torch, "assert_size_stride": _guards.assert_size_stride, "view": _guards._reinterpret_tensor,
             "aligned": aligned, "as_expected": as_expected, "device": torch.device,
-            "Max": max, "Min": min, "Mod": operator.mod, "PythonMod": operator.mod,  # in sizes, as sympy writes them
+            # In sizes, as sympy and torch's functions for it are written.
+            "Max": max, "Min": min, "Mod": operator.mod, "PythonMod": operator.mod, "ToFloat": float,
+            "FloatTrueDiv": operator.truediv, "IntTrueDiv": operator.truediv, "TruncToInt": int,
+            "FloorToInt": math.floor, "CeilToInt": math.ceil, "RoundToInt": round,
         }  # fmt: skip
         self.inputs(fusion.lowered.inputs)
         dying, shared = self.lifetimes()

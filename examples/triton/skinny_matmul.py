@@ -9,7 +9,7 @@ of 200 the weights are the time: 8192 x 8192 take 32 us. Three things get in the
 
 Question   How close to the speed of memory is a linear layer of 1 to 256 rows, and how far ahead of cuBLAS?
 Needs      triton
-Wins when  hardly: cuBLAS is near the speed of memory too. FMAs beat MMAs with 28672 outputs, with 8192 on an H100 only
+Wins when  hardly: cuBLAS is near the speed of memory too, and for one row torch.compile's max-autotune mostly ahead
 Variants   skinny_matmul_gemv.py (one row, without MMAs)
 Study      studies/triton/skinny_matmul.py
 Source     goes beyond the chapter; stream-K as Osama et al. (2023) have it, merged by a second kernel

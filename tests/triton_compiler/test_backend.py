@@ -79,8 +79,9 @@ def test_convolutions_of_images_of_any_height_are_trained():
         lambda x: x.std((2, 3)),  # divided by a number of elements less one
         lambda x: F.pad(x.sin(), (0, 0, 0, -x.shape[2] % 8)).sum(3),
         lambda x: x.new_ones(2, 3, -(-x.shape[2] // 2), 4) * x[:, :, : -(-x.shape[2] // 2)].cos(),  # // rounds down
+        lambda x: x[:, :, : int(x.shape[2] * 0.5)].cos() / x.shape[2] ** 0.5,
     ],
-    ids=["true division", "modulo", "division of a negative size"],
+    ids=["true division", "modulo", "division of a negative size", "rounding"],
 )
 def test_arithmetic_of_dynamic_sizes(fn):
     fast = torch.compile(fn, backend="triton_compiler", dynamic=True)
