@@ -105,18 +105,18 @@ def row_of(step: Step, tokens: torch.Tensor) -> dict:
 
 def answer(h: Harness, rows: dict[str, dict]) -> str:
     (table,) = h.tables
-    ways = {"before": BEFORE, "after": AFTER, "whole": WHOLE}
+    ways = {"before fully_shard": BEFORE, "after it": AFTER, "the whole model": WHOLE}
     times, first = zip(*((table[name].ms, table[name].first_call_s) for name in ways.values()), strict=True)
     speeds = ", ".join(f"{what} {table.over(EAGER, name):.2f}x" for what, name in ways.items())
     if max(times) <= 1.01 * min(times):
-        speeds = f"before, after or whole, all alike, {table.over(EAGER, BEFORE):.2f}x"
+        speeds = f"{', '.join(ways)}: all {table.over(EAGER, BEFORE):.2f}x"
     best = min(SHARDED, key=lambda name: table[name].ms)
     eager, compiled, checkpointed = (rows[name].get(ABOVE, 0.0) for name in (EAGER, BEFORE, CHECKPOINTED))
     hidden = [rows[name].get("hidden", 0.0) for name in SHARDED]
     return (
-        f"Over eager FSDP2: compiled {speeds}, checkpointed {table.over(EAGER, CHECKPOINTED):.2f}x; first calls up to "
-        f"{max(first):.0f} s. Efficiency {table.over(PLAIN_COMPILED, best):.2f}; hidden "
-        f"{min(hidden):.0%} to {max(hidden):.0%}; {ABOVE}: {eager}, compiled {compiled}, checkpointed {checkpointed}."
+        f"Compile {speeds} eager FSDP2, {compiled} for {eager} {ABOVE}; checkpointed "
+        f"{table.over(EAGER, CHECKPOINTED):.2f}x, {checkpointed}. First calls up to {max(first):.0f} s. "
+        f"Efficiency {table.over(PLAIN_COMPILED, best):.2f}; hidden {min(hidden):.0%} to {max(hidden):.0%}."
     )
 
 
