@@ -30,7 +30,7 @@ from pathlib import Path
 from harness.catalog import ROOT
 
 SCHEMA = 2
-REFERENCES = ("h200", "h200-x2", "cpu")  # the folders of results/ in which a recorded answer is looked for
+REFERENCES = ("h200", "h100-x2", "cpu")  # the folders of results/ in which a recorded answer is looked for
 
 
 @dataclass
