@@ -175,13 +175,12 @@ def answer(h: Harness, rows: dict[str, dict]) -> str:
     told = {
         how: f"{table.over(PLAIN_COMPILED, how) / h.ranks:.2f} ({row.get(ABOVE, 0.0):.1f})" for how, row in rows.items()
     }
-    fused = f", sending under GEMMs (async) {told[ASYNC]}" if ASYNC in told else ""
+    fused = f", async {told[ASYNC]}" if ASYNC in told else ""
     fastest = max((how for how in COMPILED if how in rows), key=lambda how: table.over(PLAIN_COMPILED, how))
     return (
         f"{fastest} is fastest. Part of {h.ranks}x one compiled GPU's speed ({ABOVE}): tensor parallel "
         f"{told[TENSOR]}, compiled {told[TENSOR_COMPILED]}; sequence {told[SEQUENCE]}, compiled "
-        f"{told[SEQUENCE_COMPILED]}{fused}. "
-        f"A rank sends {rows[TENSOR]['MB by theory']:.0f} MB in each."
+        f"{told[SEQUENCE_COMPILED]}{fused}. A rank sends {rows[TENSOR]['MB by theory']:.0f} MB."
     )
 
 
