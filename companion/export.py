@@ -17,6 +17,9 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from harness.catalog import ROOT, Technique
+from harness.record import git_state
+
+from companion.show import technique_named
 
 HEAD = '''# SPDX-License-Identifier: MIT
 """{title}
@@ -382,7 +385,35 @@ def _import_block(statements: Iterable[str]) -> str:
     return "\n".join("\n".join(group) + "\n" for group in groups.values() if group)
 
 
-def export(technique: Technique, commit: str, file: str) -> tuple[str, str]:
+def export(name: str, output: Path | None, force: bool) -> int:
+    """Write a technique's file to `output`: a file, a folder, or - for stdout; None is the current folder.
+
+    Raises ValueError for a file that exists (without `force`) or cannot be written, and as exported() does.
+    """
+    _, technique = technique_named(name, "export")
+    path = output or Path()
+    piped = str(path) == "-"
+    if path.is_dir() or not (piped or path.suffix or path.exists()):
+        path /= f"{name}.py"
+    if path.exists() and not force and not piped:
+        raise ValueError(f"{path} exists; name another file with -o, or replace it with --force")
+    commit, dirty = git_state()
+    commit = (commit or "unknown")[:12] + ", with local changes" * bool(dirty)
+    text, says = exported(technique, commit, f"{name}.py" if piped else path.name)
+    if piped:
+        print(text, end="")
+        return 0
+    try:
+        if output and not output.suffix:
+            path.parent.mkdir(exist_ok=True)
+        path.write_text(text, encoding="utf-8")
+    except OSError as error:
+        raise ValueError(f"{path}: {error.strerror}; name another file with -o") from None
+    print(f"{path}: needs torch and triton only; {says}")
+    return 0
+
+
+def exported(technique: Technique, commit: str, file: str) -> tuple[str, str]:
     """The text; and how to run it as `file`, and what that checks. Raises NothingToExport with the reason."""
     whole, files = _Export(), [technique.path, *technique.variants]
     lesson = whole.module(technique.path)

@@ -412,11 +412,10 @@ def render(said: dict, base: str) -> str:
     return page.get_template("page.html").render(**said, **assets, digest=digest(said))
 
 
-def report(paths: list[Path], output: Path | None, beside: list[Path], check: bool) -> int:
+def report(records: list[Path], output: Path | None, beside: list[Path], check: bool) -> int:
     """Make the page of records, by default of those that README shows; or say (`check`) whether docs/index.html is up
     to date with them, 1 when it is not. Raises ValueError where a record cannot be read, or the page not written."""
-    records = gather(paths or reference_files())
-    said = content(records, gather(beside))
+    said = content(gather(records or reference_files()), gather(beside))
     if check:
         path = output or PAGE
         held = re.search(
