@@ -100,8 +100,8 @@ def outcome(base: str, over: dict[str, dict[str, float]], told: str | None) -> s
     a told row it is the fastest of those with the most cases."""
     told = told or max(over, key=lambda name: (len(over[name]), math.prod(over[name].values())))
     gains = over[told]
-    wins, ends = sum(gain > 1 for gain in gains.values()), (min(gains.values()), max(gains.values()))
-    sees = f"{told} is {' to '.join(dict.fromkeys(f'{gain:.2f}' for gain in ends))}x as fast as {base}"
+    wins, range_ = sum(gain > 1 for gain in gains.values()), (min(gains.values()), max(gains.values()))
+    sees = f"{told} is {' to '.join(dict.fromkeys(f'{gain:.2f}' for gain in range_))}x as fast as {base}"
     sees += f", ahead of it in {wins} of {len(gains)} cases" * (0 < wins < len(gains))
     others = [(gain / gains[case], name, case) for name in over for case, gain in over[name].items() if case in gains]
     ratio, name, case = max(others)
@@ -126,7 +126,8 @@ def rates(part: dict, titles: tuple[str, ...], axis: str, size: Callable) -> Cha
     over = [table.over(base, told) for table in held.values() if told in table]
     ceilings = part["machine"]["ceilings"]
     top = ceilings["gemm_tflops"].get("bfloat16") if size is square else ceilings["copy_tbps"]
-    sees = f"From {short(min(held))} to {short(max(held))} {told} runs at {min(over):.2f} to {max(over):.2f}x {base}'s speed"
+    low, high = short(min(held)), short(max(held))
+    sees = f"From {low} to {high} {told} runs at {min(over):.2f} to {max(over):.2f}x {base}'s speed"
     if top:
         best = max(next(each for each in series if each.name == told).points.values()) / top
         sees += f", and reaches {best:.0%} of the measured ceiling"
@@ -287,7 +288,8 @@ def compile_by_depth(part: dict) -> Chart:
         depth, _, how = case.partition(", ")
         by_depth.setdefault(depth, {})[how] = cells["cold s"]
     few, *_, many = sorted(by_depth, key=sizes)
-    grows = [f"{seconds / by_depth[few][how]:.1f}x ({how})" for how, seconds in by_depth[many].items()]
+    grows = {how: by_depth[many][how] / seconds for how, seconds in by_depth[few].items() if how in by_depth[many]}
+    grows = [f"{times:.1f}x ({how})" for how, times in grows.items()]
     sees = f"From {few} to {many} the time to compile grows {_list(grows)}."
     title = "Time to compile by depth, from an empty cache"
     return bars(title, "seconds", one_each(by_depth), sees, form="{:.1f} s")
@@ -297,20 +299,17 @@ def compile_by_depth(part: dict) -> Chart:
 
 
 def stages(part: dict) -> Chart:
-    points = {
-        table.case: {
-            int(r.variant.split()[0]): table.over(r.variant, "cuBLAS") for r in table.rows if r.variant != "cuBLAS"
-        }
-        for table in timed(part, "pipelined_matmul")
-    }
-    told = []
+    points, told = {}, []
+    for table in timed(part, "pipelined_matmul"):
+        own = [row.variant for row in table.rows if row.variant[0].isdigit()]
+        points[table.case] = {int(name.split()[0]): table.over(name, "cuBLAS") for name in own}
     for case, times in points.items():
         best, _ = ends(times)
         enough = min(stages for stages, time in times.items() if time <= 1.02 * times[best])
         told.append(f"{case} {best} stages ({times[1] / times[best]:.2f}x as fast as one)")
         told[-1] += f", with {enough} within 2 %" * (enough != best)
-    sees, levels = f"The least time is with: {'; '.join(told)}.", {"cuBLAS": 1.0}
-    return Chart("lines", "Time against num_stages", "num_stages", "time, cuBLAS = 1", one_each(points), sees, levels)
+    sees, y = f"The least time is with: {'; '.join(told)}.", "time, cuBLAS = 1"
+    return Chart("lines", "Time against num_stages", "num_stages", y, one_each(points), sees, {"cuBLAS": 1.0})
 
 
 def waves(part: dict) -> Chart:
@@ -380,11 +379,6 @@ def over_bfloat16(part: dict) -> Chart:
     sees = f"One GEMM, scales per row, triton over {base}: {gains}."
     axis, y = "rows = columns = depth of the product", f"times as fast as {base}"
     return Chart("lines", "FP8 over bfloat16 by size", axis, y, series, sees, {base: 1.0}, True)
-
-
-def whole_models(part: dict) -> Chart | None:
-    """FP8 over the faster of the two in 16 bits, torch.compile."""
-    return speedups(part["study"], "whole models", "FP8 in whole models", base="torch.compile bfloat16")
 
 
 # --- TMA
@@ -599,6 +593,7 @@ def roofline(parts: list[dict]) -> Chart | None:
 
 ELEMENTS, COLUMNS = "elements (1K = 1024)", "columns of a row (1K = 1024)"
 SIDES = "rows = columns = depth (1K = 1024)"
+WHOLE_MODELS = "whole models", "FP8 in whole models", "", "torch.compile bfloat16"  # the faster of two in 16 bits
 PICTURES: dict[str, tuple[Callable[[dict], Chart | None], ...]] = {
     "modes": (speedups, break_even),
     "when_it_helps": (when_it_helps, speed_up_map),
@@ -615,7 +610,7 @@ PICTURES: dict[str, tuple[Callable[[dict], Chart | None], ...]] = {
     "persistent_matmul": (partial(rates, titles=("persistent_matmul",), axis=SIDES, size=square), waves),
     "formats": (representable,),
     "accuracy": (outliers,),
-    "fp8_matmul": (over_bfloat16, whole_models),
+    "fp8_matmul": (over_bfloat16, lambda part: speedups(part["study"], *WHOLE_MODELS)),
     "tma_copy": (in_flight, speedups),
     "tma_matmul": (gemm_steps,),
     "gluon_matmul": (partitions, speedups),
@@ -635,13 +630,12 @@ PICTURES: dict[str, tuple[Callable[[dict], Chart | None], ...]] = {
 def charts_of(name: str, part: dict) -> list[Chart]:
     """The pictures of a technique that its record holds the numbers of; of a technique without one of its own, and
     where the record lacks what that needs, how many times as fast as its baseline each row is."""
-    return _drawable(PICTURES.get(name, ()), part) or _drawable([speedups], part)
-
-
-def _drawable(functions, part: dict) -> list[Chart]:
-    found = []
-    for read in functions:
-        with suppress(LookupError, TypeError, ValueError, StopIteration, ZeroDivisionError):  # the record lacks it
-            found.append(read(part))
-    found = [chart._replace(series=[each for each in chart.series if each.points]) for chart in found if chart]
-    return [chart for chart in found if chart.series]
+    for functions in (PICTURES.get(name, ()), (speedups,)):
+        found = []
+        for read in functions:
+            with suppress(LookupError, TypeError, ValueError, StopIteration, ZeroDivisionError):  # the record lacks it
+                found.append(read(part))
+        found = [chart._replace(series=[each for each in chart.series if each.points]) for chart in found if chart]
+        if drawn := [chart for chart in found if chart.series]:
+            return drawn
+    return []
