@@ -7,7 +7,6 @@ what must hold of each value: all of them, and the claim holds; some, and it hol
 from __future__ import annotations
 
 import operator
-import sys
 from collections import Counter
 from collections.abc import Callable
 from contextlib import suppress
@@ -255,7 +254,7 @@ def ledger_page(claims: dict[str, list[Claim]], found: list[Topic], root: Path =
     lines = []
     for heading, heads, rows in tables:
         escaped = [[cell.replace("|", "\\|") for cell in row] for row in rows]
-        lines += [f"\n## {heading}\n", *readme.markdown_table(heads, escaped)]
+        lines.append(f"\n## {heading}\n\n{readme.markdown_table(heads, escaped)}")
     return f"""# The chapter's claims
 
 What five texts on the PyTorch compiler and Triton ("the chapter", [docs/chapter.md](docs/chapter.md)) claim, in this
@@ -274,12 +273,7 @@ def claims(check: bool, root: Path = ROOT) -> int:
     """Renew CLAIMS.md, or only say (`check`) whether it is up to date; 1 when it is not."""
     from companion.ledger import CLAIMS
 
-    path, page = root / PAGE, ledger_page(CLAIMS, topics(root), root)
+    path = root / PAGE
     old = path.read_text(encoding="utf-8") if path.is_file() else ""
-    differs = old.replace(OLDER, "") != page.replace(OLDER, "")  # a change of the code makes no page wrong
-    if check and differs:
-        print(f"{PAGE} differs from companion/ledger.py and results/; run: python -m companion claims", file=sys.stderr)
-    elif not check:
-        path.write_text(page, encoding="utf-8")
-        print(f"{PAGE}: {'renewed' if old != page else 'unchanged'}")
-    return int(check and differs)
+    texts = {path: (old, ledger_page(CLAIMS, topics(root), root))}
+    return readme.renew(texts, root, check, "companion/ledger.py and results/; run: python -m companion claims")

@@ -17,15 +17,13 @@ from harness.console import noise, of_calls
 from harness.record import REFERENCES, as_run, gpus, load, reference_files
 from harness.sources import sources_hash
 
-from companion import compare
-from companion.compare import join
+from companion.compare import by_name, join
 
 OLDER = " *(older code)*"
 BEYOND = "goes beyond the chapter"
 OUTLINE = "docs/chapter.txt"  # the headings of the chapter's texts, as they stand there
 _QUOTED, _NAME = '"[^"]+"(?:(?:,| and|, and) "[^"]+")*', re.compile('"([^"]+)"')
 _NUMBER, _FASTER_HOST = re.compile(r"\d[\d.,]*(?:e-?\d+)?"), re.compile(r" \(host twice as fast: [^()]*\)")
-DIFFERS = 0.05  # from which on a ratio of another machine is another answer
 FASTER = 1.02  # from which on another of our variants than the one that a user gets is named
 
 
@@ -54,20 +52,15 @@ def beside(table: Table, row: Row) -> list[Row]:
     return [each for each in [base, *(each for each in kept if each is not base)] if each is not row]
 
 
-def markdown_table(heads: str, rows: Iterable[Iterable[str]]) -> list[str]:
-    """The lines of a Markdown table; a head that ends with a colon is one of numbers, which stand at the right."""
+def markdown_table(heads: str, rows: Collection[Iterable[str]]) -> str:
+    """A Markdown table, empty without rows; a head that ends with a colon is of numbers, which stand at the right."""
     names = heads.split(" | ")
     rule = ["---:" if name.endswith(":") else "---" for name in names]
-    return [f"| {' | '.join(cells)} |" for cells in ([name.rstrip(":") for name in names], rule, *rows)]
-
-
-def by_name(record: dict) -> dict[str, dict]:
-    """The examples of a record."""
-    return {example["name"]: example for example in record["examples"]}
+    lines = [[name.rstrip(":") for name in names], rule, *rows] if rows else []
+    return "\n".join(f"| {' | '.join(cells)} |" for cells in lines)
 
 
 def command(topic: Topic, technique: Technique) -> str:
-    """What runs a technique."""
     return f"{'.venv-xla/bin/python' if technique.needs.xla else 'python'} {topic.file} {technique.name}"
 
 
@@ -90,7 +83,7 @@ def techniques_table(found: list[Topic], records: dict[str, dict], root: Path = 
                 answer = answer_cell(example) + OLDER * is_stale(t, example, root)
             rows.append((f"[{t.name}]({t.file})", t.question, answer, f"`{command(topic, t)}`"))
         table = markdown_table("technique | the question it answers | answer | run", rows)
-        parts.append("\n".join([f"### `{topic.file}`{where}\n", *table]))
+        parts.append(f"### `{topic.file}`{where}\n\n{table}")
     return "\n\n".join(parts)
 
 
@@ -111,7 +104,7 @@ def elsewhere_table(found: list[Topic], ran: dict[str, list[dict]], root: Path =
             machines += 1
             for t in (t for t in topic.techniques if t.name in theirs and t.name in here):
                 own = [row for row in held if row.technique == t.name]
-                apart = sum(far(row) for row in own)
+                apart = sum(row.far for row in own)
                 one_code = theirs[t.name]["sources"] == here[t.name]["sources"]
                 if apart or (one_code and answer_words(theirs[t.name]) != answer_words(here[t.name])):
                     answer = answer_cell(theirs[t.name]) + OLDER * is_stale(t, theirs[t.name], root)
@@ -120,17 +113,11 @@ def elsewhere_table(found: list[Topic], ran: dict[str, list[dict]], root: Path =
                     other_code.setdefault(where, []).append(t.name)
     if not machines:
         return "No other GPU is recorded yet, and no other Triton."
-    lines = ["Every other machine that is recorded answers the same."]
-    if rows:
-        lines = markdown_table("technique | where | its answer there | ratios that differ: | of:", rows)
+    table = markdown_table("technique | where | its answer there | ratios that differ: | of:", rows)
+    lines = [table or "Every other machine that is recorded answers the same."]
     for where, names in other_code.items():
         lines += ["", f"By other code than above, so that only ratios are compared ({where}): {', '.join(names)}."]
     return "\n".join(lines)
-
-
-def far(row: compare.Row) -> bool:
-    """Whether a ratio of another machine is another answer."""
-    return row.differs and abs(row.kept - 1) > DIFFERS
 
 
 def other_triton(folder: str) -> str | None:
@@ -156,15 +143,15 @@ def versions_table(root: Path = ROOT) -> str:
             same = [name for name in second if name in first and first[name]["sources"] == second[name]["sources"]]
             rows = [row for row in join(one, other, same) if row.held] if same else []
             held += len(rows)
-            for row in filter(far, rows):
+            for row in (row for row in rows if row.far):
                 name = row.technique + OLDER * (f"{path.relative_to(root)}: {row.technique}" in older)
                 times = (f"{row.ms[0]:.4g}", f"{row.ms[1]:.4g}", f"{row.kept:.2f}x")
                 lines.append((name, row.case, row.variant, *times))
         if held:
             where = f"{one['machine']['gpu']}, Triton {one['machine']['triton']} and {other['machine']['triton']}"
             table = markdown_table("technique | case | variant | ms before: | ms after: | speed kept:", lines)
-            parts += [f"{where}: {len(lines)} of {held} rows are over 5 % away.", "", *table, ""]
-    return "\n".join(parts).rstrip() or "No machine is recorded with two versions of Triton yet."
+            parts.append(f"{where}: {len(lines)} of {held} rows are over 5 % away.\n\n{table}".rstrip())
+    return "\n\n".join(parts) or "No machine is recorded with two versions of Triton yet."
 
 
 def answer_words(example: dict) -> str:
@@ -179,19 +166,12 @@ def parts_table(what: str, part: str, records: list[dict], root: Path) -> str:
         return "No run is recorded yet."
     told = []
     for record in records:
-        rows = [
-            (
-                f"`{each['name']}`",
-                each["question"],
-                answer_cell(each) + OLDER * part_is_stale(record["topic"], each, root),
-            )
-            for each in record["examples"]
-        ]
-        if told:
-            text = markdown_table(f"{part} | what it answered there", [(name, answer) for name, _, answer in rows])
-        else:
-            text = markdown_table(f"{part} | what it asks | what it answered", rows)
-        text = "\n".join(text)
+        rows = []
+        for each in record["examples"]:
+            answer = answer_cell(each) + OLDER * part_is_stale(record["topic"], each, root)
+            rows.append((f"`{each['name']}`", *([] if told else [each["question"]]), answer))
+        heads = f"{part} | what it answered there" if told else f"{part} | what it asks | what it answered"
+        text = markdown_table(heads, rows)
         older = f" ({OLDER.strip()}: before the code was changed)" * (OLDER in text)
         head = "Recorded" if told else f"{what}, recorded"
         told.append(f"{head} on {machine_name(record['machine'])}{older}:\n\n{text}")
@@ -259,8 +239,8 @@ def chapter_table(found: list[Topic], outline: str) -> str:
     for title, *headings in texts:
         told = {h: [(t, clause) for t, each in named.items() for name, clause in each if name == h] for h in headings}
         rows = [(h, f"[{t.name}](../{t.file})", clause) for h in headings for t, clause in told[h]]
-        table = [*markdown_table("section | technique | what is found otherwise", rows), ""] if rows else []
-        lines += [f"### {title}\n", *table]
+        table = markdown_table("section | technique | what is found otherwise", rows)
+        lines += [f"### {title}\n", *[f"{table}\n"] * bool(table)]
         lines += [f"Sections that no technique has as its source: {'; '.join(h for h in headings if not told[h])}.\n"]
     beyond = ", ".join(f"[{t.name}](../{t.file})" for t, sections in named.items() if not sections)
     return "\n".join([*lines, f"### Techniques that go beyond the chapter\n\n{beyond}"])
@@ -285,7 +265,7 @@ def coverage_table(found: list[Topic], records: dict[str, list[dict]]) -> str:
             compiled = ", ".join(f"sm_{sm}" for sm in sorted(code) if f"sm_{sm}" != own)
             count = f"{len(passed)} of {len(topic.techniques)}"
             rows.append((topic.file, where, ", ".join(versions), count, compiled))
-    return "\n".join(markdown_table("topic | ran on | with | techniques | compiled, not run", rows))
+    return markdown_table("topic | ran on | with | techniques | compiled, not run", rows)
 
 
 def results_tables(paths: list[Path], study: bool = False) -> str:
@@ -316,7 +296,7 @@ def results_tables(paths: list[Path], study: bool = False) -> str:
         kernels = [(name, table) for name, table in tables if not of_calls(table)]
         of_kernels = _study_lines(kernels) if study else _kernel_lines(kernels, ceilings)
         of_host = _call_lines([(name, table) for name, table in tables if of_calls(table)])
-        parts += ["\n".join(lines) + "\n" for lines in (of_kernels, of_host) if len(lines) > 2]
+        parts += [f"{table}\n" for table in (of_kernels, of_host) if table]
     return "\n".join(parts).rstrip()
 
 
@@ -329,7 +309,7 @@ def newest_ceilings(record: dict) -> dict:
     return {"copy_tbps": copy, "gemm_tflops": dict(sorted(gemm.items()))}
 
 
-def _kernel_lines(tables: list[tuple[str, Table]], ceilings: dict) -> list[str]:
+def _kernel_lines(tables: list[tuple[str, Table]], ceilings: dict) -> str:
     rows = []
     for name, table in tables:
         for row in told_rows(table):
@@ -343,7 +323,7 @@ def _kernel_lines(tables: list[tuple[str, Table]], ceilings: dict) -> list[str]:
     return markdown_table(heads, rows)
 
 
-def _study_lines(tables: list[tuple[str, Table]]) -> list[str]:
+def _study_lines(tables: list[tuple[str, Table]]) -> str:
     rows = []
     for name, table in tables:
         base = table[table.baseline]
@@ -352,7 +332,7 @@ def _study_lines(tables: list[tuple[str, Table]]) -> list[str]:
     return markdown_table("study of | case | baseline | ms: | times as fast", rows)
 
 
-def _call_lines(tables: list[tuple[str, Table]]) -> list[str]:
+def _call_lines(tables: list[tuple[str, Table]]) -> str:
     rows = []
     for name, table in tables:
         base = table[table.baseline]
@@ -450,17 +430,22 @@ def readme(check: bool, stale: bool, root: Path = ROOT) -> int:
         for name in stale_examples(root):
             print(name)
         return 0
-    texts = documents(root)
-    differing = [path for path, (old, new) in texts.items() if old.replace(OLDER, "") != new.replace(OLDER, "")]
+    return renew(documents(root), root, check, "the docstrings and results/; run: python -m companion readme")
+
+
+def renew(texts: dict[Path, tuple[str, str]], root: Path, check: bool, sources: str) -> int:
+    """Write files that are (old, new), or only say (`check`) which differ from their `sources`; then 1 where one does.
+    The mark of older code is no difference: a change of the code makes no page wrong."""
+    status = 0
     for path, (old, new) in texts.items():
         name = path.relative_to(root)
-        if check and path in differing:
-            print(f"{name} differs from the docstrings and results/; run: python -m companion readme", file=sys.stderr)
-        elif not check:
-            if old != new:
-                path.write_text(new, encoding="utf-8")
+        if not check:
+            path.write_text(new, encoding="utf-8")
             print(f"{name}: {'renewed' if old != new else 'unchanged'}")
-    return int(check and bool(differing))
+        elif old.replace(OLDER, "") != new.replace(OLDER, ""):
+            print(f"{name} differs from {sources}", file=sys.stderr)
+            status = 1
+    return status
 
 
 def stale_examples(root: Path = ROOT) -> list[str]:

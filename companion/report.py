@@ -23,8 +23,9 @@ from harness.record import ExampleRecord, as_run, load, recorded_answer, referen
 
 from companion.charts import DRAWN, Chart, charts_of, roofline
 from companion.claims import Judged, judge, tally
+from companion.compare import by_name
 from companion.ledger import CLAIMS
-from companion.readme import by_name, command, is_stale, machine_name, tables_of, told_rows
+from companion.readme import command, is_stale, machine_name, tables_of, told_rows
 
 PAGE = ROOT / "docs" / "index.html"
 TEMPLATES = Path(__file__).parent / "page"
