@@ -99,11 +99,9 @@ def join(reference: dict, mine: dict, techniques: list[str]) -> Iterator[Row]:
         for key, row in theirs.items():
             if other := ours.get(key):
                 title, case, _, variant = key
-                yield Row(
-                    name, case if title == name else f"{title} {case}", variant, row["held"],
-                    (row["ms"], other["ms"]), (row["speedup"], other["speedup"]), (row["around"], other["around"]),
-                    (row["on_gpu"], other["on_gpu"]),
-                )  # fmt: skip
+                case = case if title == name else f"{title} {case}"
+                pairs = ((row[of], other[of]) for of in ("ms", "speedup", "around", "on_gpu"))
+                yield Row(name, case, variant, row["held"], *pairs)
 
 
 def missing(reference: dict, mine: dict, techniques: list[str]) -> list[str]:

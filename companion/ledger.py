@@ -55,6 +55,16 @@ def words(name: str, fact: str, column: str, cases, wanted: str, study: bool = F
     }
 
 
+def rows(name: str, fact: str, cases, text: str, holds: Callable, study: bool = False) -> Measured:
+    """Several columns of a recorded table as one text, by its rows; `holds` is asked of each row."""
+
+    def measured(read) -> dict[str, Value]:
+        found = {case: read(name, study).fact(fact, case) for case in cases}
+        return {case: told(text.format(**row), holds(row)) for case, row in found.items()}
+
+    return measured
+
+
 def both(*each: Measured) -> Measured:
     """Several measured together."""
     return lambda read: {case: value for measured in each for case, value in measured(read).items()}
@@ -111,23 +121,6 @@ def compute_bound(read) -> dict[str, Value]:
     launch, compute = found["1x1 tokens"], found["8x2048 tokens"]
     text = f"compute-bound (8x2048 tokens) {compute.text}; launch-bound (1x1 tokens) {launch.text}"
     return {"": told(text, compute > launch and compute.faster > launch.faster)}
-
-
-def random_numbers(read) -> dict[str, Value]:
-    found = {}
-    for cause in ("random.random()", "random.uniform(0, 1)", "a random.Random of one's own"):
-        row = read("recompilation", study=True).fact("numbers drawn by 12 calls", cause)
-        text = f"{row['entries']}, {row['breaks']}, {row['numbers']}"
-        found[cause] = told(text, row["entries"] > 1 or row["breaks"] > 0)
-    return found
-
-
-def backend_graphs(read) -> dict[str, Value]:
-    found = {}
-    for who in ("torch.compile", "torch._dynamo.optimize", "after AOTAutograd"):
-        row = read("backends").fact("what a backend is handed", who)
-        found[who] = told(f"{row['graph']} ({row['example inputs']})", row["example inputs"] == "fake")
-    return found
 
 
 def whole_over_block(read) -> dict[str, Value]:
@@ -255,7 +248,10 @@ SHAPES_AND_GRAPHS = [
     Claim("python-random", "Common Issues",
           "Random numbers of Python in compiled code break the graph or compile again.",
           "It depends on the function. With an object of one's own the first number is kept: wrong, and no error.",
-          random_numbers, "cache entries, graph breaks, different numbers in 12 calls"),
+          rows("recompilation", "numbers drawn by 12 calls",
+               ["random.random()", "random.uniform(0, 1)", "a random.Random of one's own"],
+               "{entries}, {breaks}, {numbers}", lambda row: row["entries"] > 1 or row["breaks"] > 0, study=True),
+          "cache entries, graph breaks, different numbers in 12 calls"),
     Claim("graph-breaks", "Graph Breaks",
           "print, .item() and a branch on data end the graph, and another begins after it.",
           "The line runs in eager between two graphs; inside try, the whole rest of the function does.",
@@ -301,7 +297,8 @@ SHAPES_AND_GRAPHS = [
     Claim("backend-sees-aten", "Code Flow Graph",
           "A backend's graph holds aten.matmul.default, and its example inputs are fake.",
           "It holds the functions that the program calls, and real inputs. ATen and fakes come behind AOTAutograd.",
-          backend_graphs),
+          rows("backends", "what a backend is handed", ["torch.compile", "torch._dynamo.optimize", "after AOTAutograd"],
+               "{graph} ({example inputs})", lambda row: row["example inputs"] == "fake")),
     Claim("backend-names", "TorchInductor", "The backends of the table are chosen by these names.",
           "Those that fail are packages of their own; some have other names today (backends).",
           words("backends", "backends of the chapter's table", "by its name",
