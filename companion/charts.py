@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable
 from contextlib import suppress
 from functools import partial
 from itertools import cycle, islice, pairwise
@@ -85,7 +85,7 @@ def speedups(part: dict, title: str | None = None, heading: str = "", only: str 
         series = [Series(cases[0], {name: over[name][cases[0]] for name in rows}, 1)]
     elif len(rows) > max(3, len(cases)):
         by_case = {case: {name: over[name][case] for name in rows if case in over[name]} for case in cases}
-        series = [Series(case, points, 1 + i) for i, (case, points) in enumerate(by_case.items())][:8]
+        series = one_each(by_case)[:8]
     else:
         series = [Series(name, over[name], rows[name]) for name in rows]
     every = [value for points in over.values() for value in points.values()]
@@ -100,8 +100,8 @@ def outcome(base: str, over: dict[str, dict[str, float]], told: str | None) -> s
     a told row it is the fastest of those with the most cases."""
     told = told or max(over, key=lambda name: (len(over[name]), math.prod(over[name].values())))
     gains = over[told]
-    wins, ends = sum(gain > 1 for gain in gains.values()), (min(gains.values()), max(gains.values()))
-    sees = f"{told} is {' to '.join(dict.fromkeys(f'{gain:.2f}' for gain in ends))}x as fast as {base}"
+    wins, range_ = sum(gain > 1 for gain in gains.values()), (min(gains.values()), max(gains.values()))
+    sees = f"{told} is {' to '.join(dict.fromkeys(f'{gain:.2f}' for gain in range_))}x as fast as {base}"
     sees += f", ahead of it in {wins} of {len(gains)} cases" * (0 < wins < len(gains))
     others = [(gain / gains[case], name, case) for name in over for case, gain in over[name].items() if case in gains]
     ratio, name, case = max(others)
@@ -113,27 +113,26 @@ def outcome(base: str, over: dict[str, dict[str, float]], told: str | None) -> s
     return f"{sees}."
 
 
-def rates(part: dict, titles: tuple[str, ...], unit: str, axis: str, size: Callable) -> Chart:
-    """TB/s or TFLOP/s of every variant against a size, of lesson and study, with the measured ceiling."""
+def rates(part: dict, titles: tuple[str, ...], axis: str, size: Callable) -> Chart:
+    """TB/s, or TFLOP/s of square products, of every variant against a size, of lesson and study, with the ceiling."""
+    unit, kind = ("tflops", "TFLOP/s") if size is square else ("tbps", "TB/s")
     tables = [table for each in (part, part.get("study")) for title in titles for table in timed(each, title)]
     held = {size(table): table for table in reversed(tables) if size(table)}  # of two the lesson's
-    looked = looks(list(held.values()))
     series = []
-    for name in looked:
+    for name, look in looks(list(held.values())).items():
         points = {x: getattr(t[name], unit) for x, t in sorted(held.items()) if name in t and getattr(t[name], unit)}
-        series += [Series(name, points, looked[name])] * (len(points) > 1)
-    base, kind = tables[0].baseline, {"tbps": "TB/s", "tflops": "TFLOP/s"}[unit]
-    told = told_rows(tables[0])[0].variant
+        series += [Series(name, points, look)] * (len(points) > 1)
+    base, told = tables[0].baseline, told_rows(tables[0])[0].variant
     over = [table.over(base, told) for table in held.values() if told in table]
-    (low, *_, high) = sorted(held)
     ceilings = part["machine"]["ceilings"]
-    top = ceilings["copy_tbps"] if unit == "tbps" else ceilings["gemm_tflops"].get("bfloat16")
+    top = ceilings["gemm_tflops"].get("bfloat16") if size is square else ceilings["copy_tbps"]
+    low, high = short(min(held)), short(max(held))
+    sees = f"From {low} to {high} {told} runs at {min(over):.2f} to {max(over):.2f}x {base}'s speed"
+    if top:
+        best = max(next(each for each in series if each.name == told).points.values()) / top
+        sees += f", and reaches {best:.0%} of the measured ceiling"
     levels = {f"measured ceiling, {top:.3g} {kind}": top} if top else {}
-    best = max(rate / top for rate in next(s for s in series if s.name == told).points.values()) if top else 0
-    sees = f"From {short(low)} to {short(high)} {told} runs at {min(over):.2f} to {max(over):.2f}x {base}'s speed"
-    sees += f", and reaches {best:.0%} of the measured ceiling." if top else "."
-    title = f"{kind} against {axis.split(' (')[0]}"
-    return Chart("lines", title, axis, kind, series, sees, levels, True)
+    return Chart("lines", f"{kind} against {axis.split(' (')[0]}", axis, kind, series, f"{sees}.", levels, True)
 
 
 def columns(table: Table) -> int:
@@ -148,6 +147,31 @@ def square(table: Table) -> int | None:
 
 def bars(title: str, axis: str, series: list[Series], sees: str, log: bool = False, form: str = "{:,.0f}") -> Chart:
     return Chart("bars", title, axis, "", series, sees, {}, log, form)
+
+
+def one_each(points: dict[str, dict], first: int = 1) -> list[Series]:
+    """A series for each name, with looks from `first` on."""
+    return [Series(name, each, look) for look, (name, each) in enumerate(points.items(), first)]
+
+
+def ends(points: dict) -> tuple:
+    """The names of the least and of the greatest."""
+    return min(points, key=points.get), max(points, key=points.get)
+
+
+def noted(part: dict, begins: str) -> tuple[str, dict]:
+    """The first fact whose name begins so, with its name."""
+    return next((name, rows) for name, rows in part["facts"].items() if name.startswith(begins))
+
+
+def pairs(numbers: list[float]) -> list[list[float]]:
+    """In pairs, of start and end."""
+    return [list(pair) for pair in zip(numbers[::2], numbers[1::2], strict=True)]
+
+
+def overlap(spans: Iterable, others: Iterable) -> float:
+    """For how long one of the others runs beside one of the spans."""
+    return sum(max(0, min(b, d) - max(a, c)) for a, b in spans for c, d in others)
 
 
 def _list(names) -> str:
@@ -187,7 +211,7 @@ def speed_up_map(part: dict) -> Chart:
     said = []
     for bound, each in gains.items():
         few, many = (f(math.prod(sizes(case)) for case in each) for f in (min, max))
-        most, least = max(each, key=each.get), min(each, key=each.get)
+        least, most = ends(each)
         tokens = short(few) + f" to {short(many)}" * (few < many)
         speeds = f"{each[least]:.2f}x ({least})" + f" to {each[most]:.2f}x ({most})" * (len(each) > 1)
         said.append(f"{bound} ({tokens} tokens a call): compiled {speeds} eager")
@@ -198,15 +222,13 @@ def speed_up_map(part: dict) -> Chart:
 
 
 def launch_gaps(part: dict) -> Chart:
-    facts = part["study"]["facts"]
-    events = facts[f"start and duration of kernels in us, {DRAWN}"]
-    rows = next(each for name, each in facts.items() if name.startswith("consecutive kernels of a call"))
+    _, rows = noted(part["study"], "consecutive kernels of a call")
     lanes, said = {}, []
-    for name, each in events.items():
-        row, pairs = rows[name], zip(each[::2], each[1::2], strict=True)
+    for name, each in part["study"]["facts"][f"start and duration of kernels in us, {DRAWN}"].items():
+        row = rows[name]
         several = row["kernels"] > 1
         lane = f"{name}: gaps {row['gaps %']:.0f}% of the time" if several else f"{name}: one kernel a call"
-        lanes[lane] = [[start, round(start + took, 2)] for start, took in pairs]
+        lanes[lane] = [[start, round(start + took, 2)] for start, took in pairs(each)]
         if several:
             said.append(f"{name} runs {row['running us']:.0f} us and waits {row['gaps us']:.0f} us")
     (one, first), (other, second) = list(rows.items())[:2]
@@ -218,8 +240,8 @@ def launch_gaps(part: dict) -> Chart:
         f"Of {first['kernels']} kernels in a row {_list(said)}: {other} {change} time in gaps than {one}. Under "
         f"torch.profiler a call of {one} takes {seen:,.0f} us, without it {alone:,.0f}{longer}."
     )
-    axis = "us from the first of these kernels"
-    return Chart("timeline", "Gaps between kernels", axis, "", [Series("a kernel runs", lanes, 1)], sees)
+    series = [Series("a kernel runs", lanes, 1)]
+    return Chart("timeline", "Gaps between kernels", "us from the first of these kernels", "", series, sees)
 
 
 def break_even(part: dict) -> Chart:
@@ -229,26 +251,23 @@ def break_even(part: dict) -> Chart:
             size, _, mode = case.rpartition(", ")
             paid.setdefault(mode, {})[size] = int(found[1])
     every = {(mode, size): calls for mode, sized in paid.items() for size, calls in sized.items()}
-    (first, at), (last, there) = min(every, key=every.get), max(every, key=every.get)
+    (first, at), (last, there) = ends(every)
     sees = (
         f"{first} has paid for its compiling first, after {every[first, at]:,} calls at {at}; "
         f"{last} last, after {every[last, there]:,} at {there}."
     )
-    series = [Series(mode, sized, 1 + i) for i, (mode, sized) in enumerate(paid.items())]
-    return bars("Calls until compiling has paid", "calls, against eager", series, sees)
+    return bars("Calls until compiling has paid", "calls, against eager", one_each(paid), sees)
 
 
 def graphs_by_policy(part: dict) -> Chart:
     fact, told = next((name, rows) for name, rows in part["facts"].items() if " sizes, x " in name)
-    points = {
-        policy + (f" ({waste:.2f} rows a useful row)" if (waste := cells["rows per useful row"]) > 1 else ""): cells[
-            "graphs"
-        ]
-        for policy, cells in told.items()
-    }
-    one = [policy for policy, count in points.items() if count == min(points.values())]
-    most = max(points, key=points.get)
-    sees = f"{_list(one)}: {min(points.values())} compilation for {fact.split(',')[0]}; {most}: {points[most]}."
+    points = {}
+    for policy, cells in told.items():
+        waste = cells["rows per useful row"]
+        points[policy + f" ({waste:.2f} rows a useful row)" * (waste > 1)] = cells["graphs"]
+    (_, most), least = ends(points), min(points.values())
+    one = _list([policy for policy, count in points.items() if count == least])
+    sees = f"{one}: {least} compilation for {fact.split(',')[0]}; {most}: {points[most]}."
     return bars(f"Compilations by policy, {fact}", "graphs compiled", [Series(fact, points, 1)], sees)
 
 
@@ -268,40 +287,29 @@ def compile_by_depth(part: dict) -> Chart:
     for case, cells in part["facts"]["compiling, from an empty cache"].items():
         depth, _, how = case.partition(", ")
         by_depth.setdefault(depth, {})[how] = cells["cold s"]
-    (few, short), (many, deep) = (
-        min(by_depth.items(), key=lambda x: sizes(x[0])),
-        max(by_depth.items(), key=lambda x: sizes(x[0])),
-    )
-    grows = {how: deep[how] / short[how] for how in deep if how in short}
-    sees = (
-        f"From {few} to {many} the time to compile grows "
-        + _list([f"{x:.1f}x ({how})" for how, x in grows.items()])
-        + "."
-    )
-    series = [Series(depth, points, 1 + i) for i, (depth, points) in enumerate(by_depth.items())]
-    return bars("Time to compile by depth, from an empty cache", "seconds", series, sees, form="{:.1f} s")
+    few, *_, many = sorted(by_depth, key=sizes)
+    grows = {how: by_depth[many][how] / seconds for how, seconds in by_depth[few].items() if how in by_depth[many]}
+    grows = [f"{times:.1f}x ({how})" for how, times in grows.items()]
+    sees = f"From {few} to {many} the time to compile grows {_list(grows)}."
+    title = "Time to compile by depth, from an empty cache"
+    return bars(title, "seconds", one_each(by_depth), sees, form="{:.1f} s")
 
 
 # --- Triton
 
 
 def stages(part: dict) -> Chart:
-    tables = timed(part, "pipelined_matmul")
-    series = []
-    for i, table in enumerate(tables):
-        points = {
-            int(r.variant.split()[0]): table.over(r.variant, "cuBLAS") for r in table.rows if r.variant[0].isdigit()
-        }
-        series.append(Series(table.case, points, 1 + i))
-    best = {each.name: min(each.points, key=each.points.get) for each in series}
-    enough = {s.name: min(n for n, time in s.points.items() if time <= 1.02 * s.points[best[s.name]]) for s in series}
-    told = [
-        f"{s.name} {best[s.name]} stages ({s.points[1] / s.points[best[s.name]]:.2f}x as fast as one)"
-        + f", with {enough[s.name]} within 2 %" * (enough[s.name] != best[s.name])
-        for s in series
-    ]
-    sees = f"The least time is with: {'; '.join(told)}."
-    return Chart("lines", "Time against num_stages", "num_stages", "time, cuBLAS = 1", series, sees, {"cuBLAS": 1.0})
+    points, told = {}, []
+    for table in timed(part, "pipelined_matmul"):
+        own = [row.variant for row in table.rows if row.variant[0].isdigit()]
+        points[table.case] = {int(name.split()[0]): table.over(name, "cuBLAS") for name in own}
+    for case, times in points.items():
+        best, _ = ends(times)
+        enough = min(stages for stages, time in times.items() if time <= 1.02 * times[best])
+        told.append(f"{case} {best} stages ({times[1] / times[best]:.2f}x as fast as one)")
+        told[-1] += f", with {enough} within 2 %" * (enough != best)
+    sees, y = f"The least time is with: {'; '.join(told)}.", "time, cuBLAS = 1"
+    return Chart("lines", "Time against num_stages", "num_stages", y, one_each(points), sees, {"cuBLAS": 1.0})
 
 
 def waves(part: dict) -> Chart:
@@ -327,8 +335,8 @@ def waves(part: dict) -> Chart:
 
 def representable(part: dict) -> Chart:
     """Numbers of each format in a power of two: exact, by the formats' exponent and mantissa bits."""
-    told, series = part["facts"]["the formats"], []
-    for i, (name, cells) in enumerate(told.items()):
+    told, held = part["facts"]["the formats"], {}
+    for name, cells in told.items():
         mantissa = round(-math.log2(cells["apart at 1"]))
         lowest, least = (int(cells[key].removeprefix("2^")) for key in ("smallest normal", "smallest"))
         points = {power: 2 ** (power - least) for power in range(least, lowest)}  # subnormal: equally far apart
@@ -337,26 +345,25 @@ def representable(part: dict) -> Chart:
         points[top] = round((cells["largest"] / 2**top - 1) * 2**mantissa) + 1
         if 2 * sum(points.values()) + 1 != cells["numbers"]:
             raise ValueError(f"{name} does not have {cells['numbers']} numbers")
-        series.append(Series(name, points, 1 + i))
+        held[name] = points
     sees = "; ".join(
-        f"{s.name} has {max(s.points.values())} numbers in a power of two and reaches from 2^{min(s.points)} to "
-        f"{told[s.name]['largest']:,.0f}" for s in series
+        f"{name} has {max(points.values())} numbers in a power of two and reaches from 2^{min(points)} to "
+        f"{told[name]['largest']:,.0f}" for name, points in held.items()
     )  # fmt: skip
-    return Chart("lines", "Numbers representable in each power of two", "power of two", "numbers", series, sees + ".")
+    title = "Numbers representable in each power of two"
+    return Chart("lines", title, "power of two", "numbers", one_each(held), f"{sees}.")
 
 
 def outliers(part: dict) -> Chart:
-    fact, told = next((k, v) for k, v in part["study"]["facts"].items() if k.startswith("SNR, dB, where one channel"))
+    fact, told = noted(part["study"], "SNR, dB, where one channel")
     title = fact.replace("SNR, dB,", "Signal to noise").replace(" by (", " (")
-    series = [
-        Series(recipe, {int(size.removeprefix("2**")): y for size, y in cells.items()}, i)
-        for i, (recipe, cells) in enumerate(told.items())
-    ]
+    points = {recipe: {int(size.removeprefix("2**")): y for size, y in cells.items()} for recipe, cells in told.items()}
+    _, *series = drawn = one_each(points, 0)
     last = max(series[0].points)
-    end = {each.name: each.points[last] for each in series[1:]}
-    best, worst = max(end, key=end.get), min(end, key=end.get)
+    end = {each.name: each.points[last] for each in series}
+    worst, best = ends(end)
     sees = f"Beside an outlier of 2^{last}, FP8 keeps {end[best]:.1f} dB '{best}', and {end[worst]:.1f} '{worst}'."
-    return Chart("lines", title, "size of the outlier, 2^n", "dB", series, sees)
+    return Chart("lines", title, "size of the outlier, 2^n", "dB", drawn, sees)
 
 
 def over_bfloat16(part: dict) -> Chart:
@@ -368,65 +375,56 @@ def over_bfloat16(part: dict) -> Chart:
         Series(name, {n: t.over(base, name) for n, t in sorted(held.items()) if name in t}, look)
         for name, look in (("triton", 1), ("_scaled_mm", 2), ("persistent", 4), ("warp specialized", 5))
     ]
-    gains = series[0].points
-    sees = f"One GEMM, scales per row, triton over {base}: {', '.join(f'{y:.2f}x at {n}' for n, y in gains.items())}"
-    axis = "rows = columns = depth of the product"
-    return Chart(
-        "lines", "FP8 over bfloat16 by size", axis, f"times as fast as {base}", series, f"{sees}.", {base: 1.0}, True
-    )
-
-
-def whole_models(part: dict) -> Chart:
-    """FP8 over the faster of the two in 16 bits, torch.compile."""
-    return speedups(part["study"], "whole models", "FP8 in whole models", base="torch.compile bfloat16")
+    gains = ", ".join(f"{y:.2f}x at {n}" for n, y in series[0].points.items())
+    sees = f"One GEMM, scales per row, triton over {base}: {gains}."
+    axis, y = "rows = columns = depth of the product", f"times as fast as {base}"
+    return Chart("lines", "FP8 over bfloat16 by size", axis, y, series, sees, {base: 1.0}, True)
 
 
 # --- TMA
 
 
 def in_flight(part: dict) -> Chart:
-    fact, told = next((k, v) for k, v in part["study"]["facts"].items() if k.startswith("bytes in flight"))
+    fact, told = noted(part["study"], "bytes in flight")
     points: dict[int, float] = {}
     for cells in told.values():
         kib = cells["KiB of loads in flight"]
         points[kib] = max(cells["TB/s"], points.get(kib, 0.0))
     copies = {t.baseline: t[t.baseline].tbps for t in timed(part["study"], "bytes in flight")}
     levels = {f"{name}, {rate:.2f} TB/s": rate for name, rate in copies.items()}
-    enough = next(kib for kib, rate in sorted(points.items()) if rate > 0.98 * max(points.values()))
-    first = min(points)
+    first, most = min(points), max(points.values())
+    enough = next(kib for kib, rate in sorted(points.items()) if rate > 0.98 * most)
     sees = (
         f"{first} KiB in flight an SM give {points[first]:.2f} TB/s; from {enough} KiB on, within 2% of the most, "
-        f"{max(points.values()):.2f} TB/s, more bytes in flight add little."
+        f"{most:.2f} TB/s, more bytes in flight add little."
     )
     title = f"Bandwidth of TMA against bytes in flight, {fact.rpartition(', ')[2]}"
-    return Chart(
-        "lines", title, "KiB of loads in flight in an SM", "TB/s", [Series("TMA ring", points, 1)], sees, levels
-    )
+    series = [Series("TMA ring", points, 1)]
+    return Chart("lines", title, "KiB of loads in flight in an SM", "TB/s", series, sees, levels)
 
 
 def gemm_steps(part: dict) -> Chart:
     tables = timed(part, "tma_matmul") + timed(part.get("study"), "tma_matmul")
-    steps = ["pointers", "loads", "store", "parts"]
-    labels = ("loads by TMA, over pointers", "and stores by TMA, over loads", "in parts, over one store")
-    names = dict(zip(steps[1:], labels, strict=True))
-    gained = {step: {t.case: t.over(before, step) for t in tables} for before, step in pairwise(steps)}
-    series = [Series(names[step], points, 1 + i) for i, (step, points) in enumerate(gained.items())]
-    best = max(gained["loads"], key=gained["loads"].get)
-    after = [y for step in steps[2:] for y in gained[step].values()]
+    labels = {
+        ("pointers", "loads"): "loads by TMA, over pointers", ("loads", "store"): "and stores by TMA, over loads",
+        ("store", "parts"): "in parts, over one store",
+    }  # fmt: skip
+    gained = {label: {t.case: t.over(*steps) for t in tables} for steps, label in labels.items()}
+    loads, *further = gained.values()
+    (least, best), after = ends(loads), [y for points in further for y in points.values()]
     sees = (
-        f"Loads by TMA make the product up to {gained['loads'][best]:.2f}x as fast as pointer loads ({best}), "
-        f"{min(gained['loads'].values()):.2f}x at least; the further steps give {min(after):.2f} to {max(after):.2f}x."
+        f"Loads by TMA make the product up to {loads[best]:.2f}x as fast as pointer loads ({best}), "
+        f"{loads[least]:.2f}x at least; the further steps give {min(after):.2f} to {max(after):.2f}x."
     )
-    axis = "times as fast as the step before"
-    return Chart("bars", "What each step of the product adds", axis, "", series, sees, {"the step before": 1.0})
+    axis, levels = "times as fast as the step before", {"the step before": 1.0}
+    return Chart("bars", "What each step of the product adds", axis, "", one_each(gained), sees, levels)
 
 
 def partitions(part: dict) -> Chart:
-    facts = part["study"]["facts"]
     held: dict[str, dict[str, list]] = {}
-    for name, each in facts[f"cycles from the first event, {DRAWN}"].items():
+    for name, each in part["study"]["facts"][f"cycles from the first event, {DRAWN}"].items():
         lane, _, what = name.partition(": ")
-        held.setdefault(what, {})[lane] = [list(pair) for pair in zip(each[::2], each[1::2], strict=True)]
+        held.setdefault(what, {})[lane] = pairs(each)
     busy: dict[str, dict[str, float]] = {"MMA": {}, "waits": {}}  # of the time from a lane's first event to its last
     for what, shares in busy.items():
         for lane, each in held[what].items():
@@ -435,9 +433,8 @@ def partitions(part: dict) -> Chart:
     hidden = whole = 0
     for lane, stores in held["epilogue"].items():
         others = [span for other, each in held["MMA"].items() if other != lane for span in each]
-        for a, b in (span for span in stores if span[0] < max(others)[1]):  # what runs beside the last is not recorded
-            hidden += sum(max(0, min(b, d) - max(a, c)) for c, d in others)
-            whole += b - a
+        known = [span for span in stores if span[0] < max(others)[1]]  # what runs beside the last is not recorded
+        hidden, whole = hidden + overlap(known, others), whole + sum(b - a for a, b in known)
     hidden /= whole
     sees = (
         "MMAs take " + _list([f"{share:.0%} ({lane})" for lane, share in busy["MMA"].items()]) + " of the time; "
@@ -461,9 +458,9 @@ def streams(part: dict) -> Chart:
     held = part["facts"][f"start and end in ms of kernels of rank 0, {DRAWN}"]
     lanes, said = {}, []
     for name, each in held.items():
-        others, own = (list(pairs(each[what])) for what in ("other kernels", "NCCL"))
+        others, own = pairs(each["other kernels"]), pairs(each["NCCL"])
         lanes |= {name: others, f"NCCL, {name}": own}
-        alone = sum(b - a for a, b in own) - sum(max(0, min(b, d) - max(a, c)) for a, b in own for c, d in others)
+        alone = sum(b - a for a, b in own) - overlap(own, others)
         said.append(f"{alone:.3g} ms ({name}, of {max(b for _, b in own + others):.3g})")
     sees = f"Where NCCL has nothing above it, the step waits for it, and it may wait for the other rank: {_list(said)}."
     series = [Series("a kernel runs", lanes, 1)]
@@ -495,31 +492,17 @@ def sharded(part: dict) -> Chart:
     return Chart("panels", title, "", "", series, sees, form="{:g}")
 
 
-def pairs(numbers: list[float]) -> Iterator[list[float]]:
-    """In pairs, of start and end."""
-    return map(list, zip(numbers[::2], numbers[1::2], strict=True))
-
-
 def by_message(part: dict) -> Chart:
     """How many times as fast as the library, by the size of the message."""
-    held = timed(part)
-    rows = [row.variant for row in held[0].rows if row.variant != held[0].baseline]
-    sizes_of = {table.case: _bytes(table.case) for table in held}
-    series = [
-        Series(name, {sizes_of[table.case]: table.over(held[0].baseline, name) for table in held}, i)
-        for i, name in enumerate(rows, 1)
-    ]
-    ratios = series[0].points
-    most, least = max(ratios, key=ratios.get), min(ratios, key=ratios.get)
-    at = {nbytes: case for case, nbytes in sizes_of.items()}
-    sees = (
-        f"{rows[0]} is {ratios[least]:.2f}x ({at[least]}) to {ratios[most]:.2f}x ({at[most]}) as fast as "
-        f"{held[0].baseline}."
-    )
-    return Chart(
-        "lines", f"Speed over {held[0].baseline} by size", "bytes of the message (1K = 1024)",
-        f"times as fast as {held[0].baseline}", series, sees, {held[0].baseline: 1.0}, True,
-    )  # fmt: skip
+    tables = timed(part)
+    base = tables[0].baseline
+    rows = [row.variant for row in tables[0].rows if row.variant != base]
+    series = one_each({name: {_bytes(t.case): t.over(base, name) for t in tables} for name in rows})
+    ratios = {table.case: table.over(base, rows[0]) for table in tables}
+    least, most = ends(ratios)
+    sees = f"{rows[0]} is {ratios[least]:.2f}x ({least}) to {ratios[most]:.2f}x ({most}) as fast as {base}."
+    x, y = "bytes of the message (1K = 1024)", f"times as fast as {base}"
+    return Chart("lines", f"Speed over {base} by size", x, y, series, sees, {base: 1.0}, True)
 
 
 def _bytes(case: str) -> int:
@@ -532,19 +515,15 @@ def _bytes(case: str) -> int:
 
 def compile_by_layers(part: dict) -> Chart:
     told = part["facts"]["forward: compile s by layers"]
-    series = [
-        Series(name, {int(n): y for n, y in cells.items()}, 1 + i) for i, (name, cells) in enumerate(told.items())
-    ]
-    many = max(series[0].points)
-    sees = f"{many} layers compile in " + _list([f"{s.points[many]:.2f} s ({s.name})" for s in series]) + "."
-    return Chart("lines", "Time to compile against layers, forward", "layers", "seconds", series, sees)
+    points = {name: {int(n): y for n, y in cells.items()} for name, cells in told.items()}
+    many = max(next(iter(points.values())))
+    sees = f"{many} layers compile in " + _list([f"{each[many]:.2f} s ({name})" for name, each in points.items()]) + "."
+    return Chart("lines", "Time to compile against layers, forward", "layers", "seconds", one_each(points), sees)
 
 
 def programs_by_padding(part: dict) -> Chart:
-    told = next(rows for name, rows in part["facts"].items() if name.startswith("batches of "))
-    points = {
-        f"{policy} ({cells['wasted %']:.0f}% of rows wasted)": cells["compiles"] for policy, cells in told.items()
-    }
+    _, told = noted(part, "batches of ")
+    points = {f"{name} ({cells['wasted %']:.0f}% of rows wasted)": cells["compiles"] for name, cells in told.items()}
     sees = "Programs compiled: " + _list([f"{count} with {policy}" for policy, count in points.items()]) + "."
     return bars("Programs by padding policy, batches of 1 to 64", "programs", [Series("programs", points, 1)], sees)
 
@@ -564,11 +543,10 @@ def totals(part: dict, at: int = 0) -> Chart:
     least = [min(series, key=lambda each: each.points[n]).name for n in calls]
     changes = [i for i, name in enumerate(least) if i == 0 or name != least[i - 1]]
     spans = []
-    for first, after in zip(changes, [*changes[1:], len(calls)], strict=True):
+    for first, after in pairwise([*changes, len(calls)]):
         few, many = calls[first], calls[after - 1]
-        spans.append(
-            f"{least[first]} for {few:,}" + (f" to {many:,}" if few < many else "") + " call" + "s" * (many > 1)
-        )
+        to = f" to {many:,}" * (few < many)
+        spans.append(f"{least[first]} for {few:,}{to} call{'s' * (many > 1)}")
     sees = f"Least seconds in all: {_list(spans)}."
     for one, other in pairwise(dict.fromkeys(least)):
         slow, fast = table[one], table[other]
@@ -605,7 +583,7 @@ def roofline(parts: list[dict]) -> Chart | None:
         share[part["name"]] = row.of_ceiling
     if "copy" not in levels or not multiply.keys() | move.keys():
         return None
-    near, far = max(share, key=share.get), min(share, key=share.get)
+    far, near = ends(share)
     sees = f"Of {len(share)} techniques, each at its best case, {near} comes nearest to its measured ceiling, "
     sees += f"{share[near]:.0%}" + f"; {far} stays furthest below, {share[far]:.0%}" * (near != far) + "."
     sees += "".join(f" Not drawn, as {why}: {_list(names)}." for why, names in left.items())
@@ -613,28 +591,26 @@ def roofline(parts: list[dict]) -> Chart | None:
     return Chart("roof", "Roofline, with the measured ceilings", "FLOPs a byte", "TFLOP/s", series, sees, levels, True)
 
 
+ELEMENTS, COLUMNS = "elements (1K = 1024)", "columns of a row (1K = 1024)"
+SIDES = "rows = columns = depth (1K = 1024)"
+WHOLE_MODELS = "whole models", "FP8 in whole models", "", "torch.compile bfloat16"  # the faster of two in 16 bits
 PICTURES: dict[str, tuple[Callable[[dict], Chart | None], ...]] = {
     "modes": (speedups, break_even),
     "when_it_helps": (when_it_helps, speed_up_map),
     "cuda_graphs": (launch_gaps, speedups),
-    "dynamic_shapes": (graphs_by_policy, lambda part: speedups(part, only="10 sizes")),
+    "dynamic_shapes": (graphs_by_policy, partial(speedups, only="10 sizes")),
     "recompilation": (cache_entries, speedups),
     "regional_compilation": (compile_by_depth,),
-    "vector_add": (lambda part: rates(part, ("vector_add", "sizes"), "tbps", "elements (1K = 1024)", columns),),
-    "fused_add_relu_mul": (
-        lambda part: rates(part, ("fused_add_relu_mul", "sizes"), "tbps", "elements (1K = 1024)", columns),
-    ),
-    "softmax": (lambda part: rates(part, ("softmax", "row lengths"), "tbps", "columns of a row (1K = 1024)", columns),),
-    "layer_norm": (lambda part: rates(part, ("forward",), "tbps", "columns of a row (1K = 1024)", columns),),
-    "matmul": (lambda part: rates(part, ("matmul",), "tflops", "rows = columns = depth (1K = 1024)", square),),
+    "vector_add": (partial(rates, titles=("vector_add", "sizes"), axis=ELEMENTS, size=columns),),
+    "fused_add_relu_mul": (partial(rates, titles=("fused_add_relu_mul", "sizes"), axis=ELEMENTS, size=columns),),
+    "softmax": (partial(rates, titles=("softmax", "row lengths"), axis=COLUMNS, size=columns),),
+    "layer_norm": (partial(rates, titles=("forward",), axis=COLUMNS, size=columns),),
+    "matmul": (partial(rates, titles=("matmul",), axis=SIDES, size=square),),
     "pipelined_matmul": (stages,),
-    "persistent_matmul": (
-        lambda part: rates(part, ("persistent_matmul",), "tflops", "rows = columns = depth (1K = 1024)", square),
-        waves,
-    ),
+    "persistent_matmul": (partial(rates, titles=("persistent_matmul",), axis=SIDES, size=square), waves),
     "formats": (representable,),
     "accuracy": (outliers,),
-    "fp8_matmul": (over_bfloat16, whole_models),
+    "fp8_matmul": (over_bfloat16, lambda part: speedups(part["study"], *WHOLE_MODELS)),
     "tma_copy": (in_flight, speedups),
     "tma_matmul": (gemm_steps,),
     "gluon_matmul": (partitions, speedups),
@@ -654,13 +630,12 @@ PICTURES: dict[str, tuple[Callable[[dict], Chart | None], ...]] = {
 def charts_of(name: str, part: dict) -> list[Chart]:
     """The pictures of a technique that its record holds the numbers of; of a technique without one of its own, and
     where the record lacks what that needs, how many times as fast as its baseline each row is."""
-    return _drawable(PICTURES.get(name, ()), part) or _drawable([speedups], part)
-
-
-def _drawable(functions, part: dict) -> list[Chart]:
-    found = []
-    for read in functions:
-        with suppress(LookupError, TypeError, ValueError, StopIteration, ZeroDivisionError):  # the record lacks it
-            found.append(read(part))
-    found = [chart._replace(series=[each for each in chart.series if each.points]) for chart in found if chart]
-    return [chart for chart in found if chart.series]
+    for functions in (PICTURES.get(name, ()), (speedups,)):
+        found = []
+        for read in functions:
+            with suppress(LookupError, TypeError, ValueError, StopIteration, ZeroDivisionError):  # the record lacks it
+                found.append(read(part))
+        found = [chart._replace(series=[each for each in chart.series if each.points]) for chart in found if chart]
+        if drawn := [chart for chart in found if chart.series]:
+            return drawn
+    return []

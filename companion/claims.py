@@ -7,7 +7,6 @@ what must hold of each value: all of them, and the claim holds; some, and it hol
 from __future__ import annotations
 
 import operator
-import sys
 from collections import Counter
 from collections.abc import Callable
 from contextlib import suppress
@@ -16,10 +15,11 @@ from pathlib import Path
 from typing import NamedTuple
 
 from harness.bench import Table
-from harness.catalog import ROOT, Technique, Topic, topics
+from harness.catalog import ROOT, Topic, topics
 from harness.record import REFERENCES, load, recorded
 
-from companion.readme import OLDER, OUTLINE, is_stale, machine_name, other_triton, tables_of
+from companion import readme
+from companion.readme import OLDER, OUTLINE, is_stale, machine_name, tables_of
 
 PAGE = "CLAIMS.md"
 INSPECTED = "compile_inspect"  # the topic of what `python -m compile_inspect.main --json` writes
@@ -106,14 +106,10 @@ class Evidence:
 
     def code(self, kernel: str, sm: int, instruction: str) -> int:
         """How often an instruction stands in a kernel's code for an architecture, 0 where it was not found."""
-        counts = [
-            each["found"].get(instruction, 0)
-            for each in self.part["codegen"]
-            if (each["kernel"], each["sm"]) == (kernel, sm)
-        ]
-        if not counts:
+        found = [each["found"] for each in self.part["codegen"] if (each["kernel"], each["sm"]) == (kernel, sm)]
+        if not found:
             raise ValueError(f"{self.name}: no code of {kernel} for sm_{sm}")
-        return max(counts)
+        return max(each.get(instruction, 0) for each in found)
 
 
 class Reader:
@@ -124,9 +120,7 @@ class Reader:
     """
 
     def __init__(self, found: list[Topic], root: Path = ROOT, held: dict | None = None, folder: str = "") -> None:
-        self.known: dict[str, tuple[Topic, Technique]] = {
-            t.name: (topic, t) for topic in found for t in topic.techniques
-        }
+        self.known = {technique.name: (topic, technique) for topic in found for technique in topic.techniques}
         self.root, self.folder, self.read, self.phases = root, folder, {}, []
         self.machines, self.older, self.held = {}, False, {} if held is None else held
 
@@ -164,21 +158,9 @@ class Reader:
         self.machines[machine_name(part["machine"] | part["machine"]["host"])] = None
         return Evidence(f"{INSPECTED}, {phase}", part)
 
-    def torch(self, name: str) -> str:
-        """The version of torch that a technique was recorded with."""
-        topic, _ = self.known[name]
-        example = self.recorded(topic.name, name)
-        if example is None:
-            raise ValueError(f"{name}: its lesson is not recorded")
-        return example["machine"]["torch"]
-
     def commands(self) -> str:
         """What runs again what was read: a command for each technique."""
-        lines = []
-        for name, study in self.read.items():
-            topic, technique = self.known[name]
-            python = ".venv-xla/bin/python" if technique.needs.xla else "python"
-            lines.append(f"`{python} {topic.file} {name}{' --study' if study else ''}`")
+        lines = [f"`{readme.command(*self.known[name])}{' --study' * study}`" for name, study in self.read.items()]
         return ", ".join([*lines, *(f"`python -m {INSPECTED}.{phase}`" for phase in self.phases)])
 
 
@@ -202,6 +184,11 @@ class Judged(NamedTuple):
     older: bool
     commands: str
     machines: tuple[str, ...]
+
+    @property
+    def cells(self) -> tuple[str, str]:
+        """Measured and verdict, as CLAIMS.md shows them."""
+        return self.measured + OLDER * self.older, f"**{self.verdict}**"
 
 
 def judge(claims: dict[str, list[Claim]], found: list[Topic], root: Path = ROOT) -> dict[str, list[Judged]]:
@@ -233,7 +220,7 @@ def judged_elsewhere(judged: dict[str, list[Judged]], found: list[Topic], root: 
     another one: a claim whose cases or study that machine has not recorded is left out."""
     told = []
     for folder in sorted({path.parent.name for path in (root / "results").glob("*/*.json")} - {*REFERENCES}):
-        if other_triton(folder):
+        if readme.other_triton(folder):
             continue
         held: dict = {}
         for here in (each for members in judged.values() for each in members if each.claim.measured):
@@ -253,32 +240,21 @@ def tally(judged: dict[str, list[Judged]]) -> str:
 def ledger_page(claims: dict[str, list[Claim]], found: list[Topic], root: Path = ROOT) -> str:
     """CLAIMS.md, a table for each group of claims. Raises ValueError as judge() does."""
     judged = judge(claims, found, root)
-    lines = []
-    for group, members in judged.items():
-        lines += [f"\n## {group}\n", "| the claim | measured | verdict | why | reproduce with |"]
-        lines.append("| --- | --- | --- | --- | --- |")
-        for each in members:
-            claim = each.claim
-            cells = (
-                f'<a id="{claim.id}"></a>{claim.says} *({claim.section})*',
-                each.measured + OLDER * each.older,
-                f"**{each.verdict}**",
-                claim.because,
-                each.commands,
-            )
-            lines.append("| " + " | ".join(cell.replace("|", "\\|") for cell in cells) + " |")
     machines = dict.fromkeys(name for members in judged.values() for each in members for name in each.machines)
+    tables = []
+    for group, members in judged.items():
+        rows = [
+            (f'<a id="{c.id}"></a>{c.says} *({c.section})*', *each.cells, c.because, each.commands)
+            for c, each in ((each.claim, each) for each in members)
+        ]
+        tables.append((group, "the claim | measured | verdict | why | reproduce with", rows))
     if others := judged_elsewhere(judged, found, root):
-        lines += ["\n## Other verdicts on other machines\n", "| the claim | where | measured there | verdict there |"]
-        lines.append("| --- | --- | --- | --- |")
-        for each in others:
-            cells = (
-                f"[{each.claim.says}](#{each.claim.id})",
-                " and ".join(each.machines),
-                each.measured + OLDER * each.older,
-                f"**{each.verdict}**",
-            )
-            lines.append("| " + " | ".join(cell.replace("|", "\\|") for cell in cells) + " |")
+        rows = [(f"[{e.claim.says}](#{e.claim.id})", " and ".join(e.machines), *e.cells) for e in others]
+        tables.append(("Other verdicts on other machines", "the claim | where | measured there | verdict there", rows))
+    lines = []
+    for heading, heads, rows in tables:
+        escaped = [[cell.replace("|", "\\|") for cell in row] for row in rows]
+        lines.append(f"\n## {heading}\n\n{readme.markdown_table(heads, escaped)}")
     return f"""# The chapter's claims
 
 What five texts on the PyTorch compiler and Triton ("the chapter", [docs/chapter.md](docs/chapter.md)) claim, in this
@@ -297,12 +273,7 @@ def claims(check: bool, root: Path = ROOT) -> int:
     """Renew CLAIMS.md, or only say (`check`) whether it is up to date; 1 when it is not."""
     from companion.ledger import CLAIMS
 
-    path, page = root / PAGE, ledger_page(CLAIMS, topics(root), root)
+    path = root / PAGE
     old = path.read_text(encoding="utf-8") if path.is_file() else ""
-    differs = old.replace(OLDER, "") != page.replace(OLDER, "")  # a change of the code makes no page wrong
-    if check and differs:
-        print(f"{PAGE} differs from companion/ledger.py and results/; run: python -m companion claims", file=sys.stderr)
-    elif not check:
-        path.write_text(page, encoding="utf-8")
-        print(f"{PAGE}: {'renewed' if old != page else 'unchanged'}")
-    return int(check and differs)
+    texts = {path: (old, ledger_page(CLAIMS, topics(root), root))}
+    return readme.renew(texts, root, check, "companion/ledger.py and results/; run: python -m companion claims")

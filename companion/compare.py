@@ -21,6 +21,7 @@ from harness.record import load
 
 from rich.text import Text
 
+DIFFERS = 0.05  # from which on a ratio of another machine is another answer
 BETWEEN_MACHINES = 0.023  # seen between two H200 machines: nine tenths of 435 ratios were within it
 GPU_PART = 0.1  # of whole calls: a median of few calls, whose spread is not recorded
 
@@ -52,6 +53,10 @@ class Row:
         return _apart(self.spread)
 
     @property
+    def far(self) -> bool:
+        return self.differs and abs(self.kept - 1) > DIFFERS
+
+    @property
     def by_host(self) -> bool:
         """Whether a whole call differs, and nothing that the GPU does: its host is another."""
         return any(self.on_gpu) and not self.differs and _apart(self.spread)
@@ -60,6 +65,10 @@ class Row:
 def _apart(spreads: Sequence[tuple[float, float]], by: float = BETWEEN_MACHINES) -> bool:
     (low, high), (own_low, own_high) = spreads
     return own_high * (1 + by) < low or own_low > high * (1 + by)
+
+
+def by_name(record: dict) -> dict[str, dict]:
+    return {example["name"]: example for example in record["examples"]}
 
 
 def timed_rows(example: dict) -> dict[tuple, dict]:
@@ -81,7 +90,7 @@ def timed_rows(example: dict) -> dict[tuple, dict]:
 
 def join(reference: dict, mine: dict, techniques: list[str]) -> Iterator[Row]:
     """The rows that both have timed, in the reference's order."""
-    own = {example["name"]: example for example in mine["examples"]}
+    own = by_name(mine)
     for example in reference["examples"]:
         name = example["name"]
         if name not in own or (techniques and name not in techniques):
@@ -90,16 +99,14 @@ def join(reference: dict, mine: dict, techniques: list[str]) -> Iterator[Row]:
         for key, row in theirs.items():
             if other := ours.get(key):
                 title, case, _, variant = key
-                yield Row(
-                    name, case if title == name else f"{title} {case}", variant, row["held"],
-                    (row["ms"], other["ms"]), (row["speedup"], other["speedup"]), (row["around"], other["around"]),
-                    (row["on_gpu"], other["on_gpu"]),
-                )  # fmt: skip
+                case = case if title == name else f"{title} {case}"
+                pairs = ((row[of], other[of]) for of in ("ms", "speedup", "around", "on_gpu"))
+                yield Row(name, case, variant, row["held"], *pairs)
 
 
 def missing(reference: dict, mine: dict, techniques: list[str]) -> list[str]:
     """Why a technique that passed in the reference counts as failed in mine, one line each."""
-    own = {example["name"]: example for example in mine["examples"]}
+    own = by_name(mine)
     lines = [f"{mine['running']}: the run ended in it"] if mine["running"] else []
     for example in reference["examples"]:
         name = example["name"]

@@ -154,7 +154,7 @@ def _place(record: dict, folder: str | None, taken: dict[Path, dict], root: Path
     return root / "results" / name / f"{record['topic']}.json"
 
 
-def contribute(paths: list[Path], folder: str | None = None, force: bool = False, root: Path = ROOT) -> int:
+def contribute(records: list[Path], folder: str | None = None, force: bool = False, root: Path = ROOT) -> int:
     """Check every record, then write all of them into results/ and renew the tables; 1 when one cannot be taken.
 
     Raises ValueError for what is no record, a topic that is not known or is there twice, a file that exists (without
@@ -164,7 +164,7 @@ def contribute(paths: list[Path], folder: str | None = None, force: bool = False
         raise ValueError(f"--folder {folder!r}: use lower-case letters, digits, - and . as in rtx-4090")
     known = {topic.name: topic for topic in topics(root)}
     ready, bad = {}, 0
-    for path in paths:
+    for path in records:
         try:
             record = load(path)
         except OSError as error:

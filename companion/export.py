@@ -17,6 +17,9 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from harness.catalog import ROOT, Technique
+from harness.record import git_state
+
+from companion.show import technique_named
 
 HEAD = '''# SPDX-License-Identifier: MIT
 """{title}
@@ -114,39 +117,32 @@ class NothingToExport(ValueError):
     """The technique has no kernel, or what it has cannot stand in one file."""
 
 
-@dataclass
 class Module:
     """A file: its statements by the names they define, and where each imported name comes from."""
 
-    path: Path
-    lines: list[str]
-    tree: ast.Module
-    defined: dict[str, ast.stmt] = field(default_factory=dict)
-    effects: list[ast.stmt] = field(default_factory=list)  # calls, loops and conditions, such as what registers a fake
-    imports: dict[str, tuple[str, str]] = field(default_factory=dict)  # name -> (statement, module of this repository)
-    whole: dict[str, Path] = field(default_factory=dict)  # a module of this repository, by the name it has here
-
-    @classmethod
-    def read(cls, path: Path) -> Module:
+    def __init__(self, path: Path) -> None:
         text = path.read_text(encoding="utf-8")
-        module = cls(path, text.splitlines(), ast.parse(text))
-        for node in module.tree.body:
+        self.path, self.lines, self.tree = path, text.splitlines(), ast.parse(text)
+        self.defined: dict[str, ast.stmt] = {}
+        self.effects: list[ast.stmt] = []  # calls, loops and conditions, such as what registers a fake
+        self.imports: dict[str, tuple[str, str]] = {}  # name -> (statement, module of this repository)
+        self.whole: dict[str, Path] = {}  # a module of this repository, by the name it has here
+        for node in self.tree.body:
+            calls = isinstance(node, ast.Expr) and isinstance(node.value, ast.Call)
             if isinstance(node, (ast.Import, ast.ImportFrom)):
                 for alias in node.names:
-                    name = alias.asname or alias.name.split(".")[0]
-                    inside = getattr(node, "module", "")
-                    file = ROOT.joinpath(*f"{inside}.{alias.name}".split(".")).with_suffix(".py")
-                    if inside.startswith("examples") and file.is_file():  # the harness's stay, and are refused
-                        module.whole[name] = file
-                    else:
-                        module.imports[name] = _import_of(node, alias)
-            elif isinstance(node, (ast.For, ast.If)) or (
-                isinstance(node, ast.Expr) and isinstance(node.value, ast.Call)
-            ):
-                module.effects.append(node)
-            for name in _names_of(node):
-                module.defined[name] = node
-        return module
+                    self._bind(node, alias)
+            elif calls or isinstance(node, (ast.For, ast.If)):
+                self.effects.append(node)
+            self.defined |= dict.fromkeys(_names_of(node), node)
+
+    def _bind(self, node: ast.Import | ast.ImportFrom, alias: ast.alias) -> None:
+        name, origin = alias.asname or alias.name.split(".")[0], getattr(node, "module", "")
+        if origin.startswith("examples") and (file := _file(f"{origin}.{alias.name}")).is_file():
+            self.whole[name] = file  # the harness's stay, and are refused
+        else:
+            statement = ast.unparse(ast.ImportFrom(origin, [alias], 0) if origin else ast.Import([alias]))
+            self.imports[name] = statement, origin if origin.split(".")[0] in ("examples", "harness") else ""
 
     def source(self, node: ast.stmt, names: Collection[str]) -> str:
         """The statement as written, with its decorators and the comments above it; of A, B = a, b only `names`."""
@@ -176,18 +172,12 @@ class Module:
             self.lines[node.lineno - 1] = line[:at] + new + line[at + len(old) :]
 
     def used_of_others(self, node: ast.AST) -> list[Name]:
-        found = [
-            each for each in ast.walk(node) if isinstance(each, ast.Attribute) and isinstance(each.value, ast.Name)
-        ]
-        return [(self.whole[each.value.id], each.attr) for each in found if each.value.id in self.whole]
+        found = [each for each in ast.walk(node) if isinstance(each, ast.Attribute)]
+        return [(self.whole[name], each.attr) for each in found if (name := ast.unparse(each.value)) in self.whole]
 
 
-def _import_of(node: ast.Import | ast.ImportFrom, alias: ast.alias) -> tuple[str, str]:
-    as_name = f" as {alias.asname}" if alias.asname else ""
-    if isinstance(node, ast.Import):
-        return f"import {alias.name}{as_name}", ""
-    inside = node.module if node.module.split(".")[0] in ("examples", "harness") else ""
-    return f"from {node.module} import {alias.name}{as_name}", inside
+def _file(module: str) -> Path:
+    return ROOT.joinpath(*module.split(".")).with_suffix(".py")
 
 
 def _names_of(node: ast.stmt) -> list[str]:
@@ -224,7 +214,7 @@ class _Export:
 
     def module(self, path: Path) -> Module:
         if path not in self.modules:
-            self.modules[path] = Module.read(path)
+            self.modules[path] = Module(path)
         return self.modules[path]
 
     def take(self, path: Path, name: str) -> None:
@@ -246,7 +236,7 @@ class _Export:
             original = statement.split(" import ")[1].split(" as ")[0]
             if original != name:
                 self.aliases[name] = original
-            self.take(ROOT.joinpath(*inside.split(".")).with_suffix(".py"), original)
+            self.take(_file(inside), original)
 
     def _take_used(self, module: Module, node: ast.AST) -> None:
         for used in sorted(_used(node)):
@@ -307,20 +297,18 @@ class _Export:
                 module.rename(name, new)
 
     def _in_order(self) -> list[Path]:
-        done: list[Path] = []
+        done: dict[Path, None] = {}
 
         def visit(path: Path) -> None:
             module = self.modules[path]
-            inside = (ROOT.joinpath(*name.split(".")).with_suffix(".py") for _, name in module.imports.values() if name)
-            for other in (*module.whole.values(), *inside):
+            for other in (*module.whole.values(), *(_file(inside) for _, inside in module.imports.values() if inside)):
                 if other in self.taken and other not in done and other != path:
                     visit(other)
-            if path not in done:
-                done.append(path)
+            done[path] = None
 
-        for path in list(self.taken):
+        for path in self.taken:
             visit(path)
-        return done
+        return list(done)
 
 
 def _check_of(module: Module) -> tuple[list[ast.stmt], set[str]]:
@@ -382,7 +370,35 @@ def _import_block(statements: Iterable[str]) -> str:
     return "\n".join("\n".join(group) + "\n" for group in groups.values() if group)
 
 
-def export(technique: Technique, commit: str, file: str) -> tuple[str, str]:
+def export(name: str, output: Path | None, force: bool) -> int:
+    """Write a technique's file to `output`: a file, a folder, or - for stdout; None is the current folder.
+
+    Raises ValueError for a file that exists (without `force`) or cannot be written, and as exported() does.
+    """
+    _, technique = technique_named(name, "export")
+    path = output or Path()
+    piped = str(path) == "-"
+    if path.is_dir() or not (piped or path.suffix or path.exists()):
+        path /= f"{name}.py"
+    if path.exists() and not force and not piped:
+        raise ValueError(f"{path} exists; name another file with -o, or replace it with --force")
+    commit, dirty = git_state()
+    commit = (commit or "unknown")[:12] + ", with local changes" * bool(dirty)
+    text, says = exported(technique, commit, f"{name}.py" if piped else path.name)
+    if piped:
+        print(text, end="")
+        return 0
+    try:
+        if output and not output.suffix:
+            path.parent.mkdir(exist_ok=True)
+        path.write_text(text, encoding="utf-8")
+    except OSError as error:
+        raise ValueError(f"{path}: {error.strerror}; name another file with -o") from None
+    print(f"{path}: needs torch and triton only; {says}")
+    return 0
+
+
+def exported(technique: Technique, commit: str, file: str) -> tuple[str, str]:
     """The text; and how to run it as `file`, and what that checks. Raises NothingToExport with the reason."""
     whole, files = _Export(), [technique.path, *technique.variants]
     lesson = whole.module(technique.path)

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import re
 import sys
-from collections.abc import Collection
+from collections.abc import Collection, Iterable
 from pathlib import Path
 
 from harness.bench import Row, Table
@@ -17,14 +17,13 @@ from harness.console import noise, of_calls
 from harness.record import REFERENCES, as_run, gpus, load, reference_files
 from harness.sources import sources_hash
 
-from companion.compare import join
+from companion.compare import by_name, join
 
 OLDER = " *(older code)*"
 BEYOND = "goes beyond the chapter"
 OUTLINE = "docs/chapter.txt"  # the headings of the chapter's texts, as they stand there
 _QUOTED, _NAME = '"[^"]+"(?:(?:,| and|, and) "[^"]+")*', re.compile('"([^"]+)"')
 _NUMBER, _FASTER_HOST = re.compile(r"\d[\d.,]*(?:e-?\d+)?"), re.compile(r" \(host twice as fast: [^()]*\)")
-DIFFERS = 0.05  # from which on a ratio of another machine is another answer
 FASTER = 1.02  # from which on another of our variants than the one that a user gets is named
 
 
@@ -53,28 +52,39 @@ def beside(table: Table, row: Row) -> list[Row]:
     return [each for each in [base, *(each for each in kept if each is not base)] if each is not row]
 
 
+def markdown_table(heads: str, rows: Collection[Iterable[str]]) -> str:
+    """A Markdown table, empty without rows; a head that ends with a colon is of numbers, which stand at the right."""
+    names = heads.split(" | ")
+    rule = ["---:" if name.endswith(":") else "---" for name in names]
+    lines = [[name.rstrip(":") for name in names], rule, *rows] if rows else []
+    return "\n".join(f"| {' | '.join(cells)} |" for cells in lines)
+
+
+def command(topic: Topic, technique: Technique) -> str:
+    return f"{'.venv-xla/bin/python' if technique.needs.xla else 'python'} {topic.file} {technique.name}"
+
+
 # --- README -----------------------------------------------------------------------------------------------------
 
 
 def techniques_table(found: list[Topic], records: dict[str, dict], root: Path = ROOT) -> str:
     """README's map: a table for each topic, a row per technique, from the docstrings and what `records` say of it."""
-    lines = []
+    parts = []
     for topic in found:
         record = records.get(topic.name)
-        recorded = {example["name"]: example for example in record["examples"]} if record else {}
+        recorded = by_name(record) if record else {}
         where = f", recorded on {machine_name(record['machine'])}" if record else ""
-        lines += [f"\n### `{topic.file}`{where}\n"] if lines else [f"### `{topic.file}`{where}\n"]
-        lines += ["| technique | the question it answers | answer | run |", "| --- | --- | --- | --- |"]
+        rows = []
         for t in topic.techniques:
             if t.error:
                 raise ValueError(t.error)
-            python = ".venv-xla/bin/python" if t.needs.xla else "python"
-            measured = "not recorded yet"
-            if t.name in recorded:
-                measured = answer_cell(recorded[t.name]) + (OLDER if is_stale(t, recorded[t.name], root) else "")
-            run = f"`{python} {topic.file} {t.name}`"
-            lines.append(f"| [{t.name}]({t.file}) | {t.question} | {measured} | {run} |")
-    return "\n".join(lines)
+            answer = "not recorded yet"
+            if example := recorded.get(t.name):
+                answer = answer_cell(example) + OLDER * is_stale(t, example, root)
+            rows.append((f"[{t.name}]({t.file})", t.question, answer, f"`{command(topic, t)}`"))
+        table = markdown_table("technique | the question it answers | answer | run", rows)
+        parts.append(f"### `{topic.file}`{where}\n\n{table}")
+    return "\n\n".join(parts)
 
 
 def elsewhere_table(found: list[Topic], ran: dict[str, list[dict]], root: Path = ROOT) -> str:
@@ -84,32 +94,30 @@ def elsewhere_table(found: list[Topic], ran: dict[str, list[dict]], root: Path =
     machines of one kind (companion.compare). An answer differs, too, whose words do, which follow from comparisons;
     those of two codes cannot be compared, and are listed below.
     """
-    lines = ["| technique | where | its answer there | ratios that differ | of |", "| --- | --- | --- | ---: | ---: |"]
-    machines, other_code = 0, {}
+    rows, machines, other_code = [], 0, {}
     for topic in found:
         reference, *others = ran.get(topic.name) or [None]
         for other in others:
             where = f"{other['machine']['gpu'] or 'a CPU'}, Triton {other['machine'].get('triton') or 'absent'}"
-            rows = [row for row in join(reference, other, []) if row.held]
-            theirs, here = ({each["name"]: each for each in record["examples"]} for record in (other, reference))
+            held = [row for row in join(reference, other, []) if row.held]
+            theirs, here = by_name(other), by_name(reference)
             machines += 1
-            for t in topic.techniques:
-                if t.name not in theirs or t.name not in here:
-                    continue
-                own = [row for row in rows if row.technique == t.name]
-                apart = [row for row in own if row.differs and abs(row.kept - 1) > DIFFERS]
+            for t in (t for t in topic.techniques if t.name in theirs and t.name in here):
+                own = [row for row in held if row.technique == t.name]
+                apart = sum(row.far for row in own)
                 one_code = theirs[t.name]["sources"] == here[t.name]["sources"]
                 if apart or (one_code and answer_words(theirs[t.name]) != answer_words(here[t.name])):
                     answer = answer_cell(theirs[t.name]) + OLDER * is_stale(t, theirs[t.name], root)
-                    lines.append(f"| {t.name} | {where} | {answer} | {len(apart)} | {len(own)} |")
+                    rows.append((t.name, where, answer, str(apart), str(len(own))))
                 elif not one_code:
                     other_code.setdefault(where, []).append(t.name)
     if not machines:
         return "No other GPU is recorded yet, and no other Triton."
-    told = lines if lines[2:] else ["Every other machine that is recorded answers the same."]
+    table = markdown_table("technique | where | its answer there | ratios that differ: | of:", rows)
+    lines = [table or "Every other machine that is recorded answers the same."]
     for where, names in other_code.items():
-        told += ["", f"By other code than above, so that only ratios are compared ({where}): {', '.join(names)}."]
-    return "\n".join(told)
+        lines += ["", f"By other code than above, so that only ratios are compared ({where}): {', '.join(names)}."]
+    return "\n".join(lines)
 
 
 def other_triton(folder: str) -> str | None:
@@ -125,26 +133,25 @@ def versions_table(root: Path = ROOT) -> str:
     changed since is marked."""
     parts, older = [], set(stale_examples(root))
     for folder in sorted((root / "results").glob("*-triton-*")):
-        lines = ["| technique | case | variant | ms before | ms after | speed kept |"]
-        lines, total = [*lines, "| --- | --- | --- | ---: | ---: | ---: |"], 0
+        held, lines = 0, []
         for path in sorted(folder.glob("*.json")):
             before = root / "results" / other_triton(folder.name) / path.name
             if not before.is_file():
                 continue
             one, other = as_run(load(before)), as_run(load(path))
-            sources = [{each["name"]: each["sources"] for each in record["examples"]} for record in (one, other)]
-            same = [name for name in sources[1] if sources[0].get(name) == sources[1][name]]
+            first, second = by_name(one), by_name(other)
+            same = [name for name in second if name in first and first[name]["sources"] == second[name]["sources"]]
             rows = [row for row in join(one, other, same) if row.held] if same else []
-            total += len(rows)
-            for row in rows:
-                if row.differs and abs(row.kept - 1) > DIFFERS:
-                    times = f"{row.ms[0]:.4g} | {row.ms[1]:.4g} | {row.kept:.2f}x"
-                    name = row.technique + OLDER * (f"{path.relative_to(root)}: {row.technique}" in older)
-                    lines.append(f"| {name} | {row.case} | {row.variant} | {times} |")
-        if total:
+            held += len(rows)
+            for row in (row for row in rows if row.far):
+                name = row.technique + OLDER * (f"{path.relative_to(root)}: {row.technique}" in older)
+                times = (f"{row.ms[0]:.4g}", f"{row.ms[1]:.4g}", f"{row.kept:.2f}x")
+                lines.append((name, row.case, row.variant, *times))
+        if held:
             where = f"{one['machine']['gpu']}, Triton {one['machine']['triton']} and {other['machine']['triton']}"
-            parts += [f"{where}: {len(lines) - 2} of {total} rows are over 5 % away.", "", *lines, ""]
-    return "\n".join(parts).rstrip() or "No machine is recorded with two versions of Triton yet."
+            table = markdown_table("technique | case | variant | ms before: | ms after: | speed kept:", lines)
+            parts.append(f"{where}: {len(lines)} of {held} rows are over 5 % away.\n\n{table}".rstrip())
+    return "\n\n".join(parts) or "No machine is recorded with two versions of Triton yet."
 
 
 def answer_words(example: dict) -> str:
@@ -159,14 +166,12 @@ def parts_table(what: str, part: str, records: list[dict], root: Path) -> str:
         return "No run is recorded yet."
     told = []
     for record in records:
-        lines = [f"| {part} | what it asks | what it answered |", "| --- | --- | --- |"]
-        if told:
-            lines = [f"| {part} | what it answered there |", "| --- | --- |"]
+        rows = []
         for each in record["examples"]:
-            asks = "" if told else f" {each['question']} |"
             answer = answer_cell(each) + OLDER * part_is_stale(record["topic"], each, root)
-            lines.append(f"| `{each['name']}` |{asks} {answer} |")
-        text = "\n".join(lines)
+            rows.append((f"`{each['name']}`", *([] if told else [each["question"]]), answer))
+        heads = f"{part} | what it answered there" if told else f"{part} | what it asks | what it answered"
+        text = markdown_table(heads, rows)
         older = f" ({OLDER.strip()}: before the code was changed)" * (OLDER in text)
         head = "Recorded" if told else f"{what}, recorded"
         told.append(f"{head} on {machine_name(record['machine'])}{older}:\n\n{text}")
@@ -233,9 +238,9 @@ def chapter_table(found: list[Topic], outline: str) -> str:
     lines = []
     for title, *headings in texts:
         told = {h: [(t, clause) for t, each in named.items() for name, clause in each if name == h] for h in headings}
-        rows = [f"| {h} | [{t.name}](../{t.file}) | {clause} |" for h in headings for t, clause in told[h]]
-        head = ["| section | technique | what is found otherwise |", "| --- | --- | --- |"] if rows else []
-        lines += [f"### {title}\n", *head, *rows, *([""] if rows else [])]
+        rows = [(h, f"[{t.name}](../{t.file})", clause) for h in headings for t, clause in told[h]]
+        table = markdown_table("section | technique | what is found otherwise", rows)
+        lines += [f"### {title}\n", *[f"{table}\n"] * bool(table)]
         lines += [f"Sections that no technique has as its source: {'; '.join(h for h in headings if not told[h])}.\n"]
     beyond = ", ".join(f"[{t.name}](../{t.file})" for t, sections in named.items() if not sections)
     return "\n".join([*lines, f"### Techniques that go beyond the chapter\n\n{beyond}"])
@@ -243,10 +248,10 @@ def chapter_table(found: list[Topic], outline: str) -> str:
 
 def coverage_table(found: list[Topic], records: dict[str, list[dict]]) -> str:
     """What ran where: a row for each record of a topic; what was compiled for other GPUs was not run on them."""
-    lines = ["| topic | ran on | with | techniques | compiled, not run |", "| --- | --- | --- | --- | --- |"]
+    rows = []
     for topic in found:
         if topic.name not in records:
-            lines.append(f"| {topic.file} | not recorded yet | | {len(topic.techniques)} | |")
+            rows.append((topic.file, "not recorded yet", "", str(len(topic.techniques)), ""))
         for record in records.get(topic.name, []):
             m = record["machine"]
             own = "sm_{}{}".format(*m["capability"]) if m["gpu"] else None
@@ -259,8 +264,8 @@ def coverage_table(found: list[Topic], records: dict[str, list[dict]]) -> str:
             code = {kernel["sm"] for kernel in kernels if not kernel["error"] and not kernel.get("too_much")}
             compiled = ", ".join(f"sm_{sm}" for sm in sorted(code) if f"sm_{sm}" != own)
             count = f"{len(passed)} of {len(topic.techniques)}"
-            lines.append(f"| {topic.file} | {where} | {', '.join(versions)} | {count} | {compiled} |")
-    return "\n".join(lines)
+            rows.append((topic.file, where, ", ".join(versions), count, compiled))
+    return markdown_table("topic | ran on | with | techniques | compiled, not run", rows)
 
 
 def results_tables(paths: list[Path], study: bool = False) -> str:
@@ -291,7 +296,7 @@ def results_tables(paths: list[Path], study: bool = False) -> str:
         kernels = [(name, table) for name, table in tables if not of_calls(table)]
         of_kernels = _study_lines(kernels) if study else _kernel_lines(kernels, ceilings)
         of_host = _call_lines([(name, table) for name, table in tables if of_calls(table)])
-        parts += ["\n".join(lines) + "\n" for lines in (of_kernels, of_host) if len(lines) > 2]
+        parts += [f"{table}\n" for table in (of_kernels, of_host) if table]
     return "\n".join(parts).rstrip()
 
 
@@ -304,11 +309,8 @@ def newest_ceilings(record: dict) -> dict:
     return {"copy_tbps": copy, "gemm_tflops": dict(sorted(gemm.items()))}
 
 
-def _kernel_lines(tables: list[tuple[str, Table]], ceilings: dict) -> list[str]:
-    lines = [
-        "| technique | case | variant | ms | rate | % of ceiling | times as fast as | faster here |",
-        "| --- | --- | --- | ---: | ---: | ---: | --- | --- |",
-    ]
+def _kernel_lines(tables: list[tuple[str, Table]], ceilings: dict) -> str:
+    rows = []
     for name, table in tables:
         for row in told_rows(table):
             ceiling = f"{row.of_ceiling:.1%}" if row.of_ceiling else ""
@@ -316,30 +318,30 @@ def _kernel_lines(tables: list[tuple[str, Table]], ceilings: dict) -> list[str]:
             best = table.best if row.ours else row
             faster = f"{best.variant}: {row.ms / best.ms:.2f}x" if best.ms * FASTER < row.ms else ""
             cells = (row.variant, f"{row.ms:.4g}", _nearer_rate(row, ceilings), ceiling, versus, faster)
-            lines.append(f"| {label(name, table.title)} | {table.case} | {' | '.join(cells)} |")
-    return lines
+            rows.append((label(name, table.title), table.case, *cells))
+    heads = "technique | case | variant | ms: | rate: | % of ceiling: | times as fast as | faster here"
+    return markdown_table(heads, rows)
 
 
-def _study_lines(tables: list[tuple[str, Table]]) -> list[str]:
-    lines = ["| study of | case | baseline | ms | times as fast |", "| --- | --- | --- | ---: | --- |"]
+def _study_lines(tables: list[tuple[str, Table]]) -> str:
+    rows = []
     for name, table in tables:
         base = table[table.baseline]
         ratios = "; ".join(f"{_ratio(table, row, base)} {row.variant}" for row in table.rows if row is not base)
-        title = label(name, table.title)
-        lines.append(f"| {title} | {table.case} | {base.variant} | {base.ms:.4g} | {ratios} |")
-    return lines
+        rows.append((label(name, table.title), table.case, base.variant, f"{base.ms:.4g}", ratios))
+    return markdown_table("study of | case | baseline | ms: | times as fast", rows)
 
 
-def _call_lines(tables: list[tuple[str, Table]]) -> list[str]:
-    heads = "whole calls | case | variant | ms | GPU ms | host us | times as fast as the first | host twice as fast"
-    lines = [f"| {heads} |", "| --- | --- | --- | ---: | ---: | ---: | --- | --- |"]
+def _call_lines(tables: list[tuple[str, Table]]) -> str:
+    rows = []
     for name, table in tables:
         base = table[table.baseline]
         for row in [base, *(each for each in table.rows if each is not base)]:
-            times = f"{row.ms:.4g} | {row.gpu_ms:.4g} | {row.enqueue_us:.0f}"
-            ratios = " | " if row is base else f"{_ratio(table, row, base)} | {_ratio(table, row, base, host=2)}"
-            lines.append(f"| {label(name, table.title)} | {table.case} | {row.variant} | {times} | {ratios} |")
-    return lines
+            times = (f"{row.ms:.4g}", f"{row.gpu_ms:.4g}", f"{row.enqueue_us:.0f}")
+            ratios = ["" if row is base else _ratio(table, row, base, host=host) for host in (1, 2)]
+            rows.append((label(name, table.title), table.case, row.variant, *times, *ratios))
+    heads = "whole calls | case | variant | ms: | GPU ms: | host us: | times as fast as the first | host twice as fast"
+    return markdown_table(heads, rows)
 
 
 def _ratio(table: Table, row: Row, other: Row, host: float = 1) -> str:
@@ -428,17 +430,22 @@ def readme(check: bool, stale: bool, root: Path = ROOT) -> int:
         for name in stale_examples(root):
             print(name)
         return 0
-    texts = documents(root)
-    differing = [path for path, (old, new) in texts.items() if old.replace(OLDER, "") != new.replace(OLDER, "")]
+    return renew(documents(root), root, check, "the docstrings and results/; run: python -m companion readme")
+
+
+def renew(texts: dict[Path, tuple[str, str]], root: Path, check: bool, sources: str) -> int:
+    """Write files that are (old, new), or only say (`check`) which differ from their `sources`; then 1 where one does.
+    The mark of older code is no difference: a change of the code makes no page wrong."""
+    status = 0
     for path, (old, new) in texts.items():
         name = path.relative_to(root)
-        if check and path in differing:
-            print(f"{name} differs from the docstrings and results/; run: python -m companion readme", file=sys.stderr)
-        elif not check:
-            if old != new:
-                path.write_text(new, encoding="utf-8")
+        if not check:
+            path.write_text(new, encoding="utf-8")
             print(f"{name}: {'renewed' if old != new else 'unchanged'}")
-    return int(check and bool(differing))
+        elif old.replace(OLDER, "") != new.replace(OLDER, ""):
+            print(f"{name} differs from {sources}", file=sys.stderr)
+            status = 1
+    return status
 
 
 def stale_examples(root: Path = ROOT) -> list[str]:

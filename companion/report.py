@@ -22,9 +22,10 @@ from harness.console import noise, of_calls
 from harness.record import ExampleRecord, as_run, load, recorded_answer, reference_files
 
 from companion.charts import DRAWN, Chart, charts_of, roofline
-from companion.claims import judge, tally
+from companion.claims import Judged, judge, tally
+from companion.compare import by_name
 from companion.ledger import CLAIMS
-from companion.readme import is_stale, machine_name, tables_of, told_rows
+from companion.readme import command, is_stale, machine_name, tables_of, told_rows
 
 PAGE = ROOT / "docs" / "index.html"
 TEMPLATES = Path(__file__).parent / "page"
@@ -72,20 +73,17 @@ def content(records: dict[str, dict], beside: dict[str, dict], root: Path = ROOT
     shown = {each["name"] for topic in told for each in topic["techniques"]}
     files = {technique.name: technique.file for topic in known.values() for technique in topic.techniques}
     judged = judge(CLAIMS, list(known.values()), root)
-    claims = {
-        group: [
-            each.claim._replace(measured=None)._asdict() | each._replace(claim=None, older=False)._asdict()
-            for each in members
-        ]
-        for group, members in judged.items()
-    }
+
+    def plain(each: Judged) -> dict:
+        return each.claim._replace(measured=None)._asdict() | each._replace(claim=None, older=False)._asdict()
+
     return {
         "topics": told,
         "shown": sorted(shown),
         "files": files,
         "symptoms": pointers(section(readme, "When something is wrong"), files),
         "choices": pointers(section(readme, "Which one should I use?") + section(guide), files),
-        "claims": claims,
+        "claims": {group: [plain(each) for each in members] for group, members in judged.items()},
         "tally": tally(judged),
         "older": _older(known, records) | {each.claim.id for group in judged.values() for each in group if each.older},
     }
@@ -120,18 +118,13 @@ def learning_path(text: str) -> dict[str, dict]:
             groups = [(what, re.findall(r"\w+", names)) for what, names in re.findall(r"^- (.+): (`.+`)$", body, re.M)]
             exercise = body.partition("Exercise: ")[2]
             exercise = exercise[:1].upper() + exercise[1:]
-            found[named[2]] = {
-                "title": named[1],
-                "before": before[1] if before else "",
-                "groups": groups,
-                "exercise": exercise,
-            }
+            before = before[1] if before else ""
+            found[named[2]] = {"title": named[1], "before": before, "groups": groups, "exercise": exercise}
     return found
 
 
 def _topic(topic: Topic, record: dict, mine: dict | None, path: dict) -> dict:
-    examples = {example["name"]: example for example in record["examples"]}
-    others = {example["name"]: example for example in mine["examples"]} if mine else {}
+    examples, others = by_name(record), by_name(mine) if mine else {}
     whose = f"yours: {mine['gpu'] or 'a CPU'}" if mine else ""
     told = []
     for technique in topic.techniques:
@@ -162,7 +155,6 @@ def picture(chart: Chart, others: list[Chart], whose: str) -> dict:
 
 
 def _technique(topic: Topic, technique: Technique, example: dict | None, mine: dict | None, whose: str) -> dict:
-    python = ".venv-xla/bin/python" if technique.needs.xla else "python"
     others = charts_of(technique.name, mine) if mine else []
     charts = [picture(chart, others, whose) for chart in charts_of(technique.name, example)] if example else []
     study = (example or {}).get("study")
@@ -173,7 +165,7 @@ def _technique(topic: Topic, technique: Technique, example: dict | None, mine: d
         "file": technique.file,
         "question": technique.question or technique.error,
         "wins": technique.wins_when,
-        "run": f"{python} {topic.file} {technique.name}",
+        "run": command(topic, technique),
         "further": [str(path.relative_to(ROOT)) for path in (*technique.variants, *technique.studies)],
         "status": example["status"] if example else "absent",
         "says": answer_of(topic, technique, example),
@@ -219,11 +211,8 @@ def made(example: dict) -> str:
     machine = {"gpu": None, "host": {}} | example["machine"]
     if not example["machine"]:
         return ""
-    versions = [
-        f"{name} {machine[key]}"
-        for key, name in (("torch", "torch"), ("triton", "Triton"), ("torch_xla", "torch_xla"))
-        if machine.get(key)
-    ]
+    names = {"torch": "torch", "triton": "Triton", "torch_xla": "torch_xla"}
+    versions = [f"{name} {machine[key]}" for key, name in names.items() if machine.get(key)]
     where = machine["gpu"] or f"{machine['host'].get('cpu')}, {machine['host'].get('cores')} cores"
     commit = (example["commit"] or "unknown")[:12] + ", with local changes" * bool(example["dirty"])
     return f"{where}, {example['when'][:10]}, {example['sizes']} sizes, {', '.join(versions)}, commit {commit}"
@@ -257,9 +246,8 @@ def evidence(codegen: list[dict]) -> list[tuple[str, str]]:
     """(architectures, instructions found in their code), those with the same instructions together."""
     by_sm: dict[int, dict[str, None]] = {}
     for kernel in codegen:
-        by_sm.setdefault(kernel["sm"], {}).update(
-            dict.fromkeys(name for name, count in kernel["found"].items() if count)
-        )
+        found = by_sm.setdefault(kernel["sm"], {})
+        found |= dict.fromkeys(name for name, count in kernel["found"].items() if count)
     by_code: dict[str, list[str]] = {}
     for sm, names in sorted(by_sm.items()):
         by_code.setdefault(", ".join(names) or "not supported", []).append(f"sm_{sm}")
@@ -277,13 +265,12 @@ def _part(part: dict, mine: dict | None) -> dict:
     checks += f"; the largest error is {max(errors):.0%} of what rounding allows" if errors else ""
     timed = [table for table in tables_of(part) if table.timed]
     others = [table for table in tables_of(mine) if table.timed] if mine else []
-    groups = [
-        [table for table in timed if (table.title, table.baseline) == key]
-        for key in dict.fromkeys((table.title, table.baseline) for table in timed)
-    ]
+    groups: dict[tuple[str, str], list[Table]] = {}
+    for table in timed:
+        groups.setdefault((table.title, table.baseline), []).append(table)
     return {
         "checks": checks,
-        "tables": [grid(group, others if mine else None) for group in groups],
+        "tables": [grid(group, others) for group in groups.values()],
         "facts": [fact_grid(name, value) for name, value in part["facts"].items() if not name.endswith(DRAWN)],
         "conclusions": part["conclusions"],
     }
@@ -296,11 +283,11 @@ def cell(value: object, form: str = "{}") -> dict:
     return held | {"text": "" if value is None else form.format(value)}
 
 
-def grid(tables: list[Table], others: list[Table] | None) -> dict:
+def grid(tables: list[Table], others: list[Table]) -> dict:
     """Tables of one title and baseline as one, a row for each variant of each case; ratios come first, as a phone shows
     few columns, and those that hold nothing are left out. `others` are of another record: their ratio stands beside."""
     calls, base = of_calls(tables[0]), tables[0].baseline
-    same = {(table.title, table.case, table.baseline): table for table in others or []}
+    same = {(table.title, table.case, table.baseline): table for table in others}
     lines = []
     for table in tables:
         told, other = told_rows(table)[0].variant, same.get((table.title, table.case, base))
@@ -412,20 +399,17 @@ def render(said: dict, base: str) -> str:
     return page.get_template("page.html").render(**said, **assets, digest=digest(said))
 
 
-def report(paths: list[Path], output: Path | None, beside: list[Path], check: bool) -> int:
+def report(records: list[Path], output: Path | None, beside: list[Path], check: bool) -> int:
     """Make the page of records, by default of those that README shows; or say (`check`) whether docs/index.html is up
     to date with them, 1 when it is not. Raises ValueError where a record cannot be read, or the page not written."""
-    records = gather(paths or reference_files())
-    said = content(records, gather(beside))
+    said = content(gather(records or reference_files()), gather(beside))
     if check:
         path = output or PAGE
-        held = re.search(
-            r'<meta name="digest" content="(\w+)">', path.read_text(encoding="utf-8") if path.is_file() else ""
-        )
-        if differs := not held or held[1] != digest(said):
-            print(
-                f"{path.name} differs from lessons, records or the page's templates; run: make report", file=sys.stderr
-            )
+        page = path.read_text(encoding="utf-8") if path.is_file() else ""
+        differs = f'<meta name="digest" content="{digest(said)}">' not in page
+        if differs:
+            why = "differs from lessons, records or the page's templates"
+            print(f"{path.name} {why}; run: make report", file=sys.stderr)
         return int(differs)
     output = output or Path("report.html")
     text = render(said, Path(os.path.relpath(ROOT, output.resolve().parent)).as_posix())
@@ -433,8 +417,6 @@ def report(paths: list[Path], output: Path | None, beside: list[Path], check: bo
         output.write_text(text, encoding="utf-8")
     except OSError as error:
         raise ValueError(f"{output}: {error.strerror}; name another file with -o") from None
-    told, topics_told = sum(len(topic["techniques"]) for topic in said["topics"]), len(said["topics"])
-    print(
-        f"{output}: the page of {topics_told} topic{'s' * (topics_told > 1)}, {told} techniques; open it in a browser"
-    )
+    told, topics_ = sum(len(topic["techniques"]) for topic in said["topics"]), len(said["topics"])
+    print(f"{output}: the page of {topics_} topic{'s' * (topics_ > 1)}, {told} techniques; open it in a browser")
     return 0

@@ -5,7 +5,7 @@ from __future__ import annotations
 from difflib import get_close_matches
 from pathlib import Path
 
-from harness import console as show
+from harness import console as out
 from harness.catalog import ROOT, Technique, topics
 from harness.record import REFERENCES, load, recorded
 
@@ -25,7 +25,7 @@ def technique_named(name: str, command: str = "show") -> tuple[str, Technique]:
     return known[name]
 
 
-def example_of(name: str, path: Path | None = None) -> dict:
+def example_of(name: str, path: Path | None) -> dict:
     """The recorded example of a technique: in the record at `path`, or the one that README shows.
 
     Raises ValueError, with what to run, where there is none.
@@ -45,70 +45,73 @@ def example_of(name: str, path: Path | None = None) -> dict:
     return found
 
 
-def list_techniques() -> int:
-    """Every technique with its question, by topic."""
-    console = show.make_console()
+def show(names: list[str], record: Path | None, study: bool, verbose: bool) -> int:
+    """What was recorded of each technique; without names, every technique with its question, by topic."""
+    for name in names:
+        _show_example(name, record, study, verbose)
+    if names:
+        return 0
+    console = out.make_console()
     for topic in topics():
-        show.say(console, topic.file, "bold")
+        out.say(console, topic.file, "bold")
         for technique in topic.techniques:
-            show.paragraph(console, f"{technique.name}: {technique.question or technique.error}")
-    show.say(console, "python -m companion show TECHNIQUE shows what was recorded of one")
+            out.paragraph(console, f"{technique.name}: {technique.question or technique.error}")
+    out.say(console, "python -m companion show TECHNIQUE shows what was recorded of one")
     return 0
 
 
-def show_example(name: str, path: Path | None = None, study: bool = False, verbose: bool = False) -> int:
-    example, console = example_of(name, path), show.make_console()
+def _show_example(name: str, path: Path | None, study: bool, verbose: bool) -> None:
+    example, console = example_of(name, path), out.make_console()
     _, technique = technique_named(name)
-    show.technique_heading(console, technique)
+    out.technique_heading(console, technique)
     if example["status"] != "passed":
-        show.paragraph(console, f"{example['status']}: {example['reason']}", "red")
+        out.paragraph(console, f"{example['status']}: {example['reason']}", "red")
     if is_stale(technique, example):
         changed = "recorded with older code: what the lesson runs, or the check or the timer, has changed since"
-        show.paragraph(console, changed, "dim")
+        out.paragraph(console, changed, "dim")
     _show_part(console, example, verbose)
     if study and example.get("study"):
-        show.technique_heading(console, technique, ", study")
+        out.technique_heading(console, technique, ", study")
         _show_part(console, example["study"], verbose)
     elif study:
         unrecorded = f"its study is not recorded; python {technique.file} --study --json PATH records it"
-        show.paragraph(console, unrecorded if technique.studies else f"{name} has no study")
-    show.say(console, "")
+        out.paragraph(console, unrecorded if technique.studies else f"{name} has no study")
+    out.say(console, "")
     if technique.wins_when:
-        show.paragraph(console, f"wins when: {technique.wins_when}")
-    show.paragraph(console, f"lesson: {technique.file}", "dim")
+        out.paragraph(console, f"wins when: {technique.wins_when}")
+    out.paragraph(console, f"lesson: {technique.file}", "dim")
     for label, files in (("variant", technique.variants), ("study", technique.studies)):
         for file in files:
-            show.paragraph(console, f"{label}: {file.relative_to(ROOT)}", "dim")
-    return 0
+            out.paragraph(console, f"{label}: {file.relative_to(ROOT)}", "dim")
 
 
 def _show_part(console, example: dict, verbose: bool) -> None:
     if example["answer"]:
-        show.show_answer(console, example["answer"])
+        out.show_answer(console, example["answer"])
     found: dict[int, dict[str, None]] = {}
     for kernel in example["codegen"]:
         found.setdefault(kernel["sm"], {}).update(dict.fromkeys(kernel["found"]))
     errors = [each["error"] for each in example["checks"]] + [r["error"] for t in example["tables"] for r in t["rows"]]
     if errors := [error for error in errors if error is not None]:
-        show.show_checks(console, errors)
+        out.show_checks(console, errors)
     if found and verbose:
         code = " | ".join(f"sm_{sm} {', '.join(names)}" for sm, names in sorted(found.items()))
-        show.paragraph(console, f"in the code: {code}")
+        out.paragraph(console, f"in the code: {code}")
     tables = tables_of(example)
     for key in dict.fromkeys((table.title, table.baseline) for table in tables):
         cases = [table for table in tables if (table.title, table.baseline) == key]
         for one in cases if verbose else [cases]:
-            (show.show_comparison if verbose else show.show_cases)(console, one)
+            (out.show_comparison if verbose else out.show_cases)(console, one)
     for text in example["conclusions"]:
-        show.paragraph(console, text)
+        out.paragraph(console, text)
     for fact, value in example["facts"].items():
         if isinstance(value, dict) and value and all(isinstance(cells, dict) for cells in value.values()):
-            show.show_rows(console, fact, value)  # what the run printed as a table
+            out.show_rows(console, fact, value)  # what the run printed as a table
         elif verbose:
-            show.show_fact(console, fact, value)
-    show.say(console, "")
+            out.show_fact(console, fact, value)
+    out.say(console, "")
     machine = example["machine"]
     versions = f"torch {machine['torch']}" + (f", Triton {machine['triton']}" if machine.get("triton") else "")
     where, commit = machine["gpu"] or machine["host"]["cpu"], (example["commit"] or "unknown")[:12]
     text = f"recorded on {where}, {example['when'][:10]}, {versions}, commit {commit}: {example['command']}"
-    show.paragraph(console, text, "dim")
+    out.paragraph(console, text, "dim")

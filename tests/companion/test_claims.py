@@ -120,7 +120,7 @@ def test_another_verdict_of_another_machine_is_told(tmp_path):
     rows = [line for line in table.splitlines() if line.startswith("| [")]
     assert rows == [f"| [says fast](#fast) | an H100 | fast{OLDER} | **does not hold** |"]
     with pytest.raises(ValueError, match="softmax: its lesson is not recorded"):
-        Reader(FOUND, tmp_path, folder="none").torch("softmax")
+        Reader(FOUND, tmp_path, folder="none")("softmax")
 
 
 def test_a_stale_page_fails_and_the_mark_of_older_code_is_no_difference(tmp_path, capsys, monkeypatch):
