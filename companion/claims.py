@@ -19,7 +19,7 @@ from harness.catalog import ROOT, Topic, topics
 from harness.record import REFERENCES, load, recorded
 
 from companion import readme
-from companion.readme import OLDER, OUTLINE, is_stale, machine_name, tables_of
+from companion.readme import OLDER, OUTLINE, machine_name, stale_parts, tables_of
 
 PAGE = "CLAIMS.md"
 INSPECTED = "compile_inspect"  # the topic of what `python -m compile_inspect.main --json` writes
@@ -116,7 +116,8 @@ class Reader:
     """What a claim reads: reader("softmax") is the lesson's evidence, reader("softmax", study=True) the study's.
 
     It remembers which techniques were read: those are what reproduces the claim. `held` is what readers share: each
-    record, and whether it was made with other code than today's. With `folder`, one of results/, it reads that alone.
+    record, and which parts of it were made with other code than today's. With `folder`, one of results/, it reads that
+    alone.
     """
 
     def __init__(self, found: list[Topic], root: Path = ROOT, held: dict | None = None, folder: str = "") -> None:
@@ -130,15 +131,15 @@ class Reader:
         topic, technique = self.known[name]
         if name not in self.held:
             example = self.recorded(topic.name, name)
-            self.held[name] = example, bool(example) and is_stale(technique, example, self.root)
+            self.held[name] = example, stale_parts(technique, example, self.root) if example else []
         example, older = self.held[name]
-        part = (example or {}).get("study") if study else example
+        part, which = ((example or {}).get("study"), "study") if study else (example, "lesson")
         if part is None:
-            raise ValueError(f"{name}: its {'study' if study else 'lesson'} is not recorded")
+            raise ValueError(f"{name}: its {which} is not recorded")
         self.read[name] = self.read.get(name, False) or study
         machine = part["machine"]
         self.machines[machine_name(machine | machine.get("host", {}))] = None
-        self.older |= older
+        self.older |= which in older
         return Evidence(f"{name}{', study' if study else ''}", part)
 
     def recorded(self, topic: str, name: str) -> dict | None:

@@ -80,7 +80,7 @@ def techniques_table(found: list[Topic], records: dict[str, dict], root: Path = 
                 raise ValueError(t.error)
             answer = "not recorded yet"
             if example := recorded.get(t.name):
-                answer = answer_cell(example) + OLDER * is_stale(t, example, root)
+                answer = answer_cell(example) + OLDER * ("lesson" in stale_parts(t, example, root))
             rows.append((f"[{t.name}]({t.file})", t.question, answer, f"`{command(topic, t)}`"))
         table = markdown_table("technique | the question it answers | answer | run", rows)
         parts.append(f"### `{topic.file}`{where}\n\n{table}")
@@ -107,7 +107,8 @@ def elsewhere_table(found: list[Topic], ran: dict[str, list[dict]], root: Path =
                 apart = sum(row.far for row in own)
                 one_code = theirs[t.name]["sources"] == here[t.name]["sources"]
                 if apart or (one_code and answer_words(theirs[t.name]) != answer_words(here[t.name])):
-                    answer = answer_cell(theirs[t.name]) + OLDER * is_stale(t, theirs[t.name], root)
+                    older = "lesson" in stale_parts(t, theirs[t.name], root)
+                    answer = answer_cell(theirs[t.name]) + OLDER * older
                     rows.append((t.name, where, answer, str(apart), str(len(own))))
                 elif not one_code:
                     other_code.setdefault(where, []).append(t.name)
@@ -193,15 +194,23 @@ def machine_name(machine: dict) -> str:
     return f"an {machine['gpu']}" if machine["gpu"] else f"a CPU ({machine['cores']} cores, {machine['cpu']})"
 
 
+def stale_parts(technique: Technique, example: dict, root: Path = ROOT) -> list[str]:
+    """Which parts of a record, "lesson" and "study", were made with other code than there is today."""
+    parts = {"lesson": ((technique.path,), example), "study": (technique.studies, example.get("study"))}
+    found = []
+    for name, (files, part) in parts.items():
+        if not part:
+            continue
+        peers = [root / peer for peer in part["peers"]]
+        there = files and all(peer.is_file() for peer in peers)  # one may have moved since
+        if not there or part["sources"] != sources_hash(files[0], [*files[1:], *peers], root):
+            found.append(name)
+    return found
+
+
 def is_stale(technique: Technique, example: dict, root: Path = ROOT) -> bool:
     """Whether a recorded lesson, or its study, was made with other code than there is today."""
-    parts = [((technique.path,), example)] + ([(technique.studies, example["study"])] if example.get("study") else [])
-    if not all((root / peer).is_file() for _, part in parts for peer in part["peers"]):
-        return True  # a peer that has moved since
-    return any(
-        not files or part["sources"] != sources_hash(files[0], [*files[1:], *(root / p for p in part["peers"])], root)
-        for files, part in parts
-    )
+    return bool(stale_parts(technique, example, root))
 
 
 def answer_cell(example: dict) -> str:
@@ -449,13 +458,17 @@ def renew(texts: dict[Path, tuple[str, str]], root: Path, check: bool, sources: 
 
 
 def stale_examples(root: Path = ROOT) -> list[str]:
-    """Each recorded technique whose record is of other code than today's, as `results/h200/x.json: softmax`."""
+    """Each recorded technique whose record is of other code than today's, as `results/h200/x.json: softmax`, with
+    `, study` behind it where that is so of the study alone."""
     known = {(topic.name, technique.name): technique for topic in topics(root) for technique in topic.techniques}
     found = []
     for path in sorted((root / "results").glob("*/*.json")):
         record = load(path)
         for example in record["examples"]:
-            technique = known.get((record["topic"], example["name"]))
-            if is_stale(technique, example, root) if technique else part_is_stale(record["topic"], example, root):
-                found.append(f"{path.relative_to(root)}: {example['name']}")
+            if technique := known.get((record["topic"], example["name"])):
+                parts = stale_parts(technique, example, root)
+            else:
+                parts = ["lesson"] * part_is_stale(record["topic"], example, root)
+            if parts:
+                found.append(f"{path.relative_to(root)}: {example['name']}{', study' * ('lesson' not in parts)}")
     return found

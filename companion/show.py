@@ -9,7 +9,7 @@ from harness import console as out
 from harness.catalog import ROOT, Technique, topics
 from harness.record import REFERENCES, load, recorded
 
-from companion.readme import is_stale, tables_of
+from companion.readme import stale_parts, tables_of
 
 
 def technique_named(name: str, command: str = "show") -> tuple[str, Technique]:
@@ -66,13 +66,11 @@ def _show_example(name: str, path: Path | None, study: bool, verbose: bool) -> N
     out.technique_heading(console, technique)
     if example["status"] != "passed":
         out.paragraph(console, f"{example['status']}: {example['reason']}", "red")
-    if is_stale(technique, example):
-        changed = "recorded with older code: what the lesson runs, or the check or the timer, has changed since"
-        out.paragraph(console, changed, "dim")
-    _show_part(console, example, verbose)
+    older = stale_parts(technique, example)
+    _show_part(console, example, verbose, "lesson" in older)
     if study and example.get("study"):
         out.technique_heading(console, technique, ", study")
-        _show_part(console, example["study"], verbose)
+        _show_part(console, example["study"], verbose, "study" in older)
     elif study:
         unrecorded = f"its study is not recorded; python {technique.file} --study --json PATH records it"
         out.paragraph(console, unrecorded if technique.studies else f"{name} has no study")
@@ -85,7 +83,10 @@ def _show_example(name: str, path: Path | None, study: bool, verbose: bool) -> N
             out.paragraph(console, f"{label}: {file.relative_to(ROOT)}", "dim")
 
 
-def _show_part(console, example: dict, verbose: bool) -> None:
+def _show_part(console, example: dict, verbose: bool, older: bool) -> None:
+    if older:
+        changed = "recorded with older code: what it runs, or the check or the timer, has changed since"
+        out.paragraph(console, changed, "dim")
     if example["answer"]:
         out.show_answer(console, example["answer"])
     found: dict[int, dict[str, None]] = {}

@@ -135,10 +135,12 @@ def test_a_stale_page_fails_and_the_mark_of_older_code_is_no_difference(tmp_path
 
 
 def test_an_old_record_is_marked_and_a_study_is_run_with_its_lesson(monkeypatch):
-    monkeypatch.setattr(claims, "is_stale", lambda *_: True)
+    """A claim of a study is not marked where the lesson alone is of older code."""
     claim = Claim(
         "a", "Mode Comparison", "says", "why", lambda read: {"": told(bool(read("softmax", study=True)), True)}
     )
-    page = ledger_page({"group": [claim]}, FOUND, ROOT)
-    assert claims.OLDER in page
+    for parts in (["lesson"], ["study"]):
+        monkeypatch.setattr(claims, "stale_parts", lambda *_, parts=parts: parts)
+        page = ledger_page({"group": [claim]}, FOUND, ROOT)
+        assert (claims.OLDER in page) == (parts == ["study"])
     assert "`python triton_examples.py softmax --study`" in page

@@ -12,7 +12,7 @@ import pytest
 
 from companion import contribute
 from companion.__main__ import main
-from companion.readme import is_stale
+from companion.readme import is_stale, stale_parts
 
 TOPIC = next(topic for topic in topics() if topic.name == "triton_tma_blackwell")
 RECORDED = json.loads((ROOT / "results/h200/triton_tma_blackwell.json").read_text())
@@ -146,8 +146,8 @@ def test_older_code_is_seen():
     example["sources"] = sources_hash(lesson.path)
     example["study"]["sources"] = sources_hash(lesson.studies[0], lesson.studies[1:])
     assert not is_stale(lesson, example)
-    assert is_stale(lesson, example | {"sources": "0" * 16})
-    assert is_stale(lesson, example | {"study": example["study"] | {"sources": "0" * 16}})
+    assert stale_parts(lesson, example | {"sources": "0" * 16}) == ["lesson"]
+    assert stale_parts(lesson, example | {"study": example["study"] | {"sources": "0" * 16}}) == ["study"]
     assert is_stale(lesson, example | {"peers": ["examples/triton/gone.py"]})
 
 
