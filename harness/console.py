@@ -93,8 +93,8 @@ def _least(console: Console, table: Grid) -> int:
 
 
 def show_cases(console: Console, tables: list[Table]) -> None:
-    """Tables of one title and baseline as one: a row for each variant of a single case, or of whole calls; of several
-    other cases, how many times as fast as the baseline each variant is in each. Nothing where nothing was timed."""
+    """Tables of one title and baseline as one: a row for each variant of a single case, or of whole calls; of other
+    cases, how many times as fast as the baseline each variant is in each. Nothing where nothing was timed."""
     tables = [table for table in tables if table.timed]
     if not tables:
         return
@@ -138,12 +138,9 @@ def _over(table: Table, row: Row) -> str:
 
 
 def _show_each(console: Console, tables: list[Table], whole: bool = False) -> None:
-    """A row for each variant, under its case where there are several; `whole` has errors and first calls, too. Columns
-    that hold nothing are left out, of whole calls also those that a narrow terminal can do without.
-
-    A ratio of whole calls is this host's: beside it stand the GPU's time, the host's to launch, and what the ratio is
-    on a host twice as fast.
-    """
+    """A row for each variant, under its case where there are several; `whole` has errors and first calls, too. Empty
+    columns are left out, of whole calls also those that a narrow terminal can do without. A ratio of whole calls is
+    this host's: beside it stand the GPU's time, the host's to launch, and the ratio on a host twice as fast."""
     one, calls, several = tables[0], of_calls(tables[0]), len(tables) > 1
     say(console, f"  {one.title}{', whole calls' * calls}{f'  {one.case}' * (not several)}", style="bold")
     of_baseline = f"x {one.baseline}" if len(one.baseline) <= 20 else "x baseline"  # the row that has 1.00
@@ -226,10 +223,8 @@ def _part(value: float | None) -> str:
 
 
 def show_rows(console: Console, title: str, rows: dict[str, dict]) -> None:
-    """Rows of named cells; a cell that a row lacks stays empty, a list reads a / b, a sentence is broken at words.
-
-    What is wider than the console with all its words whole is shown row after row, each cell beside its name.
-    """
+    """Rows of named cells; a cell that a row lacks stays empty, a list reads a / b, a sentence is broken at words. What
+    is wider than the console with all its words whole is shown row after row, each cell beside its name."""
     say(console, "")
     paragraph(console, title, "bold", indent="")
     _show_named(console, list(rows.items()))

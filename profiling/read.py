@@ -27,8 +27,9 @@ from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
-from harness.catalog import CatalogError, Technique, Topic, read_topic
-from harness.cli import USAGE_ERROR, _choose, _topic_of_one
+from harness.catalog import CatalogError, Technique, read_topic
+from harness.cli import USAGE_ERROR, choose, topic_of_one
+from harness.console import say
 from harness.record import as_run
 
 from rich import box
@@ -40,16 +41,13 @@ from rich.text import Text
 def techniques(script: Path, names: list[str]) -> tuple[Technique, ...]:
     """Those of a topic script, or of a technique file, that are named. Raises CatalogError when one is not there."""
     try:
-        topic: Topic = read_topic(script)
+        topic = read_topic(script)
     except CatalogError as error:
         try:
-            topic = _topic_of_one(script)
+            topic = topic_of_one(script)
         except CatalogError:
             raise error from None
-    chosen = _choose(topic, names)
-    if isinstance(chosen, str):
-        raise CatalogError(chosen)
-    return chosen
+    return choose(topic, names)
 
 
 def kernels_of(path: Path) -> list[str]:
@@ -166,14 +164,10 @@ def show_sanitizer(console: Console, out: Path, tools: list[str], kernels: list[
         notes += [(style, text if text.startswith(" ") else f"{tool}: {text}") for style, text in told]
     console.print(table)
     for style, note in notes:
-        _say(console, note, style)
+        say(console, note, style)
     if names:
-        _say(console, f"techniques: {', '.join(names)}", "dim")
+        say(console, f"techniques: {', '.join(names)}", "dim")
     return clean
-
-
-def _say(console: Console, text: str, style: str) -> None:
-    console.print(Text(text, style=style), soft_wrap=True)
 
 
 # --- what a profiler saw ----------------------------------------------------------------------------------------
@@ -498,31 +492,31 @@ def show_profile(console: Console, kind: str, records: list[Path], paths: list[P
     failed = [e for e in run["examples"] if e["status"] in ("failed", "running")]
     for example in failed:
         reason = (example["reason"] or "it ended the process, and the profile goes on after it").splitlines()[0]
-        _say(console, f"{example['name']} failed: {reason}", "red")
+        say(console, f"{example['name']} failed: {reason}", "red")
     if not seen:
-        _say(console, NOTHING[kind], "red")
+        say(console, NOTHING[kind], "red")
         return 1
     works = {call: work for e in run["examples"] for call, work in e.get("profiled", {}).items()}
     groups = {call: e["name"] for e in run["examples"] for call in e.get("profiled", {})}
     if run.get("sizes") == "interpreted":  # which has no speed
         works = {}
         said = "Triton kernels are interpreted: what is seen are the operators of torch, and no time is a kernel's."
-        _say(console, said, "yellow")
+        say(console, said, "yellow")
     on_gpu = bool(run.get("machine", {}).get("gpu"))
     limits = measured(works) if on_gpu else Limits()
     show(console, seen, works, limits, groups, "operator" if kind == "torch" and not on_gpu else "kernel")
     notes = [f"copy {limits.copy_tbps:.2f} TB/s"] if limits.copy_tbps else []
     notes += [f"cuBLAS {name} {rate:.0f} TFLOP/s" for name, rate in limits.gemm_tflops.items() if rate]
     if notes:
-        _say(console, f"measured here, now: {', '.join(notes)}", "dim")
+        say(console, f"measured here, now: {', '.join(notes)}", "dim")
     there = {groups.get(one.call) for one in seen}
     for example in run["examples"]:
         if example["name"] not in there and example not in failed:
             why = (example["reason"] or "it calls nothing under --profile").splitlines()[0]
-            _say(console, f"{example['name']}: not profiled: {why}", "dim")
+            say(console, f"{example['name']}: not profiled: {why}", "dim")
     for record in records:
         for call, why in _json(record.with_suffix(".left")).items():
-            _say(console, f"{call}: profiled {why}", "yellow")
+            say(console, f"{call}: profiled {why}", "yellow")
     return int(bool(failed))
 
 
