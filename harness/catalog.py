@@ -118,17 +118,8 @@ def _parse(path: Path) -> ast.Module:
 
 def fields(docstring: str) -> dict[str, str]:
     """The `Name  text` fields of a technique's docstring; text continues on lines indented further."""
-    found: dict[str, list[str]] = {}
-    current = None
-    for line in docstring.splitlines():
-        if match := re.match(r"([A-Z][a-z]+(?: [a-z]+)?)  +(\S.*)$", line):
-            current = found.setdefault(match[1], [])
-            current.append(match[2])
-        elif current is not None and line.startswith("  ") and line.strip():
-            current.append(line.strip())
-        else:
-            current = None
-    return {name: " ".join(lines) for name, lines in found.items()}
+    found = re.findall(r"^([A-Z][a-z]+(?: [a-z]+)?)  +(\S.*(?:\n  +\S.*)*)$", docstring, re.MULTILINE)
+    return {name: re.sub(r"\n +", " ", text) for name, text in found}
 
 
 def read_technique(path: Path) -> Technique:
