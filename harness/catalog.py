@@ -1,8 +1,8 @@
 """What there is to run, read from the source text alone: no torch, no triton; only load_module() executes anything.
 
-A topic script lists its technique files in TECHNIQUES, and the one or two that show the topic best in TOUR. A
-technique file's docstring says the rest: its first line is the lesson, and the fields `Question` and `Needs` feed
---list, doctor and the README; `Variants` and `Study` name the files that belong to it.
+A topic script lists its technique files in TECHNIQUES, and the one or two that show the topic best in TOUR. A technique
+file's docstring says the rest: its first line is the lesson; the fields `Question` and `Needs` feed --list, doctor and
+the README; `Variants` and `Study` name the files that belong to it.
 """
 
 from __future__ import annotations

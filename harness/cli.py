@@ -299,9 +299,7 @@ def _run_one(technique: Technique, session, how: dict, files: list[Path], functi
     import torch
 
     console, record = session.console, session.record
-    for name, value in how.items():
-        setattr(record, name, value)
-    record.question = technique.question if function == "demo" else ""
+    vars(record).update(how, question=technique.question if function == "demo" else "")
     if xla := _xla():
         xla.start_clean()
     started = time.perf_counter()
@@ -342,9 +340,8 @@ def _run_one(technique: Technique, session, how: dict, files: list[Path], functi
             raise
     finally:
         record.seconds = round(time.perf_counter() - started, 3)
-        record.machine = machine().record() | {"ceilings": ceilings().record()}
-        if technique.needs.ranks > 1:
-            record.machine["ranks"] = ranks.world()
+        together = {"ranks": ranks.world()} if technique.needs.ranks > 1 else {}
+        record.machine = machine().record() | {"ceilings": ceilings().record()} | together
         with suppress(OSError, SyntaxError):  # what cannot be read has failed above
             peers = [Path(peer.__file__).resolve() for peer in session.peers]
             record.peers = sorted(str(peer.relative_to(ROOT)) for peer in peers)

@@ -116,9 +116,9 @@ def compile_for(
 ) -> list[Kernel]:
     """Compile each kernel that wrapper(*args, **kwargs) launches, for each architecture in `sms`.
 
-    Tensors among the arguments are replaced by meta tensors of the same shape, strides and dtype. An autotuned
-    kernel is compiled in one configuration: number `config` of those its own pruning keeps on that architecture.
-    A kernel that does not compile, or takes the compiler down with it, comes back with its `error`.
+    Tensors are replaced by meta tensors of the same shape, strides and dtype. An autotuned kernel is compiled in one
+    configuration: number `config` of those its own pruning keeps there. A kernel that does not compile, or takes the
+    compiler down with it, comes back with its `error`.
     """
 
     def kernels(sm: int) -> list[Kernel]:
@@ -140,8 +140,8 @@ def dump(
     """The text of every stage of one kernel that wrapper(*args, **kwargs) launches, compiled for architecture `sm`.
 
     Keys are those of STAGES (a Gluon kernel has no "ttir"), and "log": what was printed meanwhile (tl.static_print, the
-    assembler's report). `kernel` names the one that is meant when there are several; of several launches of it, this is
-    the last. Raises CodegenError when it does not compile, ValueError when it is not clear which one is meant.
+    assembler's report). `kernel` names one of several; of several launches of it, this is the last. Raises CodegenError
+    when it does not compile, ValueError when it is not clear which one is meant.
     """
     answer = _ask(wrapper, args, kwargs, 0, sm, texts=True)
     if isinstance(answer, str):
@@ -177,11 +177,8 @@ def _meta(shape, stride, dtype, offset):
 
 
 class _Worker:
-    """A compiling process, started on first use and again after it died.
-
-    It gets a Triton cache of its own, which goes with it: a kernel found in the reader's cache would come without
-    the assembler's report.
-    """
+    """A compiling process, started on first use and again after it died. It has a Triton cache of its own, which goes
+    with it: a kernel found in the reader's would come without the assembler's report."""
 
     process: subprocess.Popen | None = None
 

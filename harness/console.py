@@ -106,12 +106,7 @@ def show_cases(console: Console, tables: list[Table]) -> None:
         end = f" {ends.pop()}" if len(ends) == 1 and re.search(r"[a-z]\d", *ends) else ""
         say(console, f"  {tables[0].title}{end}, times as fast as {tables[0].baseline}", style="bold")
         _show_several(console, tables, end)
-    _show_noise(console, tables)
-    kinds: dict[str, list[str]] = {}  # notes that differ in their numbers alone
-    for note in (note for table in tables for note in table.notes):
-        kinds.setdefault(re.sub(r"\d+", "", note.split(" (")[0]), []).append(note)
-    for first, *more in kinds.values():
-        paragraph(console, first + (f"; and so in {len(more)} more case{'s' * (len(more) > 1)}" if more else ""), "dim")
+    _show_notes(console, tables)
 
 
 def of_calls(table: Table) -> bool:
@@ -169,14 +164,19 @@ def _show_each(console: Console, tables: list[Table], whole: bool = False) -> No
     show_grid(console, _grid(names, columns, styles))
 
 
-def _show_noise(console: Console, tables: list[Table]) -> None:
-    """The ratios that are marked, with their spreads."""
+def _show_notes(console: Console, tables: list[Table]) -> None:
+    """The ratios that are marked, with their spreads; then the tables' notes."""
     told = [
         f"{row.variant}{f', {table.case},' * (len(tables) > 1)} {spread[0]:.2f} to {spread[1]:.2f}"
         for table in tables for row in table.rows if (spread := noise(table, row))
     ]  # fmt: skip
     if told:
         paragraph(console, f"? uneven times: from p20 to p80 the ratio is {'; '.join(told)}")
+    kinds: dict[str, list[str]] = {}  # notes that differ in their numbers alone
+    for note in (note for table in tables for note in table.notes):
+        kinds.setdefault(re.sub(r"\d+", "", note.split(" (")[0]), []).append(note)
+    for first, *more in kinds.values():
+        paragraph(console, first + (f"; and so in {len(more)} more case{'s' * (len(more) > 1)}" if more else ""), "dim")
 
 
 def _show_several(console: Console, tables: list[Table], end: str) -> None:
@@ -209,9 +209,7 @@ def show_comparison(console: Console, table: Table) -> None:
         say(console, f"  right  {table.title} {table.case}: largest error, of what rounding allows: {errors}")
         return
     _show_each(console, [table], whole=True)
-    _show_noise(console, [table])
-    for note in table.notes:
-        paragraph(console, note, "dim")
+    _show_notes(console, [table])
 
 
 def _rate(value: float | None) -> str:

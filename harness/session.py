@@ -246,7 +246,7 @@ class Harness:
             return []
         with self.progress(f"compiling {wrapper.__name__} for {', '.join(f'sm_{sm}' for sm in find)}"):
             kernels = compile_for(wrapper, args, kwargs, sms=tuple(find))
-        call = 1 + max((entry.get("call", 0) for entry in self.record.codegen), default=0)
+        call = 1 + max((entry["call"] for entry in self.record.codegen), default=0)
         self.record.codegen += [vars(kernel) | {"call": call} for kernel in kernels]
         for sm, wanted in find.items():
             compiled = [kernel for kernel in kernels if kernel.sm == sm]
