@@ -116,13 +116,14 @@ def _parser(topic: Topic) -> argparse.ArgumentParser:
     parser.add_argument("-v", "--verbose", action="store_true", help="every check, every table, all generated code")
     parser.add_argument("--json", type=Path, metavar="PATH", help="record the run here; what it did not run is kept")
     parser.add_argument("--seed", type=int, default=0, metavar="N", help="seed of the inputs (default 0)")
-    if _needs_ranks(topic):
+    if _in_several(topic.techniques):
         parser.add_argument("--ranks", type=int, metavar="N", help="processes (default: one for each GPU; 2 on a CPU)")
     return parser
 
 
-def _needs_ranks(topic: Topic) -> bool:
-    return any(technique.needs.ranks > 1 for technique in topic.techniques)
+def _in_several(techniques: tuple[Technique, ...]) -> bool:
+    """Whether one of them runs in several ranks."""
+    return any(technique.needs.ranks > 1 for technique in techniques)
 
 
 def _list(title: str, techniques: tuple[Technique, ...]) -> None:
@@ -144,17 +145,13 @@ def choose(topic: Topic, names: list[str]) -> tuple[Technique, ...]:
 
 
 def _run_topic(topic: Topic, argv: list[str]) -> int:
-    parser = _parser(topic)
-    try:
-        options = parser.parse_args(argv)
-    except SystemExit as stop:  # as argparse ends it: --help, or wrong usage
-        return stop.code
+    options = _parser(topic).parse_args(argv)
     chosen = choose(topic, options.techniques or (list(topic.tour) if options.tour else []))
     if options.list:
         _list(topic.title, chosen)
         return 0
     path = options.json.resolve() if options.json else None  # now: a technique may change the working folder
-    if _needs_ranks(topic):
+    if _in_several(topic.techniques):
         from harness import ranks
 
         try:
@@ -163,7 +160,7 @@ def _run_topic(topic: Topic, argv: list[str]) -> int:
             return _usage(str(error))
         if ranks.started():
             ranks.enter()
-        elif number > 1 and any(technique.needs.ranks > 1 for technique in chosen):
+        elif number > 1 and _in_several(chosen):
             return _in_ranks(topic, argv, number, path, options.verbose)
     return _run_here(topic, argv, options, chosen, path)
 
