@@ -199,8 +199,8 @@ def _run_here(topic: Topic, argv: list[str], options, chosen: tuple[Technique, .
     console = show.make_console(quiet=ranks.rank() > 0)
     commit, dirty = git_state()
     how = {"command": shlex.join(["python", topic.file, *argv]), "commit": commit, "dirty": dirty, "seed": options.seed}
-    reasons = {technique.error or _missing(technique.needs) for technique in chosen}
-    if len(reasons) == 1 and (reason := reasons.pop()) and not any(technique.error for technique in chosen):
+    reasons = {None if technique.error else _missing(technique.needs) for technique in chosen}
+    if len(reasons) == 1 and (reason := reasons.pop()):
         for technique in chosen:  # nothing that was asked for can start, for one and the same reason: said once
             record.put(ExampleRecord(technique.name, "skipped", reason, machine=this.record(), **how))
         record.save()
