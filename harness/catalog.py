@@ -1,8 +1,8 @@
 """What there is to run, read from the source text alone: no torch, no triton; only load_module() executes anything.
 
-A topic script lists its technique files in TECHNIQUES, and the one or two that show the topic best in TOUR. A
-technique file's docstring says the rest: its first line is the lesson, and the fields `Question` and `Needs` feed
---list, doctor and the README; `Variants` and `Study` name the files that belong to it.
+A topic script lists its technique files in TECHNIQUES, and the one or two that show the topic best in TOUR. A technique
+file's docstring says the rest: its first line is the lesson; the fields `Question` and `Needs` feed --list, doctor and
+the README; `Variants` and `Study` name the files that belong to it.
 """
 
 from __future__ import annotations
@@ -25,10 +25,10 @@ class CatalogError(Exception):
 class Needs:
     """What a technique needs, as its docstring says: `Needs  triton>=3.5, sm_90, 8 GiB`.
 
-    A package must be importable at all times. `sm` and `gib` are asked of a GPU only: without one, Triton
-    kernels are interpreted, which any CPU can do. `gpu` says that nothing can be shown without one. `2 ranks` are
-    processes of torch.distributed, at least so many, which the topic script starts, and `2 or 4 or 8 ranks` that many
-    (`rank_counts`); `peers` that each GPU must reach the others' memory.
+    A package must always be importable. `sm` and `gib` are asked of a GPU only: without one, Triton kernels are
+    interpreted. `gpu` says that nothing can be shown without one. `2 ranks` are at least so many processes of
+    torch.distributed, `2 or 4 or 8 ranks` exactly so many (`rank_counts`); with `peers` each GPU reaches the others'
+    memory.
     """
 
     packages: tuple[tuple[str, str | None], ...] = ()
@@ -50,28 +50,25 @@ class Needs:
 
     @classmethod
     def parse(cls, text: str, where: str = "Needs") -> Needs:
-        packages: list[tuple[str, str | None]] = []
-        sm, gib, gpu, counts, peers = None, None, False, [1], False
+        said: dict = {"packages": (), "text": text or "torch only"}
         for item in filter(None, (part.strip() for part in text.split(","))):
-            if item in ("gpu", "GPU"):
-                gpu = True
-            elif item == "peers":
-                peers = True
+            if item in ("gpu", "GPU", "peers"):
+                said[item.lower()] = True
             elif match := re.fullmatch(r"(\d+(?: or \d+)*) ranks", item):
-                counts = [int(each) for each in match[1].split(" or ")]
+                counts = tuple(map(int, match[1].split(" or ")))
+                said |= {"ranks": min(counts), "rank_counts": counts if len(counts) > 1 else ()}
             elif match := re.fullmatch(r"sm_(\d+)(\d)", item):
-                sm = (int(match[1]), int(match[2]))
+                said["sm"] = (int(match[1]), int(match[2]))
             elif match := re.fullmatch(r"(\d+(?:\.\d+)?) GiB", item):
-                gib = float(match[1])
+                said["gib"] = float(match[1])
             elif match := re.fullmatch(r"([A-Za-z][\w-]*)(?:>=(\d+(?:\.\d+)*))?", item):
-                packages.append((match[1], match[2]))
+                said["packages"] += (match.groups(),)
             else:
                 raise CatalogError(
                     f"{where}: cannot read {item!r}; "
                     "use package, package>=1.2, sm_90, 8 GiB, gpu, 2 ranks, 2 or 4 ranks, peers, with commas between"
                 )
-        exact = tuple(counts) if len(counts) > 1 else ()
-        return cls(tuple(packages), sm, gib, gpu, min(counts), peers, text or "torch only", exact)
+        return cls(**said)
 
 
 @dataclass(frozen=True)
@@ -121,17 +118,8 @@ def _parse(path: Path) -> ast.Module:
 
 def fields(docstring: str) -> dict[str, str]:
     """The `Name  text` fields of a technique's docstring; text continues on lines indented further."""
-    found: dict[str, list[str]] = {}
-    current = None
-    for line in docstring.splitlines():
-        if match := re.match(r"([A-Z][a-z]+(?: [a-z]+)?)  +(\S.*)$", line):
-            current = found.setdefault(match[1], [])
-            current.append(match[2])
-        elif current is not None and line.startswith("  ") and line.strip():
-            current.append(line.strip())
-        else:
-            current = None
-    return {name: " ".join(lines) for name, lines in found.items()}
+    found = re.findall(r"^([A-Z][a-z]+(?: [a-z]+)?)  +(\S.*(?:\n  +\S.*)*)$", docstring, re.MULTILINE)
+    return {name: re.sub(r"\n +", " ", text) for name, text in found}
 
 
 def read_technique(path: Path) -> Technique:
@@ -153,11 +141,8 @@ def read_technique(path: Path) -> Technique:
 
 
 def read_topic(path: Path) -> Topic:
-    """Parse one topic script and the technique files it lists.
-
-    Raises CatalogError for the script itself. A technique file that cannot be read keeps the others company: it is
-    listed with its error, and fails when its turn comes.
-    """
+    """Parse one topic script and the technique files it lists. Raises CatalogError for the script itself; a technique
+    file that cannot be read is listed with its error, and fails when its turn comes."""
     path = Path(path).resolve()
     tree = _parse(path)
     files = _literal(tree, "TECHNIQUES")

@@ -25,33 +25,23 @@ USAGE_ERROR, INTERRUPTED = 2, 130
 
 def main(script: str, argv: list[str] | None = None) -> None:
     """Run the topic whose script this is: `main(__file__)`."""
-    try:
-        topic = read_topic(Path(script))
-    except CatalogError as error:
-        sys.exit(_usage(str(error)))
-    sys.exit(_status(topic, argv))
+    sys.exit(_status(Path(script), argv))
 
 
 def run(demo: Callable, argv: list[str] | None = None) -> None:
-    """Run the one lesson that `demo` is defined in, when it is run as a script; the same options.
-
-    It is imported again under its dotted name, so that its study and its tests mean the same kernels.
-    """
-    sys.exit(_status(_topic_of_one(Path(demo.__globals__["__file__"])), argv))
+    """Run the one lesson that `demo` is defined in, when it is run as a script; the same options. It is imported again
+    under its dotted name, so that its study and its tests mean the same kernels."""
+    sys.exit(_status(topic_of_one(Path(demo.__globals__["__file__"])), argv))
 
 
 def skip_without_packages() -> None:
-    """End the process as skipped when the script is a technique file whose packages are missing.
-
-    And as failed when torch_xla is there and does not load. Called while that file is still importing harness, since
-    its own import of the package would end in a traceback.
-    """
-    script = getattr(sys.modules.get("__main__"), "__file__", None)
-    if script is None:
-        return
+    """End the process as skipped when the script is a technique file whose packages are missing, and as failed when
+    torch_xla is there and does not load. Called while that file is still importing harness, since its own import of the
+    package would end in a traceback."""
+    script = getattr(sys.modules["__main__"], "__file__", None) or ""
     try:
-        topic = _topic_of_one(Path(script))
-    except (CatalogError, OSError, ValueError):  # a topic script, a test runner, a reader's own program
+        topic = topic_of_one(Path(script))
+    except (CatalogError, OSError, ValueError):  # a topic script, a test runner, a reader's own program, or no file
         return
     needs = topic.techniques[0].needs
     if not _missing(needs):
@@ -62,7 +52,7 @@ def skip_without_packages() -> None:
     sys.exit(_status(topic))
 
 
-def _topic_of_one(path: Path) -> Topic:
+def topic_of_one(path: Path) -> Topic:
     """A topic of this technique alone, under the name of the topic that lists it: its record is that topic's."""
     technique = read_technique(path.resolve())
     scripts = (each for each in ROOT.glob("*.py") if f'"{technique.file}"' in each.read_text(encoding="utf-8"))
@@ -95,9 +85,12 @@ def _xla():
     return xla if xla.in_use() else None
 
 
-def _status(topic: Topic, argv: list[str] | None = None) -> int:
+def _status(topic: Topic | Path, argv: list[str] | None = None) -> int:
     try:
+        topic = read_topic(topic) if isinstance(topic, Path) else topic
         return _run_topic(topic, sys.argv[1:] if argv is None else argv)
+    except CatalogError as error:
+        return _usage(str(error))
     except KeyboardInterrupt:  # before the first technique, or a second time
         print("interrupted", file=sys.stderr)
         return INTERRUPTED
@@ -123,13 +116,14 @@ def _parser(topic: Topic) -> argparse.ArgumentParser:
     parser.add_argument("-v", "--verbose", action="store_true", help="every check, every table, all generated code")
     parser.add_argument("--json", type=Path, metavar="PATH", help="record the run here; what it did not run is kept")
     parser.add_argument("--seed", type=int, default=0, metavar="N", help="seed of the inputs (default 0)")
-    if _needs_ranks(topic):
+    if _in_several(topic.techniques):
         parser.add_argument("--ranks", type=int, metavar="N", help="processes (default: one for each GPU; 2 on a CPU)")
     return parser
 
 
-def _needs_ranks(topic: Topic) -> bool:
-    return any(technique.needs.ranks > 1 for technique in topic.techniques)
+def _in_several(techniques: tuple[Technique, ...]) -> bool:
+    """Whether one of them runs in several ranks."""
+    return any(technique.needs.ranks > 1 for technique in techniques)
 
 
 def _list(title: str, techniques: tuple[Technique, ...]) -> None:
@@ -139,31 +133,25 @@ def _list(title: str, techniques: tuple[Technique, ...]) -> None:
         print(f"  {t.name:{width}}  {t.error or t.question}\n  {'':{width}}  needs {t.needs.text}")
 
 
-def _choose(topic: Topic, names: list[str]) -> tuple[Technique, ...] | str:
-    """The techniques asked for, in the topic's order, or what is wrong with the names."""
+def choose(topic: Topic, names: list[str]) -> tuple[Technique, ...]:
+    """The techniques asked for, in the topic's order. Raises CatalogError for a name that it does not have."""
     known = {t.name: t for t in topic.techniques}
     for name in names:
         if name not in known:
             near = difflib.get_close_matches(name, known, n=3, cutoff=0.4)
             hint = f"did you mean {' or '.join(near)}?" if near else f"there are: {', '.join(known)}"
-            return f"{topic.path.name} has no technique {name!r}; {hint}"
+            raise CatalogError(f"{topic.path.name} has no technique {name!r}; {hint}")
     return tuple(t for t in topic.techniques if not names or t.name in names)
 
 
 def _run_topic(topic: Topic, argv: list[str]) -> int:
-    parser = _parser(topic)
-    try:
-        options = parser.parse_args(argv)
-    except SystemExit as stop:  # as argparse ends it: --help, or wrong usage
-        return stop.code
-    chosen = _choose(topic, options.techniques or (list(topic.tour) if options.tour else []))
-    if isinstance(chosen, str):
-        return _usage(chosen)
+    options = _parser(topic).parse_args(argv)
+    chosen = choose(topic, options.techniques or (list(topic.tour) if options.tour else []))
     if options.list:
         _list(topic.title, chosen)
         return 0
     path = options.json.resolve() if options.json else None  # now: a technique may change the working folder
-    if _needs_ranks(topic):
+    if _in_several(topic.techniques):
         from harness import ranks
 
         try:
@@ -172,7 +160,7 @@ def _run_topic(topic: Topic, argv: list[str]) -> int:
             return _usage(str(error))
         if ranks.started():
             ranks.enter()
-        elif number > 1 and any(technique.needs.ranks > 1 for technique in chosen):
+        elif number > 1 and _in_several(chosen):
             return _in_ranks(topic, argv, number, path, options.verbose)
     return _run_here(topic, argv, options, chosen, path)
 
@@ -211,8 +199,8 @@ def _run_here(topic: Topic, argv: list[str], options, chosen: tuple[Technique, .
     console = show.make_console(quiet=ranks.rank() > 0)
     commit, dirty = git_state()
     how = {"command": shlex.join(["python", topic.file, *argv]), "commit": commit, "dirty": dirty, "seed": options.seed}
-    reasons = {technique.error or _missing(technique.needs) for technique in chosen}
-    if len(reasons) == 1 and (reason := reasons.pop()) and not any(technique.error for technique in chosen):
+    reasons = {None if technique.error else _missing(technique.needs) for technique in chosen}
+    if len(reasons) == 1 and (reason := reasons.pop()):
         for technique in chosen:  # nothing that was asked for can start, for one and the same reason: said once
             record.put(ExampleRecord(technique.name, "skipped", reason, machine=this.record(), **how))
         record.save()
@@ -224,9 +212,8 @@ def _run_here(topic: Topic, argv: list[str], options, chosen: tuple[Technique, .
         note = f"No GPU: Triton kernels are interpreted, {done} checked, nothing is timed."
         show.paragraph(console, note, "yellow", indent="")
     if ranks.world() > 1 and this.mode != "gpu":
-        show.paragraph(
-            console, f"No GPU: {ranks.world()} ranks by gloo, for results alone; nothing is timed.", "yellow", ""
-        )
+        note = f"No GPU: {ranks.world()} ranks by gloo, for results alone; nothing is timed."
+        show.paragraph(console, note, "yellow", indent="")
     if this.mode != "gpu" and options.profile:
         console.print("  no GPU: each variant is warmed, then called once inside torch.profiler.record_function")
     ran, order, stopped = [], _order(topic), False
@@ -258,28 +245,23 @@ def _run_here(topic: Topic, argv: list[str], options, chosen: tuple[Technique, .
 
 
 def _run_technique(topic: Topic, technique: Technique, options, console, how: dict, ran: list, keep) -> None:
-    """Run a lesson, and its study if asked; what becomes of them is in the record that is appended to `ran`.
-
-    `keep` saves that record before the study too: a study that is killed takes only itself along.
-    """
+    """Run a lesson, and its study if asked; what becomes of them is in the record that is appended to `ran`. `keep`
+    saves that record before the study too: a study that is killed takes only itself along."""
     from harness.console import technique_heading
     from harness.hardware import machine
     from harness.session import Harness
 
-    on_gpu, interpreted = machine().mode == "gpu", machine().mode == "interpreted" and technique.needs.triton
-    full = options.full or (on_gpu and not options.quick)
+    full = options.full or (machine().mode == "gpu" and not options.quick)
     given = {
         "topic": topic.name, "full": full, "timing": not options.check_only, "profile": options.profile,
         "verbose": options.verbose, "seed": options.seed, "console": console,
     }  # fmt: skip
-    how = how | {"sizes": "interpreted" if interpreted else "full" if full else "quick"}
     session = Harness(technique.name, technique.needs, **given)
+    how = how | {"sizes": "interpreted" if session.interpreted else "full" if full else "quick"}
     ran.append(session.record)
     technique_heading(console, technique)
     _run_one(technique, session, how, [technique.path], "demo")
-    if not (options.study and session.record.status == "passed"):
-        return
-    if technique.studies:
+    if options.study and technique.studies and session.record.status == "passed":
         keep()
         study = Harness(technique.name, technique.needs, lesson=session.tables, **given)
         session.record.study = study.record
@@ -314,9 +296,7 @@ def _run_one(technique: Technique, session, how: dict, files: list[Path], functi
     import torch
 
     console, record = session.console, session.record
-    for name, value in how.items():
-        setattr(record, name, value)
-    record.question = technique.question if function == "demo" else ""
+    vars(record).update(how, question=technique.question if function == "demo" else "")
     if xla := _xla():
         xla.start_clean()
     started = time.perf_counter()
@@ -357,9 +337,8 @@ def _run_one(technique: Technique, session, how: dict, files: list[Path], functi
             raise
     finally:
         record.seconds = round(time.perf_counter() - started, 3)
-        record.machine = machine().record() | {"ceilings": ceilings().record()}
-        if technique.needs.ranks > 1:
-            record.machine["ranks"] = ranks.world()
+        together = {"ranks": ranks.world()} if technique.needs.ranks > 1 else {}
+        record.machine = machine().record() | {"ceilings": ceilings().record()} | together
         with suppress(OSError, SyntaxError):  # what cannot be read has failed above
             peers = [Path(peer.__file__).resolve() for peer in session.peers]
             record.peers = sorted(str(peer.relative_to(ROOT)) for peer in peers)

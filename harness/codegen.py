@@ -1,9 +1,8 @@
 """What a kernel becomes: compile it for any architecture, without that GPU, and count what it uses.
 
-A wrapper is called on meta tensors in a worker process whose Triton compiles and never launches. So a kernel
-is specialised exactly as a launch would specialise it (strides, alignment, configuration), which a signature
-written by hand gets wrong. The worker is a process of its own for two reasons: this one may be interpreting,
-and an LLVM abort must not end the run.
+A wrapper is called on meta tensors in a worker process whose Triton compiles and never launches: a kernel is
+specialised as a launch would specialise it (strides, alignment, configuration), which a signature written by hand gets
+wrong. It is another process since this one may be interpreting, and since an LLVM abort must not end the run.
 
     compile_for(wrapper, args, kwargs, sms=(80, 90, 100))   ->  list[Kernel]
     dump(wrapper, args, kwargs, sm=90)                      ->  {"ttir": text, ..., "sass": text, "log": text}
@@ -103,10 +102,6 @@ class Kernel:
     ptx_hash: str | None = None
 
     @property
-    def fits(self) -> bool:
-        return self.too_much is None
-
-    @property
     def too_much(self) -> str | None:
         """What the program takes more of than there is, in words: an offline compiler does not refuse it."""
         if self.shared is not None and self.shared_limit is not None and self.shared > self.shared_limit:
@@ -121,9 +116,9 @@ def compile_for(
 ) -> list[Kernel]:
     """Compile each kernel that wrapper(*args, **kwargs) launches, for each architecture in `sms`.
 
-    Tensors among the arguments are replaced by meta tensors of the same shape, strides and dtype. An autotuned
-    kernel is compiled in one configuration: number `config` of those its own pruning keeps on that architecture.
-    A kernel that does not compile, or takes the compiler down with it, comes back with its `error`.
+    Tensors are replaced by meta tensors of the same shape, strides and dtype. An autotuned kernel is compiled in one
+    configuration: number `config` of those its own pruning keeps there. A kernel that does not compile, or takes the
+    compiler down with it, comes back with its `error`.
     """
 
     def kernels(sm: int) -> list[Kernel]:
@@ -140,15 +135,15 @@ def compile_for(
 
 
 def dump(
-    wrapper: Callable, args: tuple = (), kwargs: dict | None = None, *, sm: int, kernel: str = "", config: int = 0
+    wrapper: Callable, args: tuple = (), kwargs: dict | None = None, *, sm: int, kernel: str = ""
 ) -> dict[str, str]:
     """The text of every stage of one kernel that wrapper(*args, **kwargs) launches, compiled for architecture `sm`.
 
     Keys are those of STAGES (a Gluon kernel has no "ttir"), and "log": what was printed meanwhile (tl.static_print, the
-    assembler's report). `kernel` names the one that is meant when there are several; of several launches of it, this is
-    the last. Raises CodegenError when it does not compile, ValueError when it is not clear which one is meant.
+    assembler's report). `kernel` names one of several; of several launches of it, this is the last. Raises CodegenError
+    when it does not compile, ValueError when it is not clear which one is meant.
     """
-    answer = _ask(wrapper, args, kwargs, config, sm, texts=True)
+    answer = _ask(wrapper, args, kwargs, 0, sm, texts=True)
     if isinstance(answer, str):
         raise CodegenError(f"dump: {wrapper.__name__} on sm_{sm}: {answer}")
     texts = {each.kernel: text for each, text in answer}
@@ -182,11 +177,8 @@ def _meta(shape, stride, dtype, offset):
 
 
 class _Worker:
-    """A compiling process, started on first use and again after it died.
-
-    It gets a Triton cache of its own, which goes with it: a kernel found in the reader's cache would come without
-    the assembler's report.
-    """
+    """A compiling process, started on first use and again after it died. It has a Triton cache of its own, which goes
+    with it: a kernel found in the reader's would come without the assembler's report."""
 
     process: subprocess.Popen | None = None
 
@@ -248,8 +240,8 @@ def _ask(
             f"codegen: {wrapper.__qualname__} was asked for while its file was being imported to compile it; "
             "call compile_for and dump from within a function, or below `if __name__ == '__main__':`"
         )
-    request, file = io.BytesIO(), Path(inspect.unwrap(wrapper).__globals__["__file__"]).resolve()
-    _Pickler(request).dump((file, wrapper.__qualname__, args, kwargs or {}, config, texts, sm))
+    file = Path(inspect.unwrap(wrapper).__globals__["__file__"]).resolve()
+    _Pickler(request := io.BytesIO()).dump((file, wrapper.__qualname__, args, kwargs or {}, config, texts, sm))
     worker = _idle.get()
     try:
         return worker.ask(request.getvalue())
@@ -291,8 +283,7 @@ class OfflineDriver:
 
     compile_only = True  # examples.common.device asks: wrappers then take meta tensors
 
-    def __init__(self) -> None:
-        self.sm = 90
+    sm = 90
 
     def get_current_target(self):
         from triton.backends.compiler import GPUTarget

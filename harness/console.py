@@ -93,8 +93,8 @@ def _least(console: Console, table: Grid) -> int:
 
 
 def show_cases(console: Console, tables: list[Table]) -> None:
-    """Tables of one title and baseline as one: a row for each variant of a single case, or of whole calls; of several
-    other cases, how many times as fast as the baseline each variant is in each. Nothing where nothing was timed."""
+    """Tables of one title and baseline as one: a row for each variant of a single case, or of whole calls; of other
+    cases, how many times as fast as the baseline each variant is in each. Nothing where nothing was timed."""
     tables = [table for table in tables if table.timed]
     if not tables:
         return
@@ -106,12 +106,7 @@ def show_cases(console: Console, tables: list[Table]) -> None:
         end = f" {ends.pop()}" if len(ends) == 1 and re.search(r"[a-z]\d", *ends) else ""
         say(console, f"  {tables[0].title}{end}, times as fast as {tables[0].baseline}", style="bold")
         _show_several(console, tables, end)
-    _show_noise(console, tables)
-    kinds: dict[str, list[str]] = {}  # notes that differ in their numbers alone
-    for note in (note for table in tables for note in table.notes):
-        kinds.setdefault(re.sub(r"\d+", "", note.split(" (")[0]), []).append(note)
-    for first, *more in kinds.values():
-        paragraph(console, first + (f"; and so in {len(more)} more case{'s' * (len(more) > 1)}" if more else ""), "dim")
+    _show_notes(console, tables)
 
 
 def of_calls(table: Table) -> bool:
@@ -138,12 +133,9 @@ def _over(table: Table, row: Row) -> str:
 
 
 def _show_each(console: Console, tables: list[Table], whole: bool = False) -> None:
-    """A row for each variant, under its case where there are several; `whole` has errors and first calls, too. Columns
-    that hold nothing are left out, of whole calls also those that a narrow terminal can do without.
-
-    A ratio of whole calls is this host's: beside it stand the GPU's time, the host's to launch, and what the ratio is
-    on a host twice as fast.
-    """
+    """A row for each variant, under its case where there are several; `whole` has errors and first calls, too. Empty
+    columns are left out, of whole calls also those that a narrow terminal can do without. A ratio of whole calls is
+    this host's: beside it stand the GPU's time, the host's to launch, and the ratio on a host twice as fast."""
     one, calls, several = tables[0], of_calls(tables[0]), len(tables) > 1
     say(console, f"  {one.title}{', whole calls' * calls}{f'  {one.case}' * (not several)}", style="bold")
     of_baseline = f"x {one.baseline}" if len(one.baseline) <= 20 else "x baseline"  # the row that has 1.00
@@ -172,14 +164,19 @@ def _show_each(console: Console, tables: list[Table], whole: bool = False) -> No
     show_grid(console, _grid(names, columns, styles))
 
 
-def _show_noise(console: Console, tables: list[Table]) -> None:
-    """The ratios that are marked, with their spreads."""
+def _show_notes(console: Console, tables: list[Table]) -> None:
+    """The ratios that are marked, with their spreads; then the tables' notes."""
     told = [
         f"{row.variant}{f', {table.case},' * (len(tables) > 1)} {spread[0]:.2f} to {spread[1]:.2f}"
         for table in tables for row in table.rows if (spread := noise(table, row))
     ]  # fmt: skip
     if told:
         paragraph(console, f"? uneven times: from p20 to p80 the ratio is {'; '.join(told)}")
+    kinds: dict[str, list[str]] = {}  # notes that differ in their numbers alone
+    for note in (note for table in tables for note in table.notes):
+        kinds.setdefault(re.sub(r"\d+", "", note.split(" (")[0]), []).append(note)
+    for first, *more in kinds.values():
+        paragraph(console, first + (f"; and so in {len(more)} more case{'s' * (len(more) > 1)}" if more else ""), "dim")
 
 
 def _show_several(console: Console, tables: list[Table], end: str) -> None:
@@ -212,9 +209,7 @@ def show_comparison(console: Console, table: Table) -> None:
         say(console, f"  right  {table.title} {table.case}: largest error, of what rounding allows: {errors}")
         return
     _show_each(console, [table], whole=True)
-    _show_noise(console, [table])
-    for note in table.notes:
-        paragraph(console, note, "dim")
+    _show_notes(console, [table])
 
 
 def _rate(value: float | None) -> str:
@@ -226,10 +221,8 @@ def _part(value: float | None) -> str:
 
 
 def show_rows(console: Console, title: str, rows: dict[str, dict]) -> None:
-    """Rows of named cells; a cell that a row lacks stays empty, a list reads a / b, a sentence is broken at words.
-
-    What is wider than the console with all its words whole is shown row after row, each cell beside its name.
-    """
+    """Rows of named cells; a cell that a row lacks stays empty, a list reads a / b, a sentence is broken at words. What
+    is wider than the console with all its words whole is shown row after row, each cell beside its name."""
     say(console, "")
     paragraph(console, title, "bold", indent="")
     _show_named(console, list(rows.items()))

@@ -17,11 +17,8 @@ import torch
 
 
 def explain(error: BaseException) -> str | None:
-    """One line that says what is wrong and what to do, or None when the error is not one of those known here.
-
-    The texts are asked, not only the types: the error of a process of its own comes as that one's last words. What a
-    technique says itself, by an AssertionError, needs no other words.
-    """
+    """One line that says what is wrong and what to do, or None when the error is not one of those known here: by its
+    text, as another process's comes as its last words. What a technique says by an AssertionError needs no other."""
     if "already registered in mega-cache artifact factory" in str(error):  # which a second import meets
         return "torch.compile could not be loaded, for what the first technique that failed says"
     for each in () if isinstance(error, AssertionError) else _chain(error):

@@ -16,7 +16,6 @@ import re
 import signal
 import subprocess
 import sys
-import time
 import weakref
 from collections.abc import Callable
 from contextlib import suppress
@@ -58,10 +57,9 @@ class Child:
         file = str(Path(function.__code__.co_filename).resolve())
         path = os.pathsep.join(filter(None, (str(ROOT), os.environ.get("PYTHONPATH"))))
         inherited = {name: value for name, value in os.environ.items() if not STEERING.match(name)}
-        given = {**inherited, "PYTHONPATH": path, **(env or {})}
+        given = inherited | {"PYTHONPATH": path} | (env or {})
         environment = {name: value for name, value in given.items() if value is not None}
         code = f"from harness.process import _child; _child({file!r}, {self.name!r}, {json.dumps(args)!r})"
-        self.started = time.perf_counter()
         self.process = subprocess.Popen(
             [*before, sys.executable, "-c", code],
             stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True,
@@ -78,11 +76,10 @@ class Child:
                 self.text = self.process.communicate(timeout=self.timeout)[0]
             except subprocess.TimeoutExpired:
                 raise TimeoutError(f"{self.name} has not ended after {self.timeout} s") from None
-            self.seconds = time.perf_counter() - self.started
         return self.text + (self.log.read_text(errors="replace") if self.log and self.log.exists() else "")
 
     def result(self) -> dict:
-        """What it reported. Raises ChildFailed, with the end of its output, when it never came to that."""
+        """result_of() its output."""
         return result_of(self.output())
 
     def __enter__(self) -> Child:

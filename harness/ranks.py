@@ -44,7 +44,7 @@ class RankFailed(RuntimeError):
 
 
 def started() -> bool:
-    """Whether this process is a rank that torchrun, or launch(), has started."""
+    """Whether torchrun, or launch(), has started this process."""
     return "RANK" in os.environ and "WORLD_SIZE" in os.environ
 
 
@@ -64,9 +64,7 @@ def local() -> int:
 
 def wanted(asked: int | None) -> int:
     """How many ranks to run with: those that torchrun started, or `asked` for, or one for each GPU, or 2 on a CPU.
-
-    Raises ValueError for a number that cannot be had here.
-    """
+    Raises ValueError for a number that cannot be had here."""
     gpus = torch.cuda.device_count()
     for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK"):
         if not os.environ.get(name, "0").isdecimal():
@@ -172,25 +170,20 @@ def _watch_kernels() -> None:
     collective that would give up: a launch that does not end within TIMEOUT_S ends this rank."""
     from triton.runtime.interpreter import GridExecutor
 
-    launch, launched = GridExecutor.__call__, []  # a launch's name and when it began
+    launch = GridExecutor.__call__
 
     @functools.wraps(launch)
     def timed(executor: GridExecutor, *args, **kwargs) -> None:
-        launched.append((executor.fn.__name__, time.monotonic()))
+        reason = f"{executor.fn.__name__}: waited in vain for another rank, which did not launch the same kernel"
+        overdue = threading.Timer(TIMEOUT_S + END_S, give_up, [reason])
+        overdue.daemon = True
+        overdue.start()
         try:
             launch(executor, *args, **kwargs)
         finally:
-            launched.pop()
-
-    def watch() -> None:
-        while True:
-            time.sleep(1)
-            for name, since in launched[:1]:
-                if time.monotonic() - since > TIMEOUT_S + END_S:
-                    give_up(f"{name}: waited in vain for another rank, which did not launch the same kernel")
+            overdue.cancel()
 
     GridExecutor.__call__ = timed
-    threading.Thread(target=watch, daemon=True).start()
 
 
 def _main_thread() -> tuple[str, int, int, int] | None:
@@ -208,10 +201,8 @@ def end() -> None:
 
 
 def give_up(reason: str) -> NoReturn:
-    """Called while an exception is handled: leave it for the process that started the ranks, and end at once.
-
-    Nothing is cleaned up: that could wait for a rank that never comes.
-    """
+    """Leave the reason for the process that started the ranks, and end at once: cleaning up could wait for a rank that
+    never comes."""
     from torch.distributed.elastic.multiprocessing.errors import get_error_handler
 
     error = RankFailed(f"rank {rank()} of {world()}, in {reason}")
@@ -229,9 +220,7 @@ def give_up(reason: str) -> NoReturn:
 
 def launch(ranks: int, command: list[str], verbose: bool = False) -> tuple[int, str]:
     """Run `python command` in so many ranks: the exit status, and where one failed the one message about it.
-
-    Rank 0 prints to this process's output; what ranks write to standard error is kept for when one of them fails.
-    """
+    Rank 0 prints to this process's output; what ranks write to standard error is kept for when one of them fails."""
     from torch.distributed.elastic.multiprocessing.api import DefaultLogsSpecs, SignalException, Std
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
     from torch.distributed.launcher.api import LaunchConfig, elastic_launch
@@ -269,12 +258,12 @@ def _first(failures: dict, ranks: int, folder: Path, verbose: bool) -> tuple[int
     ended = {number: failures[number].exitcode == -signal.SIGTERM and not said[number] for number in said}
     order = sorted(said, key=lambda n: (ended[n], bool(re.search(LOST, said[n])), failures[n].timestamp, n))
     number = order[0]
+    exitcode = failures[number].exitcode
     if said[number]:
         return 1, said[number] + f"\n{failures[number].message['extraInfo']['py_callstack']}" * verbose
     words = "".join(path.read_text(errors="replace") for path in folder.glob(f"**/{number}/stderr.log"))
-    if failures[number].exitcode == 2:
+    if exitcode == 2:
         return 2, words.strip().removeprefix("error: ")
-    exitcode = failures[number].exitcode
     how = f"was ended by {signal.Signals(-exitcode).name}" if exitcode < 0 else f"ended with status {exitcode}"
     if exitcode == -signal.SIGKILL:
         how += ": out of memory? (see dmesg, or run fewer --ranks)"
@@ -306,11 +295,8 @@ def gathered(value) -> list:
 
 
 def align() -> None:
-    """On a GPU: what is launched after this begins on all ranks at about the same time.
-
-    Before that the GPU sleeps while the host launches the collective and what comes next: a rank whose host is behind
-    would let the others' GPUs wait within what is timed.
-    """
+    """On a GPU: what is launched after this begins on all ranks at about the same time. The GPU first sleeps while the
+    host launches the collective and what comes next: else a slow host lets the others' GPUs wait in what is timed."""
     if count() > 1:
         torch.cuda._sleep(AHEAD_CYCLES)
         torch.distributed.all_reduce(_one_element())

@@ -23,7 +23,7 @@ import json
 import os
 import subprocess
 from contextlib import suppress
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field
 from datetime import datetime, timezone
 from pathlib import Path
 
@@ -61,15 +61,14 @@ class ExampleRecord:
     study: ExampleRecord | None = None
 
     def as_dict(self) -> dict:
-        held = {each.name: getattr(self, each.name) for each in fields(self) if each.name != "study"}
-        return held | ({"study": self.study.as_dict()} if self.study else {})
+        held = dict(vars(self))
+        study = held.pop("study")
+        return held | ({"study": study.as_dict()} if study else {})
 
 
 class Record:
-    """The record of a topic that a run writes to: `path` None keeps it in memory.
-
-    Raises ValueError when the file holds something else than a record of this topic on this kind of machine.
-    """
+    """The record of a topic that a run writes to: `path` None keeps it in memory. Raises ValueError when the file holds
+    something else than a record of this topic on this kind of machine."""
 
     def __init__(self, path: Path | None, topic: str, gpu: str | None) -> None:
         self.path, self.topic, self.gpu = path, topic, gpu
@@ -84,22 +83,19 @@ class Record:
 
     def put(self, example: ExampleRecord, order: list[str] | None = None) -> None:
         """Replace the example of that name, but for a study that this run has not made; `order` are names, as told."""
-        new, old = example.as_dict(), next((each for each in self.examples if each["name"] == example.name), {})
+        held = {each["name"]: each for each in self.examples}
+        new, old = example.as_dict(), held.pop(example.name, {})
         if "study" in old:
             new.setdefault("study", old["study"])
-        self.examples = [each for each in self.examples if each["name"] != example.name] + [new]
+        self.examples = [*held.values(), new]
         if order:
-            place = {name: i for i, name in enumerate(order)}
-            self.examples.sort(key=lambda each: place.get(each["name"], len(place)))
-
-    def as_dict(self) -> dict:
-        names = ("topic", "gpu", "running", "examples")
-        return {"schema": SCHEMA, **{name: getattr(self, name) for name in names}}
+            self.examples.sort(key=lambda each: order.index(each["name"]) if each["name"] in order else len(order))
 
     def save(self) -> None:
         if self.path is None:
             return
-        text = json.dumps(self.as_dict(), indent=1, allow_nan=False, default=str) + "\n"
+        held = {"schema": SCHEMA, **{name: getattr(self, name) for name in ("topic", "gpu", "running", "examples")}}
+        text = json.dumps(held, indent=1, allow_nan=False, default=str) + "\n"
         if self.path.exists() and not self.path.is_file():  # a pipe or a device is written to, not replaced
             self.path.write_text(text, encoding="utf-8")
             return
@@ -127,10 +123,8 @@ def load(path: Path) -> dict:
 
 
 def as_run(record: dict) -> dict:
-    """A record with what its newest example says of machine, commit and command at its top: of one run, that run.
-
-    The technique in which a run was killed is its last example, "running".
-    """
+    """A record with what its newest example says of machine, commit and command at its top: of one run, that run. The
+    technique in which a run was killed is its last example, "running"."""
     examples = record.get("examples") or []
     newest = max(examples or [{}], key=lambda example: example.get("when", ""))
     named = ("machine", "when", "commit", "dirty", "command", "sizes", "seed")

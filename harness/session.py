@@ -9,25 +9,13 @@ from contextlib import contextmanager, nullcontext
 from functools import partial
 from types import ModuleType
 
+from harness import bench, ranks
 from harness import console as show
-from harness import ranks
-from harness.bench import (
-    Table,
-    Timing,
-    Work,
-    check_again,
-    check_variants,
-    describe,
-    is_compiled,
-    is_ours,
-    profile_variants,
-    range_name,
-    time_variants,
-)
+from harness.bench import Table, Timing, Work, describe, is_ours, range_name
 from harness.catalog import ROOT, Needs, load_module
 from harness.check import check as check_once
 from harness.codegen import CodegenError, Kernel, compile_for
-from harness.hardware import Machine, ceilings, machine
+from harness.hardware import ceilings, machine
 from harness.record import ExampleRecord, recorded_answer
 
 import torch
@@ -40,10 +28,10 @@ LONGEST_ANSWER = 240  # characters: one or two sentences
 class Harness:
     """One technique's run. `device` is where its inputs live, `full` says whether sizes are those worth timing.
 
-    `ranks` is how many processes this run has, `rank` which of them this is; inputs are the same in each, which slices
-    its own part of them, and every one checks its own results. On a CPU they are not timed.
-    `interpreted` says that its Triton kernels run in the interpreter; `half` is the 16-bit dtype to demonstrate with:
-    bfloat16, or float16 where kernels are interpreted. In a study `lesson` has the tables of the lesson before it.
+    `ranks` is the number of processes, `rank` which of them this is: all have the same inputs, slice their part of them
+    and check their own results. On a CPU they are not timed. `interpreted` says that Triton kernels are; `half` is the
+    16-bit dtype to demonstrate with, bfloat16, or float16 where kernels are interpreted. In a study `lesson` has the
+    lesson's tables.
     """
 
     SANITIZED = False  # under a sanitizer, a hundred times slower: the smallest sizes, our kernels, and no code shown
@@ -56,7 +44,7 @@ class Harness:
         self.name, self.topic, self.needs = name, topic, needs or Needs()
         self.full, self.profile, self.verbose = full, profile, verbose
         self.lesson, self.is_study = list(lesson or ()), lesson is not None
-        self.machine: Machine = machine()
+        self.machine = machine()
         # XLA's programs run on the device of PJRT, and are put next to this process's CPU.
         self.device = torch.device("cpu" if self.needs.xla else self.machine.device)
         # Only Triton kernels are interpreted: a technique of torch alone runs for real, and is timed, on any CPU.
@@ -133,10 +121,8 @@ class Harness:
         return torch.compile(fn, dynamic=False, **options)
 
     def peer(self, name: str) -> ModuleType:
-        """The module of another technique, "triton/flash_attention", whose kernel this one's table is put beside.
-
-        It counts as a source of what is recorded. Name its rows in compare(peers=...): they are no headlines.
-        """
+        """The module of another technique, "triton/flash_attention", whose kernel this one's table is put beside. It is
+        among the sources of the record; name its rows in compare(peers=...)."""
         path = (ROOT / "examples" / name).with_suffix(".py")
         if not path.is_file():
             raise ValueError(f"peer: there is no technique {name!r}; write 'triton/softmax'")
@@ -153,10 +139,8 @@ class Harness:
         self._print(show.paragraph, text)
 
     def fact(self, name: str, value) -> None:
-        """Record a result that is not a time: graphs, recompiles, bytes, seconds to compile. Printed with -v.
-
-        Raises TypeError for what JSON cannot hold (NaN, keys that are no strings): convert it first.
-        """
+        """Record a result that is not a time: graphs, recompiles, bytes, seconds to compile. Printed with -v. Raises
+        TypeError for what JSON cannot hold (NaN, keys that are no strings): convert it first."""
         self._keep(name, value)
         if self.verbose or self.is_study:
             self._print(show.show_fact, name, value)
@@ -183,15 +167,13 @@ class Harness:
 
     def check(self, fn: Callable, reference: Callable, *inputs, what: str | None = None, **budget) -> None:
         """harness.check of fn against the float64 reference; not under --profile, which is to see the timed calls only.
-
-        Raises CheckError (wrong) or VacuousCheck (the check proves nothing).
-        """
+        Raises CheckError (wrong) or VacuousCheck (the check proves nothing)."""
         if self.profile:
             return
         what = what or f"{getattr(fn, '__name__', type(fn).__name__)} {describe(inputs)}"
         entry = {"what": what, "error": None, "passed": False}
         self.record.checks.append(entry)
-        if is_compiled(fn):
+        if bench.is_compiled(fn):
             # It allocates for itself, and would trace the poisoning; it may store a value twice.
             budget = {"poison": False, "stores": 2} | budget
         with self.progress(what):
@@ -209,47 +191,45 @@ class Harness:
     ) -> Table:  # fmt: skip
         """Check every variant against one float64 reference, then time them all; see harness.bench.
 
-        A variant that draws its own random numbers has a reference of its own in `references`, under its name. That
-        reference is called with torch's random state as the variant found it: what it draws is what the variant drew.
-        `max_error_ratio` holds every variant to that many times the baseline's own error. `peers` are the kernels of
-        other techniques, which the table's best row is none of. `budget` is every variant's error budget, see
-        harness.check; `library` adds to it for the rows of a library, `budgets` for single variants. `wrong` holds
-        functions of the inputs for the float64 result of a fault each ("without the last K step"): none may pass.
-        `default` names the row that is the wrapper called without options, where it is not the first of our own.
-        In the interpreter only the baseline and our own variants are checked and nothing is timed; under a sanitizer
-        our own, on a GPU; with --check-only nothing is timed; with --profile each is warmed and then called once for
-        the profiler. The table is then false, and has no times.
+        `references` holds, by its name, that of a variant that draws random numbers: it is called with torch's random
+        state as the variant found it. `max_error_ratio` holds every variant to that many times the baseline's error.
+        `peers` are other techniques' kernels, none of which is the table's best row. `budget` is every variant's error
+        budget, see harness.check; `library` adds to it for a library's rows, `budgets` for single variants. `wrong`
+        holds functions of the inputs for the float64 result of a fault each ("without the last K step"): none may pass.
+        `default` names the row of the wrapper without options, where it is not the first of our own.
+        In the interpreter the baseline and our own variants are checked, under a sanitizer our own; both time nothing,
+        nor does --check-only; with --profile each is warmed, then called once. A table without times is false.
         """
         if baseline not in variants:
             raise ValueError(f"compare: baseline {baseline!r} is not one of the variants {list(variants)}")
+        if default not in (None, *variants):
+            raise ValueError(f"compare: default {default!r} is not one of the variants {list(variants)}")
         if unknown := set(references or ()) - set(variants):
             raise ValueError(f"compare: references for {sorted(unknown)}, but the variants are {list(variants)}")
         own = [name for name in variants if is_ours(name)]
         if unknown := set(peers) - set(own):
             raise ValueError(f"compare: peers {sorted(unknown)} are not among this repository's variants, {own}")
-        if default not in (None, *variants):
-            raise ValueError(f"compare: default {default!r} is not one of the variants {list(variants)}")
         table = Table(title or self.name, case or describe(inputs), baseline, default=default)
         self.tables.append(table)
         if self.interpreted or self.SANITIZED:
             kept = [*own, baseline] if self.interpreted or max_error_ratio else own
             variants = {name: fn for name, fn in variants.items() if name in kept}
         if self.profile:
-            profile_variants(table, variants, inputs, self.machine, self.progress)
+            bench.profile_variants(table, variants, inputs, self.machine, self.progress)
             self.record.profiled |= {range_name(table, name): work.record() for name in variants}
             self.say(f"profiled  {table.title}  {table.case}: {', '.join(variants)}")
             return table
-        check_variants(
+        bench.check_variants(
             table, variants, reference, inputs, self._first_call, references,
             max_error_ratio=max_error_ratio, timing=timing, peers=peers, wrong=wrong, library=library, budgets=budgets,
             **budget,
         )  # fmt: skip
         if self.timing and not self.interpreted:
             with self.progress(f"timing {table.title} {table.case}"):
-                time_variants(table, variants, inputs, work, ceilings(), timing.end_to_end)
+                bench.time_variants(table, variants, inputs, work, ceilings(), timing.end_to_end)
             if not max_error_ratio:
                 own = {name: fn for name, fn in variants.items() if name not in (references or {})}
-                check_again(table, own, reference, inputs, budget=budget, library=library, budgets=budgets)
+                bench.check_again(table, own, reference, inputs, budget=budget, library=library, budgets=budgets)
         self.record.tables.append(table.record())
         cases = self._cases.setdefault((table.title, table.baseline), [])  # which are printed as one table
         cases.append(table)
@@ -259,19 +239,14 @@ class Harness:
             self._print(show.show_cases, cases)
         return table
 
-    def codegen(
-        self, wrapper: Callable, *args, find: dict[int, tuple[str, ...]], config: int = 0, **kwargs
-    ) -> list[Kernel]:
-        """Compile what wrapper(*args) launches for each architecture in `find`, and require its instructions there.
-
-        `find` maps an architecture (90 for sm_90) to names from harness.codegen.INSTRUCTIONS. Raises CodegenError when
-        one is missing.
-        """
+    def codegen(self, wrapper: Callable, *args, find: dict[int, tuple[str, ...]], **kwargs) -> list[Kernel]:
+        """Compile what wrapper(*args) launches for each architecture in `find` (90 for sm_90), and require the
+        instructions named there, of harness.codegen.INSTRUCTIONS. Raises CodegenError when one is missing."""
         if not self.shows_code:
             return []
         with self.progress(f"compiling {wrapper.__name__} for {', '.join(f'sm_{sm}' for sm in find)}"):
-            kernels = compile_for(wrapper, args, kwargs, sms=tuple(find), config=config)
-        call = 1 + max((entry.get("call", 0) for entry in self.record.codegen), default=0)
+            kernels = compile_for(wrapper, args, kwargs, sms=tuple(find))
+        call = 1 + max((entry["call"] for entry in self.record.codegen), default=0)
         self.record.codegen += [vars(kernel) | {"call": call} for kernel in kernels]
         for sm, wanted in find.items():
             compiled = [kernel for kernel in kernels if kernel.sm == sm]
@@ -288,11 +263,11 @@ class Harness:
     # --- the answer
 
     def answer(self, sentence: Callable[[], str], timed: bool = True) -> None:
-        """The docstring's question, answered from this run's values: one or two sentences, at most 240 characters.
+        """The docstring's question, answered from this run's values: one or two sentences, at most 240 characters
+        (which tests/test_house.py holds: no run with times is lost to a long one).
 
         `sentence` is called at the end, and only where something was timed; with timed=False, for an answer made of
-        counts, wherever the technique runs. Raises TypeError for anything but a function that takes no argument. One
-        that a run's long numbers make too long is kept: tests/test_house.py says so, not a run that has its times.
+        counts, wherever the technique runs. Raises TypeError for anything but a function.
         """
         if not callable(sentence):
             raise TypeError(f"answer: got {type(sentence).__name__}; pass a function that makes the sentence")
@@ -324,8 +299,7 @@ class Harness:
             if uneven:
                 table, row = uneven
                 why = f"Times too uneven to answer ({table.title}, {row.variant}: {row.p20:.3g} to {row.p80:.3g} ms)"
-            untimed = f"{why}; {known}" if known else f"{why}."
-            show.show_answer(self.console, self.record.answer or untimed)
+            show.show_answer(self.console, self.record.answer or (f"{why}; {known}" if known else f"{why}."))
 
     def progress(self, what: str):
         return show.progress(self.console, what)

@@ -1,7 +1,6 @@
 """torch's global settings, and the environment: read, put back, and left as a technique found them.
 
-Everything here that is torch's own business (an underscore in its name) is used in this file only, in the form that
-torch 2.9 to 2.15 share.
+What is private to torch (an underscore in its name) is used here in the form that torch 2.9 to 2.15 share.
 """
 
 from __future__ import annotations
@@ -161,11 +160,8 @@ def _read(name: str) -> object:
 
 @contextmanager
 def settings_kept(what: str, seed: int) -> Iterator[None]:
-    """Run a technique from known random numbers; afterwards put back what it changed, and say so.
-
-    Random numbers (torch's, of the CPU and of GPUs, Python's and numpy's) start from `seed` and come back as they were.
-    Raises SettingsChanged when a setting differs at the end, unless the technique already failed otherwise.
-    """
+    """Run a technique from the random numbers of `seed` (torch's, Python's and numpy's); then put back what it changed.
+    Raises SettingsChanged when a setting differs at the end, unless the technique already failed otherwise."""
     before, failed = {name: _read(name) for name in SETTINGS}, True
     try:
         torch.manual_seed(seed)

@@ -1,9 +1,9 @@
 """What a recorded number was measured with: a hash over the syntax trees of the code that had a part in it.
 
 For a lesson that is its file and what that imports from this repository (its variants, examples/common), the peers it
-is put beside, and what of the harness checks and times. Comments, docstrings and layout have no part: a sentence that
-is mended must not make a number old. `ast.dump` differs between versions of Python, so the trees are walked here, and
-fields that are empty are skipped: a field that a newer Python adds is empty in older code.
+is put beside, and what of the harness checks and times. Comments, docstrings and layout have no part. `ast.dump`
+differs between versions of Python, so the trees are walked here, and empty fields are skipped: a field that a newer
+Python adds is empty in older code.
 """
 
 from __future__ import annotations
@@ -22,9 +22,7 @@ PACKAGES = ("examples", "studies", "compile_inspect", "triton_compiler")
 
 def sources_hash(path: Path, peers: Iterable[Path] = (), root: Path = ROOT) -> str:
     """16 hex digits over the lesson or study at `path`, everything it imports from this repository, and its peers."""
-    files = set(closure(path, root))
-    for peer in peers:
-        files |= set(closure(peer, root))
+    files = {file for each in (path, *peers) for file in closure(each, root)}
     files |= {root / name for name in MEASURING if (root / name).exists()}
     digest = hashlib.sha256()
     for file in sorted(files):

@@ -27,29 +27,27 @@ from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
-from harness.catalog import CatalogError, Technique, Topic, read_topic
-from harness.cli import USAGE_ERROR, _choose, _topic_of_one
+from harness.catalog import CatalogError, Technique, read_topic
+from harness.cli import USAGE_ERROR, choose, topic_of_one
+from harness.console import say
 from harness.record import as_run
 
 from rich import box
 from rich.console import Console
-from rich.table import Table
+from rich.table import Column, Table
 from rich.text import Text
 
 
 def techniques(script: Path, names: list[str]) -> tuple[Technique, ...]:
     """Those of a topic script, or of a technique file, that are named. Raises CatalogError when one is not there."""
     try:
-        topic: Topic = read_topic(script)
+        topic = read_topic(script)
     except CatalogError as error:
         try:
-            topic = _topic_of_one(script)
+            topic = topic_of_one(script)
         except CatalogError:
             raise error from None
-    chosen = _choose(topic, names)
-    if isinstance(chosen, str):
-        raise CatalogError(chosen)
-    return chosen
+    return choose(topic, names)
 
 
 def kernels_of(path: Path) -> list[str]:
@@ -105,16 +103,14 @@ def _json(path: Path) -> dict:
 def show_sanitizer(console: Console, out: Path, tools: list[str], kernels: list[str]) -> bool:
     """A row for each tool, and what it found. Whether all of them ran to the end and found nothing.
 
-    initcheck before 2026.4 must look at all kernels, to see who initializes what; what it says of kernels that are not
-    ours is shown and no failure. It does not see what a TMA store of a tensor's box writes, in no version so far: who
-    reads that, a kernel of ours too, is reported without reason.
+    initcheck before 2026.4 must look at all kernels, to see who initializes what: what it says of kernels that are not
+    ours is no failure. No version so far sees what a TMA store writes: who reads that is reported without reason.
     """
-    table = Table(box=box.SIMPLE_HEAD)
-    for head in ("tool", "techniques", "kernels launched", "launches"):
-        table.add_column(head, no_wrap=True)
-    for head in ("errors", "elsewhere", "seconds"):
-        table.add_column(head, justify="right", no_wrap=True)
-    table.add_column("log", overflow="fold")
+    table = Table(
+        *(Column(head, no_wrap=True) for head in ("tool", "techniques", "kernels launched", "launches")),
+        *(Column(head, justify="right", no_wrap=True) for head in ("errors", "elsewhere", "seconds")),
+        Column("log", overflow="fold"), box=box.SIMPLE_HEAD,
+    )  # fmt: skip
     clean, notes, names = True, [], {}
     for tool in tools:
         stem = f"{out.name}.{tool}"
@@ -145,16 +141,14 @@ def show_sanitizer(console: Console, out: Path, tools: list[str], kernels: list[
             told.append(("red", f"did not come to its end: {stopped}{found.refused}"))
         elif not examples:
             told.append(("red", f"the script ended with status {code} before its first technique"))
-        for e in broken:
-            told.append(("red", f"{e['name']} failed: {(e['reason'] or 'no reason').splitlines()[0]}"))
+        told += [("red", f"{e['name']} failed: {(e['reason'] or 'no reason').splitlines()[0]}") for e in broken]
         for name, said in found.by_kernel.items():
             style, kinds = "yellow" if tool == "initcheck" and not name else "red", Counter(said).most_common()
             told.append((style, f"{name or 'not in a kernel of ours'}: {len(said)} printed, first: {said[0]}"))
             told += [(style, f"    {count} times: {kind}") for kind, count in kinds[:FINDINGS] if len(kinds) > 1]
             if len(kinds) > FINDINGS:
                 told.append((style, f"    and {len(kinds) - FINDINGS} other places"))
-        others = [name for name in launches if kernels and name not in kernels]
-        if others and which == "ours":
+        if which == "ours" and (others := [name for name in launches if kernels and name not in kernels]):
             told.append(("yellow", f"launched as well, and not looked at: {', '.join(others)}"))
         printed = sum(map(len, found.by_kernel.values()))
         if printed < found.errors:
@@ -166,14 +160,10 @@ def show_sanitizer(console: Console, out: Path, tools: list[str], kernels: list[
         notes += [(style, text if text.startswith(" ") else f"{tool}: {text}") for style, text in told]
     console.print(table)
     for style, note in notes:
-        _say(console, note, style)
+        say(console, note, style)
     if names:
-        _say(console, f"techniques: {', '.join(names)}", "dim")
+        say(console, f"techniques: {', '.join(names)}", "dim")
     return clean
-
-
-def _say(console: Console, text: str, style: str) -> None:
-    console.print(Text(text, style=style), soft_wrap=True)
 
 
 # --- what a profiler saw ----------------------------------------------------------------------------------------
@@ -226,14 +216,19 @@ _OCCUPANCY = "sm__warps_active.avg.pct_of_peak_sustained_active"
 _TENSOR = "sm__pipe_tensor_cycles_active.avg.pct_of_peak_sustained_active"
 
 
+def _rows(text: str, head: str) -> list[dict]:
+    """The rows of the CSV table whose first line begins so; what the tool says before it is left out."""
+    lines = text.splitlines()
+    start = next((i for i, line in enumerate(lines) if line.startswith(head)), len(lines))
+    return [*csv.DictReader(lines[start:])]
+
+
 def read_ncu(text: str) -> list[Seen]:
     """A line of names, a line of units (ns and bytes), a line for each launch.
 
     What ncu says before and between is left out. A launch outside every NVTX range belongs to the call "".
     """
-    lines = text.splitlines()
-    start = next((i for i, line in enumerate(lines) if line.startswith('"ID",')), len(lines))
-    _, *rows = [*csv.DictReader(lines[start:])] or [{}]
+    _, *rows = _rows(text, '"ID",') or [{}]
 
     def number(row: dict, name: str) -> float | None:
         try:
@@ -262,13 +257,10 @@ def read_ncu(text: str) -> list[Seen]:
 def read_nsys(texts: Iterable[str]) -> list[Seen]:
     """The table of each report; other lines of the tool's output are left out."""
     seen = []
-    for text in texts:
-        lines = text.splitlines()
-        start = next((i for i, line in enumerate(lines) if line.startswith("NVTX Range,")), len(lines))
-        for row in csv.DictReader(lines[start:]):
-            if (row.get("Kern Inst") or "").isdigit():
-                call = row["NVTX Range"].removeprefix(":")  # the domain, which has no name
-                seen.append(Seen(call, row["Kernel Name"], int(row["Kern Inst"]), float(row["Total Time (ns)"]) / 1e3))
+    for row in (row for text in texts for row in _rows(text, "NVTX Range,")):
+        if (row.get("Kern Inst") or "").isdigit():
+            call = row["NVTX Range"].removeprefix(":")  # the domain, which has no name
+            seen.append(Seen(call, row["Kernel Name"], int(row["Kern Inst"]), float(row["Total Time (ns)"]) / 1e3))
     return together(seen)
 
 
@@ -279,12 +271,8 @@ def read_trace(trace: dict, call: str) -> list[Seen]:
     """
     events = [e for e in trace["traceEvents"] if e.get("ph") == "X"]
     on_gpu = [(e, e.get("args", {})) for e in events if e.get("cat") in ("kernel", "gpu_memcpy", "gpu_memset")]
-    seen = [
-        Seen(
-            call, e["name"], 1, e["dur"], None, None, a.get("est. achieved occupancy %"), a.get("registers per thread")
-        )
-        for e, a in on_gpu
-    ]
+    occupancy, registers = "est. achieved occupancy %", "registers per thread"
+    seen = [Seen(call, e["name"], 1, e["dur"], None, None, a.get(occupancy), a.get(registers)) for e, a in on_gpu]
     return together(seen or _operators(events, call))
 
 
@@ -383,12 +371,13 @@ def show(
     """A row for each call with one kernel, and what that says; a call of several has a row for each below its sum.
 
     Calls stand below their case, cases below the technique that `groups` gives each call. Empty columns are left out,
-    and in a table of MANY calls the kernels of a library's.
-    A terminal too narrow for the table gets the same as lines of text.
+    in a table of MANY calls also a library's kernels. A terminal too narrow for the table gets lines of text.
     """
     from harness.bench import is_ours  # which imports torch
 
     columns = {
+        "launches": lambda one: f"{one.launches}",
+        "us": lambda one: f"{one.us:.1f}",
         "TB/s": lambda one: f"{round(one.bytes / one.us / 1e6, 3):.3g}" if one.bytes is not None and one.us else "",
         "tensor cores": lambda one: f"{one.tensor:.0f} %" if one.tensor is not None else "",
         "occupancy": lambda one: f"{one.occupancy:.0f} %" if one.occupancy is not None else "",
@@ -397,14 +386,14 @@ def show(
     columns = {head: cell for head, cell in columns.items() if any(map(cell, seen))}
     of_work = {"TB/s of work": "bytes", "TFLOP/s": "flops"}
     of_work = {head: x for head, x in of_work.items() if any(works.get(one.call, {}).get(x) for one in seen)}
-    heads = ["launches", "us", *columns, *of_work]
+    heads = [*columns, *of_work]
     calls: dict[str, list[Seen]] = {}
     for one in seen:
         calls.setdefault(one.call, []).append(one)
     rows: list[tuple[str, str, list[str], str, str]] = []  # call, kernel, numbers, what they say, style
 
     def numbers(one: Seen) -> list[str]:
-        return [str(one.launches), f"{one.us:.1f}", *(cell(one) for cell in columns.values())]
+        return [cell(one) for cell in columns.values()]
 
     above = (None, None)
     for call, kernels in calls.items():
@@ -429,16 +418,15 @@ def show(
         rows.append((label, f"{len(kernels)} {unit}s", cells, says, ""))
         rows += [("", f"  {short(one.kernel, 42)}", numbers(one), "", "dim") for one in kernels[:2]]
         if rest := kernels[2:]:
-            left = [str(sum(one.launches for one in rest)), f"{sum(one.us for one in rest):.1f}"]
-            rows.append(("", f"  and {len(rest)} more", left, "", "dim"))
-    table = Table(box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0))
-    table.add_column("case, and call", no_wrap=True)
-    table.add_column(unit, no_wrap=True)
-    for head in heads:
-        table.add_column(head, justify="right", no_wrap=True)
+            left = sum(one.launches for one in rest), sum(one.us for one in rest)
+            rows.append(("", f"  and {len(rest)} more", numbers(Seen("", "", *left)), "", "dim"))
     said = any(row[3] for row in rows)
-    if said:
-        table.add_column("what that says", no_wrap=True)
+    table = Table(
+        Column("case, and call", no_wrap=True), Column(unit, no_wrap=True),
+        *(Column(head, justify="right", no_wrap=True) for head in heads),
+        *[Column("what that says", no_wrap=True)] * said,
+        box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0),
+    )  # fmt: skip
     for label, kernel, known, says, style in rows:
         known = known + [""] * (len(heads) - len(known))
         table.add_row(Text(label), kernel, *known, *([says] if said else []), style=style)
@@ -498,31 +486,29 @@ def show_profile(console: Console, kind: str, records: list[Path], paths: list[P
     failed = [e for e in run["examples"] if e["status"] in ("failed", "running")]
     for example in failed:
         reason = (example["reason"] or "it ended the process, and the profile goes on after it").splitlines()[0]
-        _say(console, f"{example['name']} failed: {reason}", "red")
+        say(console, f"{example['name']} failed: {reason}", "red")
     if not seen:
-        _say(console, NOTHING[kind], "red")
+        say(console, NOTHING[kind], "red")
         return 1
     works = {call: work for e in run["examples"] for call, work in e.get("profiled", {}).items()}
     groups = {call: e["name"] for e in run["examples"] for call in e.get("profiled", {})}
     if run.get("sizes") == "interpreted":  # which has no speed
-        works = {}
-        said = "Triton kernels are interpreted: what is seen are the operators of torch, and no time is a kernel's."
-        _say(console, said, "yellow")
+        works, note = {}, "what is seen are the operators of torch, and no time is a kernel's."
+        say(console, f"Triton kernels are interpreted: {note}", "yellow")
     on_gpu = bool(run.get("machine", {}).get("gpu"))
     limits = measured(works) if on_gpu else Limits()
     show(console, seen, works, limits, groups, "operator" if kind == "torch" and not on_gpu else "kernel")
-    notes = [f"copy {limits.copy_tbps:.2f} TB/s"] if limits.copy_tbps else []
-    notes += [f"cuBLAS {name} {rate:.0f} TFLOP/s" for name, rate in limits.gemm_tflops.items() if rate]
-    if notes:
-        _say(console, f"measured here, now: {', '.join(notes)}", "dim")
+    if limits.copy_tbps:
+        rates = "".join(f", cuBLAS {name} {rate:.0f} TFLOP/s" for name, rate in limits.gemm_tflops.items() if rate)
+        say(console, f"measured here, now: copy {limits.copy_tbps:.2f} TB/s{rates}", "dim")
     there = {groups.get(one.call) for one in seen}
     for example in run["examples"]:
         if example["name"] not in there and example not in failed:
             why = (example["reason"] or "it calls nothing under --profile").splitlines()[0]
-            _say(console, f"{example['name']}: not profiled: {why}", "dim")
+            say(console, f"{example['name']}: not profiled: {why}", "dim")
     for record in records:
         for call, why in _json(record.with_suffix(".left")).items():
-            _say(console, f"{call}: profiled {why}", "yellow")
+            say(console, f"{call}: profiled {why}", "yellow")
     return int(bool(failed))
 
 

@@ -29,6 +29,12 @@ from importlib import import_module
 from pathlib import Path
 from unittest.mock import patch
 
+from harness import bench, check, session
+from harness.hardware import interpreted, machine, package_version
+
+import torch
+from torch.profiler import ProfilerActivity, profile, record_function
+
 
 @contextmanager
 def tuned_in_one_call() -> Iterator[None]:
@@ -36,7 +42,6 @@ def tuned_in_one_call() -> Iterator[None]:
 
     Times mean nothing where every instruction is looked at, and a hundred launches to get one take minutes.
     """
-    import torch
     import triton
     from triton.runtime.autotuner import Autotuner
 
@@ -62,10 +67,6 @@ def launches_counted(out: Path, guarded: bool = True) -> Iterator[None]:
     Memory that a check has poisoned counts as initialized, and its guarded edges as part of the tensor: a sanitizer
     that looks for what is not initialized, or beyond a tensor's end, wants it not `guarded`.
     """
-    from harness import check
-    from harness.hardware import interpreted, package_version
-    from harness.session import Harness
-
     counted: Counter[str] = Counter()
 
     def keep() -> None:
@@ -79,16 +80,15 @@ def launches_counted(out: Path, guarded: bool = True) -> Iterator[None]:
 
     with ExitStack() as stack:
         stack.callback(keep)
-        stack.enter_context(patch.object(Harness, "SANITIZED", True))
+        stack.enter_context(patch.object(session.Harness, "SANITIZED", True))
         if not guarded:
             stack.enter_context(patch.object(check, "poisoned_outputs", lambda what: nullcontext()))
         if package_version("triton"):
             stack.enter_context(patch.object(import_module("examples.common.device"), "FEW_SMS", 5))
         if package_version("triton") and not interpreted():
-            import triton
-
-            triton.knobs.runtime.launch_enter_hook.add(count)
-            stack.callback(triton.knobs.runtime.launch_enter_hook.remove, count)
+            hook = import_module("triton").knobs.runtime.launch_enter_hook
+            hook.add(count)
+            stack.callback(hook.remove, count)
             stack.enter_context(tuned_in_one_call())
         yield
 
@@ -100,15 +100,10 @@ SECONDS = 120  # what a profiler may take for one technique
 def bounded(out: Path) -> Iterator[None]:
     """Of each technique, its named calls of the first PROFILING_SECONDS; `out` says why others are not in the profile.
 
-    A profiler that runs every launch many times takes minutes over a call of thousands of launches, and may not come
-    back from one. When the seconds are spent the call goes on without being looked at, and later calls of the technique
-    are made without. A call that is not back after half as many seconds again ends this process; what was profiled
-    before it stays.
+    A profiler that runs every launch many times takes minutes over a call of thousands, and may not come back from one.
+    When the seconds are spent the call goes on without being looked at, and so do the technique's later calls. A call
+    that is not back after half as many seconds again ends this process; what was profiled before it stays.
     """
-    from harness import bench, session
-
-    import torch
-
     seconds = float(os.environ.get("PROFILING_SECONDS") or SECONDS)
     left_out: dict[str, str] = {}
     spent = 0.0
@@ -157,11 +152,6 @@ def bounded(out: Path) -> Iterator[None]:
 @contextmanager
 def traced(out: Path) -> Iterator[None]:
     """torch.profiler around each named call: a Chrome trace for each, and names.json with the name of each trace."""
-    from harness import bench
-
-    import torch
-    from torch.profiler import ProfilerActivity, profile, record_function
-
     activities = [ProfilerActivity.CPU]
     if torch.cuda.is_available():
         activities.append(ProfilerActivity.CUDA)
@@ -191,35 +181,31 @@ def traced(out: Path) -> Iterator[None]:
 @contextmanager
 def scoped(out: Path) -> Iterator[None]:
     """Proton around each named call, which is a scope of its tree."""
-    from harness import bench
-    from harness.hardware import machine, package_version
-
     if machine().mode != "gpu":
         sys.exit("error: Proton profiles kernels on a GPU, and none is here; profiling/torch_profile.sh needs none")
     if not package_version("triton"):
         sys.exit("error: Proton is part of Triton: pip install triton; profiling/torch_profile.sh needs it not")
 
-    import torch
     import triton.profiler as proton
 
-    session = proton.start(str(out))
-    proton.deactivate(session)
+    tree = proton.start(str(out))
+    proton.deactivate(tree)
 
     @contextmanager
     def capture(name: str, on_gpu: bool) -> Iterator[None]:
-        proton.activate(session)
+        proton.activate(tree)
         try:
             with proton.scope(name):
                 yield
                 torch.cuda.synchronize()
         finally:
-            proton.deactivate(session)
+            proton.deactivate(tree)
 
     with patch.object(bench, "capture", capture):
         try:
             yield
         finally:
-            proton.finalize(session)
+            proton.finalize(tree)
 
 
 WATCHERS = {

@@ -105,7 +105,7 @@ def test_bad_options_are_refused(checked):
 
 
 def test_a_wrong_variant_stops_the_table_before_any_timing(h, monkeypatch):
-    monkeypatch.setattr("harness.session.time_variants", lambda *args: pytest.fail("timed"))
+    monkeypatch.setattr("harness.bench.time_variants", lambda *args: pytest.fail("timed"))
     for wrong in PAIR:
         with pytest.raises(CheckError, match=wrong):
             h.compare(PAIR | {wrong: lambda x: x * 3}, reference, h.randn(8, 8), **ONCE)

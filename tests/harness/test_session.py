@@ -198,7 +198,7 @@ def copying(x):
 def test_the_record_tells_one_call_for_code_from_the_next(made, monkeypatch):
     from harness.codegen import Kernel
 
-    def compiled(wrapper, args, kwargs, sms, config):
+    def compiled(wrapper, args, kwargs, sms):
         return [Kernel("copy_kernel", sm, {"cp.async": 2}, registers=8, spills=0, shared=0) for sm in sms]
 
     monkeypatch.setattr("harness.session.compile_for", compiled)
