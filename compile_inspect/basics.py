@@ -96,7 +96,8 @@ def run(subject: Subject, backend: str | Callable, eager: Results | None = None)
                 out = results(subject, wrap, calls=(calls := []))
             out[:] = [tensor.clone() for tensor in out]  # later calls may write to them
             out.call, out.parts, out.graphs = calls[0], parts, seen.graphs
-            timed = subject.in_turns({out.call: nullcontext, (eager or out).call: in_eager})
+            beside = out if eager is None else eager  # Results of a model that returns no tensor are empty, and false
+            timed = subject.in_turns({out.call: nullcontext, beside.call: in_eager})
             mine, theirs = timed[0], timed[-1]
             out.ms, out.eager_ms = mine.ms, theirs.ms
             out.speedup = median(a / b for a, b in zip(theirs.all, mine.all, strict=True))

@@ -27,6 +27,8 @@ from multiprocessing.process import BaseProcess
 from pathlib import Path
 from unittest.mock import patch
 
+import torch
+
 from compile_inspect.inspecting import machine, run_phase
 from compile_inspect.report import PHASES, Phase, Report, closing, phase_lines, reason_of
 from compile_inspect.subject import SubjectError, make_subject
@@ -74,9 +76,11 @@ def main(argv: list[str] | None = None, phase: str | None = None) -> int:
         if not path.absolute().parent.is_dir():
             return complain(f"{path}: its folder does not exist; make it, or name another file")
     report = Report(options.model)
-    ignored = ",".join(filter(None, [os.environ.get("PYTHONWARNINGS"), IGNORED]))
+    environ = {"PYTHONWARNINGS": ",".join(filter(None, [os.environ.get("PYTHONWARNINGS"), IGNORED]))}
+    if not torch.cuda.is_available():  # lessons switch Triton's interpreter on, but torch._dynamo imports triton first
+        environ["TRITON_INTERPRET"] = os.environ.get("TRITON_INTERPRET") or "1"
     with (
-        patch.dict(os.environ, PYTHONWARNINGS=ignored),
+        patch.dict(os.environ, environ),
         tempfile.TemporaryDirectory(prefix="compile-inspect-", ignore_cleanup_errors=True) as folder,
     ):
         try:

@@ -8,6 +8,7 @@ import torch
 from torch import nn
 from torch._dynamo.utils import dynamo_timed
 
+from compile_inspect import basics
 from compile_inspect.basics import PARTS, blocks_of, seconds_by_part
 from compile_inspect.inspecting import run_phase
 from compile_inspect.subject import Subject, Timed
@@ -65,6 +66,13 @@ def test_backends_are_timed_in_turns_with_eager(monkeypatch):
         assert (facts["compiled_ms"], facts["eager_ms"], facts["speedup"]) == (2.0, 4 * slower, ratio)
         paid = facts["break_even_calls"]
         assert paid is None if ratio == 1 else paid == pytest.approx(1e3 * facts["first_call_s"] / 6, rel=0.1)
+
+
+def test_a_model_that_returns_no_tensor_is_timed_beside_eager_too(monkeypatch):
+    sizes, in_turns = [], Subject.in_turns
+    monkeypatch.setattr(Subject, "in_turns", lambda self, calls: sizes.append(len(calls)) or in_turns(self, calls))
+    basics.run(subject := Subject(lambda x: x.shape[0], (torch.randn(16, 8),)), "inductor", basics.run(subject, "none"))
+    assert sizes == [1, 2]
 
 
 def test_a_wrong_result_is_urgent():

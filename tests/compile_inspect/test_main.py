@@ -20,6 +20,13 @@ def run(*arguments: str) -> int:
     return command.main(list(arguments))
 
 
+def test_the_broken_function_of_a_lesson_is_found_by_its_path(capsys, monkeypatch):
+    monkeypatch.delenv("TRITON_INTERPRET", raising=False)  # which the tests' own process has
+    model = ("--model", "examples/compiler/graph_breaks.py:branches", "--input", "4x4", "--input", "4", "--input", "1")
+    assert run(*model, "--phases", "graph_breaks") == 0
+    assert "if temperature > 0:" in capsys.readouterr().out
+
+
 def test_one_phase_is_a_command_of_its_own(tmp_path):
     out = tmp_path / "out.html"
     arguments = ["--model", f"{FILE}:step", "--inputs", f"{FILE}:make_inputs", "--html", str(out)]
