@@ -25,7 +25,7 @@ def _parser() -> argparse.ArgumentParser:
     commands.add_parser("doctor", help="what this machine is and reaches, and which techniques run on it")
     add = commands.add_parser("show", help="what was recorded of a technique: answer, tables, evidence").add_argument
     add("names", nargs="*", metavar="TECHNIQUE", help="without any: list them all with their questions")
-    add("--record", type=Path, metavar="PATH", help="a record that --json wrote (default: of the H200)")
+    add("--record", type=Path, metavar="PATH", help="a record that --json wrote (default: what README shows)")
     add("--study", action="store_true", help="its study too")
     add("-v", "--verbose", action="store_true", help="every table whole, and the facts")
     does = "a technique's kernels as one file that needs torch and triton only"
@@ -71,7 +71,8 @@ def main(argv: list[str] | None = None) -> int:
         print("interrupted", file=sys.stderr)
         return 130
     except ModuleNotFoundError as error:
-        print(f"error: {command} needs {error.name}: pip install -r requirements-common.txt", file=sys.stderr)
+        file = "requirements.txt" if error.name in ("torch", "triton") else "requirements-common.txt"
+        print(f"error: {command} needs {error.name}: pip install -r {file}", file=sys.stderr)
         return 2
     except (CatalogError, ValueError) as error:
         print(f"error: {error}", file=sys.stderr)
