@@ -2,10 +2,12 @@
 
 Each program owns a slice of the classes for good, and the group takes row after row. A slice's maximum and sum travel
 through memory as one 64-bit word, its own signal, and the exchange is hidden: the gradient of a row is written one
-iteration after its words were sent, from the slice's logits, which wait in registers, two to a register, while the next
-rows are in flight to shared memory. So each logit is read once: 4 bytes each with the gradient's. Its exponential is
-computed twice, though, which keeps the special function units busy for much of that time: so there are two programs to
-an SM, of groups of their own, and one computes while the other waits.
+iteration after its words were sent, from the slice's exponentials, which wait in registers while the next rows are in
+flight to shared memory. So each logit is read once, 4 bytes each with the gradient's, and has one exponential.
+
+That alone does not keep up with memory: what a program does once for a row (words, sums, addresses) is as much work as
+what it does for the logits, and each sum across warps is a wait. So a thread has many logits; a program of 16-bit
+logits is a single warp, which waits for no other; and of an SM's many programs some compute while others wait.
 """
 
 from __future__ import annotations
@@ -15,13 +17,15 @@ import triton
 import triton.language as tl
 
 from examples.common.device import interpreted
-from examples.common.mailbox import pack, peek, receive, send, shares, slice_cols, split_max_cols, unpack
-from examples.common.rows import ASSEMBLY, pipeline_stages, registers, widen
+from examples.common.exponentials import exponentials, largest_of_vectors
+from examples.common.mailbox import pack, peek, receive, send, shares, split_max_cols, unpack
+from examples.common.rows import ASSEMBLY, pipeline_stages, registers
 from examples.triton.cross_entropy_backward import LN_2, LOG2_E, LOWEST, exp_of, softmax_of
 from examples.triton.cross_entropy_operands import edges_of, prepare, row_layout, vectors_of
 
-WARPS = 8
-PER_SM = 2  # programs, of 128 registers a thread
+# Columns of a slice, warps, and programs to an SM, by bytes of a logit. A quarter of an SM has 16384 registers: 168 a
+# thread of its 3 warps. (10 programs of one warp would be 3 in some quarters, too, and of more registers only 2 fit.)
+SHAPES = {2: (2048, 1, 12), 4: (4096, 4, 3)}
 
 
 @triton.jit
@@ -53,6 +57,7 @@ def cross_entropy_split_kernel(
     if scale_ptr is not None:
         scale = tl.load(scale_ptr)
     lane = tl.arange(0, BLOCK_N)
+    DTYPE: tl.constexpr = logits_ptr.dtype.element_ty
     STEPS: tl.constexpr = BLOCK_N // WIDTH // THREADS
     vector = tl.arange(0, STEPS)[:, None] * THREADS + tl.arange(0, THREADS)[None, :]
     parts = tl.arange(0, PARTS_POW2)
@@ -68,7 +73,8 @@ def cross_entropy_split_kernel(
         edge_due = edge
     target = tl.load(target_ptr + group * stride_target)
     target_due = target
-    x_due = pack(tl.zeros((BLOCK_N,), logits_ptr.dtype.element_ty))
+    kept = tl.zeros((STEPS, THREADS, WIDTH), tl.float32)
+    reference_due, rest_due = tl.zeros((THREADS,), tl.float32), tl.zeros((THREADS,), tl.float32)
     for row in tl.range(group, n_rows + groups, groups, num_stages=STAGES):
         # `due` is the group's previous row, whose words arrive now; in the first iteration it is this row, not written.
         due = tl.maximum(row - groups, group)
@@ -101,19 +107,24 @@ def cross_entropy_split_kernel(
         x_slice = tl.multiple_of(x_row + head if EDGES else x_row, 16) + first
         x = tl.load(x_slice + lane, mask=lane < own * WIDTH, other=0.0)
         # One maximum and one sum for each thread, of its own vectors: no thread waits for another.
-        largest = tl.max(tl.reshape(widen(x), (STEPS, THREADS, WIDTH)), axis=2)
+        packed = pack(x)
+        largest = tl.reshape(largest_of_vectors(packed, DTYPE), (STEPS, THREADS))
         reference = tl.max(tl.where(vector < own, tl.maximum(largest, LOWEST), LOWEST), axis=0)  # -inf - -inf is NaN
-        shifted = tl.reshape(widen(x), (STEPS, THREADS, WIDTH)) - reference[None, :, None]
-        total = tl.sum(tl.where(vector < own, tl.sum(exp_of(shifted), axis=2), 0.0), axis=0)
+        values = unpack(packed, DTYPE)
+        terms, rest = exponentials(
+            tl.reshape(values, (STEPS, THREADS, WIDTH)), tl.reshape(reference, (1, THREADS, 1)), DTYPE
+        )
+        rest = tl.reshape(rest, (THREADS,))
+        total = tl.sum(tl.where(vector < own, tl.sum(terms, axis=2), 0.0), axis=0)
         part_max = tl.max(reference, axis=0)
         if EDGES:
             part_max = tl.maximum(part_max, tl.max(edge.to(tl.float32), axis=0))
-        total = tl.sum(total * exp_of(reference - part_max), axis=0)
+        total = tl.sum(total * tl.exp2((reference - part_max) * LOG2_E - rest), axis=0)
         if EDGES:
             total += tl.sum(exp_of(edge.to(tl.float32) - part_max), axis=0)
         send(mail_ptr + row * stride_mail + part, part_max, total, is_row)
         if SMOOTH:
-            plain = tl.sum(widen(x), axis=0)
+            plain = tl.sum(values, axis=0)
             if EDGES:
                 cols, in_edge = edges_of(head, vectors, n_cols, WIDTH)
                 plain += tl.sum(tl.where(in_edge & is_last, edge.to(tl.float32), 0.0), axis=0)
@@ -125,9 +136,8 @@ def cross_entropy_split_kernel(
         factor = tl.where(known, scale, tl.where(counts, float("nan"), 0.0))
         weight = factor / row_sum
         own = tl.where(is_due, tl.minimum(part_vectors, vectors_due // WIDTH - part * part_vectors), 0)
-        # The weight within the exponent: an FMA for two multiplications.
-        shifted_due = unpack(x_due, logits_ptr.dtype.element_ty) - row_max
-        grad = tl.exp2(shifted_due * LOG2_E + tl.log2(weight))
+        thread_weight = tl.exp2((reference_due - row_max) * LOG2_E - rest_due) * weight
+        grad = tl.reshape(kept * tl.reshape(thread_weight, (1, THREADS, 1)), (BLOCK_N,))
         if SMOOTH:
             grad -= factor * smoothing / n_cols
         grad_slice = tl.multiple_of(grad_row + head_due if EDGES else grad_row, 16) + first
@@ -153,7 +163,7 @@ def cross_entropy_split_kernel(
         tl.store(stats_ptr + 2 * stats_step + due, factor, mask=owner & is_due)
         # By an operation each: Triton pipelines no loop that hands a value on to the iteration after the next.
         target_due = tl.where(is_row, target, ignore_index)
-        x_due, target = pack(x), target_next
+        kept, reference_due, rest_due, target = terms, reference, rest, target_next
         if EDGES:
             edge_due = tl.where(is_row, edge, 0.0)
             edge = edge_next
@@ -161,7 +171,8 @@ def cross_entropy_split_kernel(
 
 def can_split(logits: torch.Tensor) -> bool:
     """Whether a group of programs can wait for each other here, and share rows of these."""
-    return not interpreted() and logits.shape[1] <= split_max_cols(logits.device, slice_cols(logits), PER_SM)
+    block_n, _, per_sm = SHAPES[logits.element_size()]
+    return not interpreted() and logits.shape[1] <= split_max_cols(logits.device, block_n, per_sm)
 
 
 def _mailbox(logits: torch.Tensor, words: int) -> torch.Tensor:
@@ -172,15 +183,15 @@ def _mailbox(logits: torch.Tensor, words: int) -> torch.Tensor:
 def launch_split(logits, target, loss, stats, grad, reduction: str, ignore_index: int, smoothing: float) -> None:
     """Losses, three numbers of each row and its gradient, as the lesson's launch."""
     n_rows, n_cols = logits.shape
-    block_n, (width, edges) = slice_cols(logits), row_layout(logits)
-    parts, groups = shares(logits, block_n, PER_SM)
+    (block_n, warps, per_sm), (width, edges) = SHAPES[logits.element_size()], row_layout(logits)
+    parts, groups = shares(logits, block_n, per_sm)
     mail = _mailbox(logits, parts * (2 if smoothing else 1))
     scale = prepare(target, ignore_index, mail)
     cross_entropy_split_kernel[(groups * parts,)](
         logits, target, scale if reduction == "mean" else None, loss, stats, grad, mail,
         logits.stride(0), target.stride(0), grad.stride(0), n_rows, n_cols,
         triton.cdiv(triton.cdiv(n_cols, width), parts), groups, ignore_index, smoothing, SMOOTH=smoothing > 0,
-        PARTS=parts, PARTS_POW2=triton.next_power_of_2(parts), BLOCK_N=block_n, WIDTH=width, THREADS=32 * WARPS,
-        EDGES=edges, STAGES=pipeline_stages(logits, block_n, PER_SM),
-        num_warps=WARPS, maxnreg=registers(WARPS, PER_SM),
+        PARTS=parts, PARTS_POW2=triton.next_power_of_2(parts), BLOCK_N=block_n, WIDTH=width, THREADS=32 * warps,
+        EDGES=edges, STAGES=pipeline_stages(logits, block_n, per_sm),
+        num_warps=warps, maxnreg=registers(warps, per_sm) // 8 * 8,  # the GPU hands them out by 8 a thread
     )  # fmt: skip

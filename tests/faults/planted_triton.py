@@ -422,8 +422,17 @@ smoothing takes the mean of the vectors alone
   - mean += tl.sum(tl.where(in_edge, edge, 0.0), axis=0) / N_COLS
   + mean += 0.0
 a part of a shared row is summed from another maximum than it sends
-  - total = tl.sum(total * exp_of(reference - part_max), axis=0)
+  - total = tl.sum(total * tl.exp2((reference - part_max) * LOG2_E - rest), axis=0)
   + total = tl.sum(total, axis=0)
+the gradient of a shared row is scaled by the next row's maxima
+  - thread_weight = tl.exp2((reference_due - row_max) * LOG2_E - rest_due) * weight
+  + thread_weight = tl.exp2((reference - row_max) * LOG2_E - rest) * weight
+what an exponent was rounded by is not told  [tests=examples/common/test_exponentials.py]
+  - return tl.exp2(powers), tl.fma(largest, factor, -base)
+  + return tl.exp2(powers), largest * 0.0
+the exponents of large numbers are rounded  [tests=examples/common/test_exponentials.py]
+  - factor = tl.where(tl.abs(largest) < 4194304.0, LOG2_E, 1.0)
+  + factor = tl.where(tl.abs(largest) < 1e38, LOG2_E, 1.0)
 the gradient of a shared row is that of the one before
   - tl.store(grad_slice + lane, grad.to(grad_ptr.dtype.element_ty), mask=lane < own * WIDTH)
   + tl.store(grad_slice + groups * stride_gm + lane, grad.to(grad_ptr.dtype.element_ty), mask=lane < own * WIDTH)

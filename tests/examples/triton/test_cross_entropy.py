@@ -25,6 +25,7 @@ from examples.triton.cross_entropy_operands import empty_gradient, row_layout
 from tests.examples.triton.helpers import INF, NAN, harness, meta, refused
 
 by_when = pytest.mark.parametrize("when", WHEN)
+SPILLS = 48  # bytes of a thread that shares long rows: a few addresses, which it reads once for its 64 logits
 OPTIONS = {"reduction": ("mean", "sum", "none"), "label_smoothing": (0.0, 0.1), "ignore_index": (-100, 2)}
 
 
@@ -257,7 +258,7 @@ def test_the_split_kernel_interpreted(h, monkeypatch):
 
     stand_ins = {
         "interpreted": lambda: False, "peek": peek_at_once, "receive": receive_at_once, "_mailbox": lambda *_: mail,
-        "prepare": start_again, "slice_cols": lambda x: 1024 // x.element_size(), "WARPS": 1,
+        "prepare": start_again, "SHAPES": {2: (512, 1, 1), 4: (256, 1, 1)},
         "split_max_cols": lambda *_: 10000,  # nothing waits, so any number of parts will do
     }  # fmt: skip
     for name, stand_in in stand_ins.items():
@@ -300,8 +301,9 @@ def test_the_split_kernel_interpreted(h, monkeypatch):
 
 
 def longest_of(dtype, device) -> int:
-    """Classes of a row whose programs, two to an SM, an eighth of the SMs can run."""
-    return 16384 // dtype.itemsize * long.PER_SM * sms_to_wait_on(device)
+    """Classes of a row whose programs an eighth of the SMs can run."""
+    block_n, _, per_sm = long.SHAPES[dtype.itemsize]
+    return block_n * per_sm * sms_to_wait_on(device)
 
 
 def test_what_waits_for_each_other_fits_an_eighth_of_the_sms(monkeypatch):
@@ -329,8 +331,8 @@ def test_bad_input(h):
 
 @pytest.mark.parametrize("sm", [90, 100])
 def test_generated_code(sm):
-    """Wide loads and stores, of rows that begin anywhere too, and two programs fit an SM. The loss alone, and slices of
-    long rows, are on their way to shared memory ahead of their use."""
+    """Wide loads and stores, of rows that begin anywhere too, and an SM holds the programs it should. The loss alone,
+    and slices of long rows, are on their way to shared memory ahead of their use."""
     short = [(32000, torch.bfloat16), (16000, torch.float32)]
     for classes, dtype in [*itertools.product((128256, 50257), DTYPES), *short]:
         args = meta(4096, classes, dtype=dtype), meta(4096, dtype=torch.int64)
@@ -339,12 +341,13 @@ def test_generated_code(sm):
         split = classes * dtype.itemsize > 1024 * lesson.L1_BEST_KIB
         forward = kernels.pop("cross_entropy_split_kernel" if split else "cross_entropy_kernel")
         assert set(kernels) == {"cross_entropy_prepare_kernel", "cross_entropy_backward_kernel"}
-        assert forward.spills == 0
+        assert forward.spills <= (SPILLS if split else 0)
         assert not any(kernel.spills for kernel in kernels.values())
         assert forward.found.get("st.global.v4")
         assert forward.found.get("cp.async" if split else "ld.global.v4")
-        assert forward.registers * forward.warps * 32 * 2 <= 65536
-        assert forward.shared * 2 <= 227 * 1024
+        per_sm = long.SHAPES[dtype.itemsize][2] if split else 2
+        assert forward.registers * 32 * -(-forward.warps * per_sm // 4) <= 16384  # of a quarter of the SM
+        assert (forward.shared + 1024) * per_sm <= 228 * 1024
         (loss, _) = sorted(compile_for(cross_entropy, args, {}, sms=(sm,)), key=lambda kernel: kernel.kernel)
         assert (loss.kernel, loss.spills, loss.error) == ("cross_entropy_kernel", 0, None)
         assert loss.found.get("cp.async")
@@ -360,7 +363,8 @@ def test_padded_vocabularies_have_wide_loads(classes, stride):
         kernels = compile_for(loss_and_gradient, (logits, target), {"gradient": when}, sms=(90, 100))
         for each in kernels:
             if each.kernel != "cross_entropy_prepare_kernel":
-                assert (each.error, each.spills) == (None, 0)
+                assert each.error is None
+                assert each.spills <= (SPILLS if each.kernel == "cross_entropy_split_kernel" else 0)
                 assert each.found.get("ld.global.v4") or each.found.get("cp.async"), each
                 writes = each.kernel == "cross_entropy_backward_kernel" or when == "forward"
                 assert bool(each.found.get("st.global.v4")) == writes, each
