@@ -1,4 +1,4 @@
-"""Maxima and exponentials of a row's slice in few instructions a value, so that memory stays what limits a kernel."""
+"""Maxima and exponentials of a slice of a row in few instructions a value, so that memory remains the bottleneck."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ LOG2_E = tl.constexpr(math.log2(math.e))
 
 @triton.jit
 def _larger(a, b, dtype: tl.constexpr):
-    """The larger of each of the two 16-bit values in a register."""
+    """The element-wise maximum of two registers that hold two 16-bit values each."""
     kind: tl.constexpr = "bf16x2" if dtype == tl.bfloat16 else "f16x2"
     return tl.inline_asm_elementwise(
         "max." + kind + " $0, $1, $2;", "=r,r,r", [a, b], dtype=tl.int32, is_pure=True, pack=1
@@ -24,9 +24,10 @@ def _larger(a, b, dtype: tl.constexpr):
 
 @triton.jit
 def largest_of_vectors(packed, dtype: tl.constexpr):
-    """The largest of each 16 bytes of what mailbox.pack returned, in float32: [n / 8] of n 16-bit values, or [n / 4].
+    """The maximum of every 16 bytes of what mailbox.pack returned, as float32: n / 8 of n 16-bit values, else n / 4.
 
-    Two 16-bit values are compared at once, and need not be widened for it. NaN is left out, as tl.max does.
+    16-bit values are compared in pairs, without widening them. NaN is ignored, as by tl.max; a vector of nothing but
+    NaN gives NaN.
     """
     if dtype == tl.float32 or not ASSEMBLY:
         width: tl.constexpr = 4 if dtype == tl.float32 else 8
@@ -41,11 +42,13 @@ def largest_of_vectors(packed, dtype: tl.constexpr):
 
 @triton.jit
 def exponentials(x, largest, dtype: tl.constexpr):
-    """(e^(x - largest) * 2^rest, rest) of x in float32 that came in `dtype`, by one FMA before the hardware's 2^x.
+    """(e^(x - largest) * 2^rest, rest) for float32 x that was loaded as `dtype`: an FMA and the hardware's 2^x a value.
 
-    The FMA rounds largest * log2(e), and not the product of x: `rest`, of largest's shape, is by how much, a quarter at
-    most up to 2^22. Beyond that, 16-bit values that differ do so by 2^14 at least: e^(x - largest) is 1 or 0, as is
-    2^(x - largest), which rounds nothing. float32 is subtracted first, an instruction more.
+    The FMA subtracts largest * log2(e), which has been rounded, from the exact x * log2(e). `rest`, of largest's shape,
+    is that rounding error: at most 1/4 while |largest| < 2^22. The caller multiplies by 2^-rest, once for each largest.
+    From 2^22 on the error would be too large, but there a bfloat16 that is not equal to `largest` is at least 2^14
+    below it (float16 ends at 65504). So e^(x - largest) is 1 or 0, and 2^(x - largest) is the same, without a product
+    to round. float32 is subtracted first, which takes one instruction more and leaves a rest of 0.
     """
     if dtype == tl.float32:
         return tl.exp2((x - largest) * LOG2_E), largest * 0.0

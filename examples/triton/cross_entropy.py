@@ -6,9 +6,9 @@ loss needs two numbers of it, the maximum and the sum of exp(x - maximum); the g
 
 In training the gradient is wanted anyway, so the forward makes it: 4 bytes a logit, what a copy moves. The kernel below
 reads a row, which then is in the L1 cache of its SM, and reads it from there to write the gradient. A row too long for
-that is shared by a group of programs, which keep it in registers (cross_entropy_long.py): a second read would come from
-memory, 6 bytes a logit: 132 rows of 250 KiB, with what else passes through, do not stay in L2. The gradient may also be
-written over the logits, and then the loss needs no memory beside them.
+that is shared by a group of programs, which keep its exponentials in registers (cross_entropy_long.py): a second read
+would come from memory, 6 bytes a logit, as 132 rows of 250 KiB, with what else passes through, do not stay in L2. The
+gradient may also be written over the logits, and then the loss needs no memory beside them.
 
 Question   How close to a copy of the logits do a loss and its gradient come, at 32000 and 128256 classes?
 Needs      triton

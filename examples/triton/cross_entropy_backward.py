@@ -34,6 +34,7 @@ def exp_of(x):
 
     An FMA, x * log2(e) - maximum * log2(e), would save an instruction. But it rounds one product and not the other: the
     largest logit's weight would not be 1, and at 1e30, where float32 has steps of 1e23, be zero or infinite.
+    exponentials.py uses that FMA and corrects for its rounding.
     """
     return tl.exp2(x * LOG2_E)
 

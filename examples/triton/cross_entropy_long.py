@@ -3,11 +3,13 @@
 Each program owns a slice of the classes for good, and the group takes row after row. A slice's maximum and sum travel
 through memory as one 64-bit word, its own signal, and the exchange is hidden: the gradient of a row is written one
 iteration after its words were sent, from the slice's exponentials, which wait in registers while the next rows are in
-flight to shared memory. So each logit is read once, 4 bytes each with the gradient's, and has one exponential.
+flight to shared memory. So each logit is read once and exponentiated once. With its gradient that is 4 bytes a 16-bit
+logit, as much as a copy moves.
 
-That alone does not keep up with memory: what a program does once for a row (words, sums, addresses) is as much work as
-what it does for the logits, and each sum across warps is a wait. So a thread has many logits; a program of 16-bit
-logits is a single warp, which waits for no other; and of an SM's many programs some compute while others wait.
+One exponential a logit is not enough to keep up with memory. What a program does once for each row (exchanging words,
+reducing, computing addresses) costs as much as its work on the logits, and every reduction across warps is a barrier.
+So each thread has many logits (64 of 16 bits, 32 of float32); a program for 16-bit logits is a single warp, which needs
+no reduction across warps; and an SM holds several programs, so that some compute while others wait for words.
 """
 
 from __future__ import annotations
@@ -23,8 +25,9 @@ from examples.common.rows import ASSEMBLY, pipeline_stages, registers
 from examples.triton.cross_entropy_backward import LN_2, LOG2_E, LOWEST, exp_of, softmax_of
 from examples.triton.cross_entropy_operands import edges_of, prepare, row_layout, vectors_of
 
-# Columns of a slice, warps, and programs to an SM, by bytes of a logit. A quarter of an SM has 16384 registers: 168 a
-# thread of its 3 warps. (10 programs of one warp would be 3 in some quarters, too, and of more registers only 2 fit.)
+# By bytes of a logit: columns of a slice, warps of a program, programs on an SM. Either way an SM has 12 warps, 3 on
+# each of its four quarters, whose 16384 registers allow 168 a thread. Fewer one-warp programs would not get more: with
+# 9 to 11, some quarter still has 3, and with more than 168 registers only 2 fit.
 SHAPES = {2: (2048, 1, 12), 4: (4096, 4, 3)}
 
 
@@ -90,6 +93,7 @@ def cross_entropy_split_kernel(
         in_vectors = known & (at >= 0) & (at < vectors_due)
         in_slice = (at >= first) & (at < first + part_vectors * WIDTH)
         owner = (in_vectors & in_slice) | (is_last & (in_vectors == 0))
+        # In place, this load must precede the stores of the gradient: the loop's barrier for its next slice is between.
         x_target = tl.load(due_row + target_due, mask=known & owner, other=float("nan")).to(tl.float32)
 
         next_row = row + groups
@@ -110,10 +114,10 @@ def cross_entropy_split_kernel(
         packed = pack(x)
         largest = tl.reshape(largest_of_vectors(packed, DTYPE), (STEPS, THREADS))
         reference = tl.max(tl.where(vector < own, tl.maximum(largest, LOWEST), LOWEST), axis=0)  # -inf - -inf is NaN
-        values = unpack(packed, DTYPE)
-        terms, rest = exponentials(
-            tl.reshape(values, (STEPS, THREADS, WIDTH)), tl.reshape(reference, (1, THREADS, 1)), DTYPE
-        )
+        if SMOOTH:
+            plain = tl.sum(unpack(packed, DTYPE), axis=0)
+        values = tl.reshape(unpack(packed, DTYPE), (STEPS, THREADS, WIDTH))
+        terms, rest = exponentials(values, tl.reshape(reference, (1, THREADS, 1)), DTYPE)
         rest = tl.reshape(rest, (THREADS,))
         total = tl.sum(tl.where(vector < own, tl.sum(terms, axis=2), 0.0), axis=0)
         part_max = tl.max(reference, axis=0)
@@ -124,7 +128,6 @@ def cross_entropy_split_kernel(
             total += tl.sum(exp_of(edge.to(tl.float32) - part_max), axis=0)
         send(mail_ptr + row * stride_mail + part, part_max, total, is_row)
         if SMOOTH:
-            plain = tl.sum(values, axis=0)
             if EDGES:
                 cols, in_edge = edges_of(head, vectors, n_cols, WIDTH)
                 plain += tl.sum(tl.where(in_edge & is_last, edge.to(tl.float32), 0.0), axis=0)
@@ -133,6 +136,7 @@ def cross_entropy_split_kernel(
         maxima, sums = receive(due_mail, peeked)
         row_max = tl.max(maxima, axis=0)
         row_sum = tl.sum(tl.where(parts < PARTS, sums * exp_of(maxima - row_max), 0.0), axis=0)
+        row_sum = tl.where((row_sum > 0.5) & (row_sum < 1.0), 1.0, row_sum)  # rounded: the largest logit's term is 1
         factor = tl.where(known, scale, tl.where(counts, float("nan"), 0.0))
         weight = factor / row_sum
         own = tl.where(is_due, tl.minimum(part_vectors, vectors_due // WIDTH - part * part_vectors), 0)
@@ -193,5 +197,5 @@ def launch_split(logits, target, loss, stats, grad, reduction: str, ignore_index
         triton.cdiv(triton.cdiv(n_cols, width), parts), groups, ignore_index, smoothing, SMOOTH=smoothing > 0,
         PARTS=parts, PARTS_POW2=triton.next_power_of_2(parts), BLOCK_N=block_n, WIDTH=width, THREADS=32 * warps,
         EDGES=edges, STAGES=pipeline_stages(logits, block_n, per_sm),
-        num_warps=warps, maxnreg=registers(warps, per_sm) // 8 * 8,  # the GPU hands them out by 8 a thread
+        num_warps=warps, maxnreg=registers(warps, per_sm) // 8 * 8,  # allocated in units of 8 a thread
     )  # fmt: skip

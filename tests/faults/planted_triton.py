@@ -424,10 +424,16 @@ smoothing takes the mean of the vectors alone
 a part of a shared row is summed from another maximum than it sends
   - total = tl.sum(total * tl.exp2((reference - part_max) * LOG2_E - rest), axis=0)
   + total = tl.sum(total, axis=0)
+the rounding error of a shared row's exponents is added twice
+  - total = tl.sum(total * tl.exp2((reference - part_max) * LOG2_E - rest), axis=0)
+  + total = tl.sum(total * tl.exp2((reference - part_max) * LOG2_E + rest), axis=0)
+the rounding error of the exponents stays in a shared row's gradient
+  - thread_weight = tl.exp2((reference_due - row_max) * LOG2_E - rest_due) * weight
+  + thread_weight = tl.exp2((reference_due - row_max) * LOG2_E) * weight
 the gradient of a shared row is scaled by the next row's maxima
   - thread_weight = tl.exp2((reference_due - row_max) * LOG2_E - rest_due) * weight
   + thread_weight = tl.exp2((reference - row_max) * LOG2_E - rest) * weight
-what an exponent was rounded by is not told  [tests=examples/common/test_exponentials.py]
+the rounding error of the exponents is not returned  [tests=examples/common/test_exponentials.py]
   - return tl.exp2(powers), tl.fma(largest, factor, -base)
   + return tl.exp2(powers), largest * 0.0
 the exponents of large numbers are rounded  [tests=examples/common/test_exponentials.py]
