@@ -19,10 +19,11 @@ import triton
 import triton.language as tl
 
 from examples.common.device import device_limits
+from examples.common.exponentials import LOG2_E
 from examples.common.untraced import untraced
 from examples.triton.cross_entropy_operands import edges_of, empty_gradient
 
-LOG2_E, LN_2 = tl.constexpr(math.log2(math.e)), tl.constexpr(math.log(2))
+LN_2 = tl.constexpr(math.log(2))
 LOWEST = tl.constexpr(torch.finfo(torch.float32).min)  # and not -inf, as -inf - -inf is NaN
 BLOCK_BYTES = 16384  # of a row at a step: 2 loads of 128 bits a thread at 16 warps
 BACKWARD_PER_SM = 2  # programs; each goes through rows of its own

@@ -19,10 +19,10 @@ import triton
 import triton.language as tl
 
 from examples.common.device import interpreted
-from examples.common.exponentials import exponentials, largest_of_vectors
+from examples.common.exponentials import LOG2_E, exponentials, largest_of_vectors
 from examples.common.mailbox import pack, peek, receive, send, shares, split_max_cols, unpack
 from examples.common.rows import ASSEMBLY, pipeline_stages, registers
-from examples.triton.cross_entropy_backward import LN_2, LOG2_E, LOWEST, exp_of, softmax_of
+from examples.triton.cross_entropy_backward import LN_2, LOWEST, exp_of, softmax_of
 from examples.triton.cross_entropy_operands import edges_of, prepare, row_layout, vectors_of
 
 # By bytes of a logit: columns of a slice, warps of a program, programs on an SM. Either way an SM has 12 warps, 3 on

@@ -354,7 +354,8 @@ def test_generated_code(sm):
         split = classes * dtype.itemsize > 1024 * lesson.L1_BEST_KIB
         forward = kernels.pop("cross_entropy_split_kernel" if split else "cross_entropy_kernel")
         assert set(kernels) == {"cross_entropy_prepare_kernel", "cross_entropy_backward_kernel"}
-        assert forward.spills <= (SPILLS if split else 0)
+        narrow = split and dtype.itemsize == 2  # 64 exponentials a thread; float32 has 32
+        assert forward.spills <= (SPILLS if narrow else 0)
         assert not any(kernel.spills for kernel in kernels.values())
         assert forward.found.get("st.global.v4")
         assert forward.found.get("cp.async" if split else "ld.global.v4")
@@ -364,7 +365,7 @@ def test_generated_code(sm):
         assert (forward.shared + 1024) * per_sm <= 228 * 1024
         if split:
             smooth = {kernel.kernel: kernel for kernel in compile_for(loss_and_gradient, args, SMOOTHED, sms=(sm,))}
-            assert smooth["cross_entropy_split_kernel"].spills <= 3 * SPILLS  # a sum more, of all 64
+            assert smooth["cross_entropy_split_kernel"].spills <= (3 * SPILLS if narrow else 4)  # a sum more
         (loss, _) = sorted(compile_for(cross_entropy, args, {}, sms=(sm,)), key=lambda kernel: kernel.kernel)
         assert (loss.kernel, loss.spills, loss.error) == ("cross_entropy_kernel", 0, None)
         assert loss.found.get("cp.async")
