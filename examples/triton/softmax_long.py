@@ -3,8 +3,13 @@
 Where a program waits for the others of its row, the next rows must be in flight. As in layer_norm_backward_split.py
 each program owns a slice of the columns for good and goes from row to row. It sends the maximum and the sum of its
 slice as one 64-bit word, and writes the slice one iteration later, when the words of the others have arrived; the next
-slices are on their way to shared memory. Exponentials are taken once, against the slice's own maximum, and stay in
-registers until then. docs/memory_ordering.md says why the words are never torn and no wait is for ever.
+slices are on their way to shared memory. docs/memory_ordering.md says why the words are never torn and no wait is for
+ever.
+
+Exponentials are taken once, and stay in registers until they are written. As in cross_entropy_long.py, each thread
+takes them against the maximum of its own values and has a sum of its own: a 16-bit value costs an FMA and the
+hardware's 2^x (exponentials.py), and none waits for a reduction across the program. One factor a thread merges the
+sums, and another scales what is written.
 
 Source  Milakov and Gimelshein 2018 (merging maxima and sums).
 """
@@ -16,33 +21,22 @@ import triton
 import triton.language as tl
 
 from examples.common.device import interpreted
+from examples.common.exponentials import LOG2_E, exponentials, largest_of_vectors
 from examples.common.mailbox import new_mailbox, pack, peek, receive, send, shares, split_max_cols, unpack
 from examples.common.operands import check_rows
-from examples.common.rows import ASSEMBLY, DTYPES, SPLIT_STAGES, check_length, pipeline_stages, registers, widen
+from examples.common.rows import DTYPES, SPLIT_STAGES, check_length, pipeline_stages, registers, widen
 
 SPLIT_BLOCK = 4096  # columns a program owns: 32 values a thread at WARPS warps
 WARPS = 4
 PER_SM = 4  # programs, of 128 registers a thread: some compute while others wait
-KEEP = True  # exponentials until they are written, 32 registers; else x, 16 if in 16 bits, and a second exponential
-
-
-@triton.jit
-def _exp(x):
-    """e^x for x <= 0, with 0 in place of subnormals: for these tl.exp takes three more instructions a value, and a
-    predicate that the result waits for."""
-    if ASSEMBLY:
-        return tl.inline_asm_elementwise(
-            "ex2.approx.ftz.f32 $0, $1;", "=f,f", [x * 1.4426950408889634], dtype=tl.float32, is_pure=True, pack=1
-        )
-    else:
-        return tl.exp(x)
+LOWEST = tl.constexpr(torch.finfo(torch.float32).min)  # and not -inf, as -inf - -inf is NaN
 
 
 @triton.jit
 def softmax_split_kernel(
     x_ptr, y_ptr, mail_ptr, stride_xm, stride_ym, n_rows, n_cols, groups,
-    PARTS: tl.constexpr, PARTS_POW2: tl.constexpr, BLOCK_N: tl.constexpr, STAGES: tl.constexpr, KEEP: tl.constexpr,
-    FULL: tl.constexpr,
+    PARTS: tl.constexpr, PARTS_POW2: tl.constexpr, BLOCK_N: tl.constexpr, STAGES: tl.constexpr, FULL: tl.constexpr,
+    WIDTH: tl.constexpr, THREADS: tl.constexpr,
 ):  # fmt: skip
     # A ticket, not program_id, decides group and part: so the waits below end (docs/memory_ordering.md, "Tickets").
     ticket = (tl.atomic_add(mail_ptr, 1, sem="relaxed") + 1).to(tl.int32)
@@ -54,36 +48,51 @@ def softmax_split_kernel(
     sender = tl.minimum(parts, PARTS - 1)
     stride_mail = tl.full((), PARTS, tl.int64)
     stride_xm, stride_ym = tl.cast(stride_xm, tl.int64), tl.cast(stride_ym, tl.int64)
-    max_due = 0.0
-    kept = tl.zeros((BLOCK_N,), tl.float32) if KEEP else pack(tl.zeros((BLOCK_N,), x_ptr.dtype.element_ty))
+    DTYPE: tl.constexpr = x_ptr.dtype.element_ty
+    STEPS: tl.constexpr = BLOCK_N // WIDTH // THREADS
+    kept = tl.zeros((STEPS, THREADS, WIDTH), tl.float32)
+    reference_due, rest_due = tl.zeros((THREADS,), tl.float32), tl.zeros((THREADS,), tl.float32)
     # A row is written one iteration after its words were sent, when those of the others have had time to arrive.
     for row in tl.range(group, n_rows + groups, groups, num_stages=STAGES):
         # `due` is the group's previous row; in the first iteration there is none, and no word is waited for.
         due = tl.maximum(row - groups, group)
         due_mail = mail_ptr + due * stride_mail + sender
-        loaded = tl.load(x_ptr + row * stride_xm + cols, mask=inside & (row < n_rows), other=0.0)
-        x = widen(loaded)
+        x = tl.load(x_ptr + row * stride_xm + cols, mask=inside & (row < n_rows), other=0.0)
         if not FULL:  # not by the load, which would carry its mask until the copy has arrived
             x = tl.where(inside, x, -float("inf"))
         peeked = peek(due_mail)
-        part_max = tl.max(x, axis=0)
-        # A part of -inf alone would compute -inf - -inf = NaN.
-        weights = _exp(x - tl.where(part_max == -float("inf"), 0.0, part_max))
-        send(mail_ptr + row * stride_mail + part, part_max, tl.sum(weights, axis=0), row < n_rows)
+        # One maximum and one sum for each thread, of its own values: no thread waits for another.
+        if WIDTH > 1:
+            packed = pack(x)
+            largest, values = largest_of_vectors(packed, DTYPE), unpack(packed, DTYPE)
+        else:
+            values = widen(x)
+            largest = values
+        reference = tl.maximum(tl.max(tl.reshape(largest, (STEPS, THREADS)), axis=0), LOWEST)
+        terms, rest = exponentials(
+            tl.reshape(values, (STEPS, THREADS, WIDTH)), tl.reshape(reference, (1, THREADS, 1)), DTYPE
+        )
+        rest = tl.reshape(rest, (THREADS,))
+        part_max = tl.max(reference, axis=0)
+        total = tl.sum(tl.sum(terms, axis=2), axis=0) * tl.exp2((reference - part_max) * LOG2_E - rest)
+        send(mail_ptr + row * stride_mail + part, part_max, tl.sum(total, axis=0), row < n_rows)
 
+        # A part of -inf alone has the maximum LOWEST and the sum 0. A NaN in a part is in its sum.
         maxima, sums = receive(due_mail, tl.where(row > group, peeked, 0))
         row_max = tl.max(maxima, axis=0)
-        # A part of -inf alone has the sum 0, and 0 * exp(-inf - -inf) would be NaN. A NaN in a part stays in its sum.
-        scaled = tl.where((parts < PARTS) & (sums != 0.0), sums * tl.exp(maxima - row_max), 0.0)
-        row_sum = tl.sum(scaled, axis=0)
-        if KEEP:
-            y = kept * (tl.where(max_due == -float("inf"), 0.0, tl.exp(max_due - row_max)) / row_sum)
-            kept = weights
-        else:
-            y = _exp(unpack(kept, x_ptr.dtype.element_ty) - row_max) * (1.0 / row_sum)
-            kept = pack(loaded)
-        max_due = part_max
+        row_sum = tl.sum(tl.where(parts < PARTS, sums * tl.exp2((maxima - row_max) * LOG2_E), 0.0), axis=0)
+        weight = tl.exp2((reference_due - row_max) * LOG2_E - rest_due) / row_sum
+        y = tl.reshape(kept * tl.reshape(weight, (1, THREADS, 1)), (BLOCK_N,))
+        kept, reference_due, rest_due = terms, reference, rest
         tl.store(y_ptr + due * stride_ym + cols, y.to(y_ptr.dtype.element_ty), mask=inside & (row > group))
+
+
+def _vector_width(x: torch.Tensor) -> int:
+    """Values that a load gives to a thread at once: 16 bytes of them where Triton sees that rows begin at a multiple of
+    16 bytes, else one. So the values that the kernel takes for a thread's are in its registers; else they would travel
+    through shared memory."""
+    aligned = torch.compiler.is_compiling() or x.data_ptr() % 16 == 0  # then no tensor has an address
+    return 16 // x.element_size() if aligned and x.stride(0) % 16 == 0 else 1
 
 
 def launch_split(x, y) -> None:
@@ -93,8 +102,9 @@ def launch_split(x, y) -> None:
     softmax_split_kernel[(groups * parts,)](
         x, y, new_mailbox(x, parts), x.stride(0), y.stride(0), n_rows, n_cols, groups,
         PARTS=parts, PARTS_POW2=triton.next_power_of_2(parts), BLOCK_N=SPLIT_BLOCK,
-        STAGES=pipeline_stages(x, SPLIT_BLOCK, PER_SM, SPLIT_STAGES), KEEP=KEEP, FULL=n_cols % SPLIT_BLOCK == 0,
-        num_warps=WARPS, maxnreg=registers(WARPS, PER_SM),
+        STAGES=pipeline_stages(x, SPLIT_BLOCK, PER_SM, SPLIT_STAGES), FULL=n_cols % SPLIT_BLOCK == 0,
+        WIDTH=_vector_width(x), THREADS=32 * WARPS,
+        num_warps=WARPS, maxnreg=registers(WARPS, PER_SM) // 8 * 8,  # allocated in units of 8 a thread
     )  # fmt: skip
 
 

@@ -55,18 +55,69 @@ the backward walk begins a block too far where the length divides  [within=softm
 the answer's ratio is over the slowest call of a library  [tests=examples/test_headlines.py]
   - min(table.over(row.variant, variant) for row in table.rows if not row.ours) for table in tables
   + max(table.over(row.variant, variant) for row in table.rows if not row.ours) for table in tables
-a slice takes its own sum for the row's
-  - scaled = tl.where((parts < PARTS) & (sums != 0.0), sums * tl.exp(maxima - row_max), 0.0)
-  + scaled = tl.where((parts == part) & (sums != 0.0), sums * tl.exp(maxima - row_max), 0.0)
-sums of slices are added as if of one maximum
-  - scaled = tl.where((parts < PARTS) & (sums != 0.0), sums * tl.exp(maxima - row_max), 0.0)
-  + scaled = tl.where(parts < PARTS, sums, 0.0)
+a slice takes its own sum for the row's  [within=softmax_split_kernel]
+  - row_sum = tl.sum(tl.where(parts < PARTS, sums * tl.exp2((maxima - row_max) * LOG2_E), 0.0), axis=0)
+  + row_sum = tl.sum(tl.where(parts == part, sums * tl.exp2((maxima - row_max) * LOG2_E), 0.0), axis=0)
+sums of slices are added as if of one maximum  [within=softmax_split_kernel]
+  - row_sum = tl.sum(tl.where(parts < PARTS, sums * tl.exp2((maxima - row_max) * LOG2_E), 0.0), axis=0)
+  + row_sum = tl.sum(tl.where(parts < PARTS, sums, 0.0), axis=0)
+sums of threads are added as if of one maximum  [within=softmax_split_kernel]
+  - total = tl.sum(tl.sum(terms, axis=2), axis=0) * tl.exp2((reference - part_max) * LOG2_E - rest)
+  + total = tl.sum(tl.sum(terms, axis=2), axis=0) * tl.exp2(-rest)
+the rounding error of the exponents stays in a thread's sum  [within=softmax_split_kernel]
+  - total = tl.sum(tl.sum(terms, axis=2), axis=0) * tl.exp2((reference - part_max) * LOG2_E - rest)
+  + total = tl.sum(tl.sum(terms, axis=2), axis=0) * tl.exp2((reference - part_max) * LOG2_E)
+the rounding error of the exponents is added twice to a thread's sum  [within=softmax_split_kernel]
+  - total = tl.sum(tl.sum(terms, axis=2), axis=0) * tl.exp2((reference - part_max) * LOG2_E - rest)
+  + total = tl.sum(tl.sum(terms, axis=2), axis=0) * tl.exp2((reference - part_max) * LOG2_E + rest)
+the rounding error of the exponents stays in what is written  [within=softmax_split_kernel]
+  - weight = tl.exp2((reference_due - row_max) * LOG2_E - rest_due) / row_sum
+  + weight = tl.exp2((reference_due - row_max) * LOG2_E) / row_sum
+the rounding error of the exponents is added twice to what is written  [within=softmax_split_kernel]
+  - weight = tl.exp2((reference_due - row_max) * LOG2_E - rest_due) / row_sum
+  + weight = tl.exp2((reference_due - row_max) * LOG2_E + rest_due) / row_sum
+the rounding error of the exponents stays in sums and in what is written, where most of it cancels
+  - rest = tl.reshape(rest, (THREADS,))
+  - part_max = tl.max(reference, axis=0)
+  - total = tl.sum(tl.sum(terms, axis=2), axis=0)
+  + rest = tl.reshape(rest, (THREADS,)) * 0.0
+  + part_max = tl.max(reference, axis=0)
+  + total = tl.sum(tl.sum(terms, axis=2), axis=0)
+the rounding error of the exponents is added to sums and to what is written, where most of it cancels
+  - rest = tl.reshape(rest, (THREADS,))
+  - part_max = tl.max(reference, axis=0)
+  - total = tl.sum(tl.sum(terms, axis=2), axis=0)
+  + rest = -tl.reshape(rest, (THREADS,))
+  + part_max = tl.max(reference, axis=0)
+  + total = tl.sum(tl.sum(terms, axis=2), axis=0)
+a thread with nothing but -inf computes -inf - -inf  [within=softmax_split_kernel]
+  - reference = tl.maximum(tl.max(tl.reshape(largest, (STEPS, THREADS)), axis=0), LOWEST)
+  + reference = tl.max(tl.reshape(largest, (STEPS, THREADS)), axis=0)
+a thread takes the maximum of other threads' vectors  [within=softmax_split_kernel]
+  - reference = tl.maximum(tl.max(tl.reshape(largest, (STEPS, THREADS)), axis=0), LOWEST)
+  + reference = tl.maximum(tl.max(tl.reshape(largest, (THREADS, STEPS)), axis=1), LOWEST)
+a thread takes the maximum of its first vector alone  [within=softmax_split_kernel]
+  - reference = tl.maximum(tl.max(tl.reshape(largest, (STEPS, THREADS)), axis=0), LOWEST)
+  + first = tl.arange(0, STEPS)[:, None] == 0
+  + reference = tl.max(tl.where(first, tl.reshape(largest, (STEPS, THREADS)), LOWEST), axis=0)
+a thread's last vector is not summed  [within=softmax_split_kernel]
+  - total = tl.sum(tl.sum(terms, axis=2), axis=0)
+  + total = tl.sum(tl.where(tl.arange(0, STEPS)[:, None] < STEPS - 1, tl.sum(terms, axis=2), 0.0), axis=0)
 a slice that is not full counts zeros  [within=softmax_split_kernel]
   - x = tl.where(inside, x, -float("inf"))
   + x = tl.where(inside, x, 0.0)
-a slice is written with the maximum of the next row's  [within=softmax_split_kernel]
-  - y = kept * (tl.where(max_due == -float("inf"), 0.0, tl.exp(max_due - row_max)) / row_sum)
-  + y = kept * (tl.where(part_max == -float("inf"), 0.0, tl.exp(part_max - row_max)) / row_sum)
+a slice that is not full is taken for a full one
+  - FULL=n_cols % SPLIT_BLOCK == 0
+  + FULL=n_cols % (SPLIT_BLOCK // 2) == 0
+columns beyond the row are written  [within=softmax_split_kernel]
+  - mask=inside & (row > group)
+  + mask=row > group
+a slice is written with the maxima of the next row's  [within=softmax_split_kernel]
+  - weight = tl.exp2((reference_due - row_max) * LOG2_E - rest_due) / row_sum
+  + weight = tl.exp2((reference - row_max) * LOG2_E - rest) / row_sum
+values of rows that begin anywhere reach their threads through shared memory
+  - return 16 // x.element_size() if aligned and x.stride(0) % 16 == 0 else 1
+  + return 16 // x.element_size()
 a group's last row is not written  [within=softmax_split_kernel]
   - for row in tl.range(group, n_rows + groups, groups, num_stages=STAGES):
   + for row in tl.range(group, n_rows, groups, num_stages=STAGES):

@@ -171,8 +171,9 @@ def twice_in_turn(monkeypatch, module, block):
     stand_ins = {
         "interpreted": lambda: False, "peek": peek_at_once, "receive": receive_at_once, "new_mailbox": lambda *_: mail,
     }  # fmt: skip
-    stand_ins |= {"SPLIT_BLOCK": block} if module is softmax_long else {"slice_cols": lambda *_: block}
-    stand_ins["split_max_cols"] = lambda *_: 1000  # nothing waits, so any number of parts will do
+    one_warp = {"SPLIT_BLOCK": block, "WARPS": 1}
+    stand_ins |= one_warp if module is softmax_long else {"slice_cols": lambda *_: block}
+    stand_ins["split_max_cols"] = lambda *_: 2000  # nothing waits, so any number of parts will do
     for name, stand_in in stand_ins.items():
         monkeypatch.setattr(module, name, stand_in)
 

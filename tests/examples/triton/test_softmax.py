@@ -1,5 +1,6 @@
 """softmax: four kernels against one reference, at every row length where one of them ends and another begins."""
 
+import math
 from functools import partial
 
 from harness.codegen import compile_for
@@ -22,7 +23,7 @@ from examples.triton.softmax import (
 )
 from examples.triton.softmax_long import PER_SM, SPLIT_BLOCK, softmax_split
 from examples.triton.softmax_resident import softmax_resident
-from tests.examples.triton.helpers import INF, NAN, code, meta, refused
+from tests.examples.triton.helpers import FUSED, INF, NAN, code, meta, refused
 from tests.examples.triton.test_layer_norm import twice_in_turn
 
 EVERYWHERE = [softmax_rows, softmax_resident, softmax]
@@ -52,31 +53,76 @@ def test_extreme_rows(h, kernel):
     for values in (x * 1e4, x + 1e4, x - 1e4, x.clamp(min=0) * -1e30):
         h.check(kernel, reference, values, **BUDGET)
     h.check(kernel, reference, x * 1e-30, constant_ok=True, **BUDGET)
-    x = h.randn(8, SPLIT_BLOCK + 900, scale=2.0)
+    h.check(kernel, reference, hard_rows(h, torch.float32, SPLIT_BLOCK + 900, SPLIT_BLOCK), **BUDGET)
+
+
+def hard_rows(h, dtype, cols, part):
+    """Rows with infinities, NaN and numbers far apart; the first of their parts has `part` columns."""
+    x = h.randn(12, cols, dtype=dtype, scale=2.0)
     x[0] = x[6] = -INF  # nothing in the row: NaN
-    x[1, :SPLIT_BLOCK] = x[7, :SPLIT_BLOCK] = x[2, SPLIT_BLOCK:] = -INF  # a whole part of nothing
+    x[1, :part] = x[7, :part] = x[2, part:] = -INF  # a whole part of nothing
     x[3, 7], x[4, 11], x[5, -1] = INF, NAN, NAN
     x[6, 3] = -1000.0  # one finite value far below zero
     x[7, 5] = NAN  # in a part that is otherwise nothing
+    x[8, 40 : part // 2] = x[8, part // 2 + 40 : part] = -INF  # whole threads of nothing
+    x[9] = x[9, 0]
+    x[10, part + 1] = 60.0
+    x[11, 2], x[11, part + 2] = torch.finfo(dtype).max, torch.finfo(dtype).max
+    return x
+
+
+def far_rows(h, dtype, cols):
+    """Rows of numbers that are far from 0 for their dtype, so that exponents are rounded, or not multiplied by log2(e).
+    Of the largest there are 64, whose 1 / 64 every dtype has."""
+    centres = (5e4, -5e4) if dtype is torch.float16 else (3e6, -4e6, 5e6, -5e6, 1e30, -1e30)
+    x = torch.tensor(centres, dtype=torch.float64, device=h.device)[:, None].repeat(1, cols)
+    largest = x[:, :64].clone()
+    x -= x.abs() * 2.0**-6
+    x[:, torch.arange(64) * (cols // 64)] = largest
+    return x.to(dtype)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_hard_rows_split(h, dtype):
+    for cols in (SPLIT_BLOCK + 896, SPLIT_BLOCK + 901, SPLIT_BLOCK * 3):
+        h.check(softmax_split, reference, hard_rows(h, dtype, cols, SPLIT_BLOCK), **BUDGET)
+        h.check(softmax_split, reference, far_rows(h, dtype, cols), **BUDGET)
+    check_rest(h, softmax_split, SPLIT_BLOCK + 1)
+
+
+def check_rest(h, kernel, cols):
+    """Threads whose maxima differ by the least that float16 has there, and are rounded in opposite directions when they
+    are multiplied by log2(e): with the error left in, or added, the rows are wrong by more than their rounding."""
+    factor = torch.tensor(math.log2(math.e), dtype=torch.float32)
+    tops = torch.arange(8200, 16000, 8, dtype=torch.float32)
+    rest = tops.double() * factor.double() - (tops * factor).double()
+    best = (rest[1:] - rest[:-1]).abs().topk(8).indices
+    x = torch.full((8, cols), -INF, dtype=torch.float16, device=h.device)
+    x[:, 8 * 9], x[:, 8 * 20] = tops[best].to(x), tops[best + 1].to(x)
     h.check(kernel, reference, x, **BUDGET)
 
 
 @pytest.mark.filterwarnings("ignore:All-NaN slice")  # what the first of two runs finds in empty mailboxes
 @pytest.mark.skipif(not interpreted(), reason="compiled kernels cannot be given another way to receive")
-def test_the_split_kernel_interpreted(h, monkeypatch):
-    """Slices and rows that are not full, rows of nothing and slices of nothing, with what is kept of either kind."""
-    run = twice_in_turn(monkeypatch, softmax_long, 64)
-    for keep in (True, False):
-        monkeypatch.setattr(softmax_long, "KEEP", keep)
-        for i, shape in enumerate([(2, 64), (5, 320), (7, 100), (1, 65)]):
-            x = h.randn(*shape, dtype=(torch.float32, torch.float16)[i % 2], scale=2.0)
-            h.check(partial(run, softmax_split), reference, x, what=f"{shape} {keep}", **BUDGET)
-        x = h.randn(8, 100, scale=2.0)
-        x[0] = x[6] = -INF
-        x[1, :64] = x[7, :64] = x[2, 64:] = -INF
-        x[3, 7], x[4, 11], x[5, -1] = INF, NAN, NAN
-        x[6, 3], x[7, 5] = -1000.0, NAN
-        h.check(partial(run, softmax_split), reference, x, what=f"extreme rows {keep}", **BUDGET)
+@pytest.mark.filterwarnings("ignore:divide by zero")  # and in rows of nothing
+@pytest.mark.parametrize("dtype", DTYPES[:2])
+def test_the_split_kernel_interpreted(h, monkeypatch, dtype):
+    """Slices and rows that are full and that are not, whose vectors are and are not, more rows than groups, hard rows.
+    A thread has 16 values: 2 or 4 vectors, or single ones."""
+    block = 512
+    run = partial(twice_in_turn(monkeypatch, softmax_long, block), softmax_split)
+    for shape in [(2, 512), (5, 1536), (7, 900), (17, 1280), (1, 513), (20, 65)]:
+        h.check(run, reference, h.randn(*shape, dtype=dtype, scale=2.0), what=f"{shape}", **BUDGET)
+    x = h.randn(5, 1600, dtype=dtype, scale=2.0)
+    for rows in (x[:, 1:1025], x[:, 16:1050], x[:1, :700].expand(3, 700)):
+        h.check(run, reference, rows, what=f"{tuple(rows.shape)} {rows.stride()}", **BUDGET)
+    for cols in (1008, 1000):
+        h.check(run, reference, hard_rows(h, dtype, cols, block), what=f"hard rows of {cols}", **BUDGET)
+        if FUSED:
+            h.check(run, reference, far_rows(h, dtype, cols), what=f"far rows of {cols}", **BUDGET)
+    if FUSED:
+        check_rest(h, run, 1024)
 
 
 def longest(h) -> int:
@@ -121,11 +167,27 @@ def test_generated_code():
     code(80, "ld.global.v4", softmax_resident, meta(1024, 65536), spills=16)
 
 
-def test_generated_code_of_the_split_kernel():
-    """Two programs fit an SM, with three rows on their way to each: nothing spills."""
-    for dtype in (torch.bfloat16, torch.float32):
-        for kernel in compile_for(softmax_split, (meta(1024, 131072, dtype=dtype),), sms=(90, 100)):
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_generated_code_of_the_split_kernel(dtype):
+    """PER_SM programs fit an SM, with rows on their way to each: nothing spills, whether slices are full or not."""
+    for cols in (131072, 100000):
+        for kernel in compile_for(softmax_split, (meta(1024, cols, dtype=dtype),), sms=(90, 100)):
             assert (kernel.error, kernel.kernel, kernel.spills) == (None, "softmax_split_kernel", 0)
-            assert (kernel.shared + 1024) * softmax_long.PER_SM <= kernel.shared_limit + 1024
-            assert kernel.registers * kernel.warps * 32 * softmax_long.PER_SM <= 65536
             assert all(kernel.found.get(name) for name in ("cp.async", "atom", "st.global.v4")), kernel.found
+            fit(kernel)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_generated_code_of_rows_that_begin_anywhere(dtype):
+    """A thread's values are in its registers, and shared memory has sums and the next rows alone."""
+    for kernel in compile_for(softmax_split, (meta(1024, 50257, dtype=dtype),), sms=(90, 100)):
+        assert (kernel.error, kernel.kernel) == (None, "softmax_split_kernel")
+        assert kernel.spills <= 64  # addresses: each value has a load and a store of its own
+        assert kernel.shared <= 64 + (2 * SPLIT_BLOCK * 4 if dtype == torch.float32 else 0)  # 16 bits are not copied
+        fit(kernel)
+
+
+def fit(kernel) -> None:
+    """Programs of the split kernel, on an SM."""
+    assert (kernel.shared + 1024) * softmax_long.PER_SM <= kernel.shared_limit + 1024
+    assert -(-kernel.registers // 8) * 8 * kernel.warps * 32 * softmax_long.PER_SM <= 65536
