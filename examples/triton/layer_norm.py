@@ -32,11 +32,10 @@ import triton.language as tl
 
 from examples.common.compiled import compiled_modes, over_library
 from examples.common.device import interpreted, require_triton_device
-from examples.common.mailbox import slice_cols, split_max_cols
 from examples.common.rows import check_layer_norm, check_length, row_block, widen
 from examples.common.training import forward_backward, in_float64
 from examples.triton.layer_norm_backward import LayerNorm, layer_norm_backward  # noqa: F401 (for calls without autograd)
-from examples.triton.layer_norm_long import PER_SM, layer_norm_split
+from examples.triton.layer_norm_long import layer_norm_split, split_limit
 from examples.triton.layer_norm_resident import layer_norm_resident
 
 ROWS_MAX = 1024  # longer rows are faster from L1 than held in registers
@@ -100,7 +99,7 @@ def layer_norm_forward(x, weight, bias, eps: float = 1e-5) -> tuple[torch.Tensor
     if n_cols <= ROWS_MAX:
         return layer_norm_rows(x, weight, bias, eps)
     fits = n_cols * x.element_size() <= L1_BEST_KIB * 1024
-    resident = fits or interpreted() or n_cols > split_max_cols(x.device, slice_cols(x, weight), PER_SM)
+    resident = fits or interpreted() or n_cols > split_limit(x, weight)
     return (layer_norm_resident if resident else layer_norm_split)(x, weight, bias, eps)
 
 

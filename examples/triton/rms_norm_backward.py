@@ -13,8 +13,9 @@ import triton
 import triton.language as tl
 
 from examples.common.device import device_limits, interpreted
-from examples.common.mailbox import new_mailbox, pack, peek, receive, send, shares, slice_cols, split_max_cols, unpack
-from examples.common.rows import DTYPES, check_length, check_norm, pipeline_stages, row_block, widen
+from examples.common.mailbox import new_mailbox, pack, peek, receive, send, shares, split_max_cols, unpack
+from examples.common.rows import DTYPES, check_length, check_norm, pipeline_stages, registers, row_block, widen
+from examples.common.slices import in_vectors
 
 BACKWARD_ROWS_MAX = 8192  # 16 columns a thread at 16 warps: x, dy and a sum of each take 48 of its 128 registers
 
@@ -193,27 +194,46 @@ def rms_norm_backward_loop(dy, x, weight, rstd, dsum=None) -> tuple[torch.Tensor
     return dx, partials.sum(0).to(weight.dtype)
 
 
+def split_shape(dy, x, weight, dsum=None) -> tuple[int, int, int]:
+    """(columns of a slice, warps of a program, programs on an SM), for the rows of these operands.
+
+    Twelve warps are three on each quarter of an SM, whose 16384 registers allow 168 a thread: 32 columns of 16 bits, or
+    16 of float32, take most. Rows that cannot be read 16 bytes at a time cost more; there a program fills an SM alone.
+    """
+    widest = max(x.element_size(), weight.element_size())
+    if in_vectors(x, dy, dsum):
+        return (2048, 2, 6) if widest == 2 else (2048, 4, 3)
+    return 16384 // widest, 8, 1
+
+
+def split_limit(dy, x, weight, dsum=None) -> int:
+    """Longest rows of these operands whose slices, of split_shape's columns, may wait for each other."""
+    block_n, _, per_sm = split_shape(dy, x, weight, dsum)
+    return split_max_cols(x.device, block_n, per_sm)
+
+
 def rms_norm_backward_split(dy, x, weight, rstd, dsum=None) -> tuple[torch.Tensor, torch.Tensor]:
-    """(dx, dweight) for rows of up to split_max_cols(...) columns, each held by several programs at once.
+    """(dx, dweight) for rows of up to split_limit(...) columns, each held by several programs at once.
 
     GPU only: programs wait for each other, and the interpreter runs one after the other (RuntimeError there).
     Otherwise takes and raises what rms_norm_backward does.
     """
     name = "rms_norm_backward_split"
     n_rows, n_cols = _checked(name, dy, x, weight, rstd, dsum)
-    block_n = slice_cols(x, weight)
-    check_length(name, n_cols, split_max_cols(x.device, block_n), "rms_norm_backward_loop")
+    check_length(name, n_cols, split_limit(dy, x, weight, dsum), "rms_norm_backward_loop")
     if interpreted():
         raise RuntimeError(f"{name}: its programs wait for each other; in the interpreter use rms_norm_backward_loop")
     if not n_rows:
         return torch.empty_like(x), torch.zeros_like(weight)
-    parts, groups = shares(x, block_n)
+    block_n, warps, per_sm = split_shape(dy, x, weight, dsum)
+    parts, groups = shares(x, block_n, per_sm)
     dx, partials = _outputs(x, weight, groups)
     rms_norm_backward_split_kernel[(groups * parts,)](
         dy, x, weight, rstd, dsum, dx, partials, new_mailbox(x, parts), dy.stride(0), x.stride(0),
         0 if dsum is None else dsum.stride(0), dx.stride(0), n_rows, n_cols, groups,
         PARTS=parts, PARTS_POW2=triton.next_power_of_2(parts), BLOCK_N=block_n,
-        STAGES=pipeline_stages(x, (2 if dsum is None else 3) * block_n, 1), num_warps=8,
+        STAGES=pipeline_stages(x, (2 if dsum is None else 3) * block_n, per_sm),
+        num_warps=warps, maxnreg=min(255, registers(warps, per_sm)) // 8 * 8,  # allocated in units of 8 a thread
     )  # fmt: skip
     return dx, partials.sum(0).to(weight.dtype)
 
@@ -223,12 +243,12 @@ def rms_norm_backward(dy, x, weight, rstd, dsum=None) -> tuple[torch.Tensor, tor
 
     dy and dsum (the gradient of x + residual, None where there is none) have x's shape and dtype, any row stride.
     Raises as rms_norm_forward does. Beyond BACKWARD_ROWS_MAX columns programs wait for each other, if an eighth of the
-    SMs can run those of a row (split_max_cols), so that other kernels may hold the rest. Longer rows are read twice.
+    SMs can run those of a row (split_limit), so that other kernels may hold the rest. Longer rows are read twice.
     """
     _, n_cols = _checked("rms_norm_backward", dy, x, weight, rstd, dsum)
     if n_cols <= BACKWARD_ROWS_MAX:
         return rms_norm_backward_rows(dy, x, weight, rstd, dsum)
-    wait = not interpreted() and n_cols <= split_max_cols(x.device, slice_cols(x, weight))
+    wait = not interpreted() and n_cols <= split_limit(dy, x, weight, dsum)
     return (rms_norm_backward_split if wait else rms_norm_backward_loop)(dy, x, weight, rstd, dsum)
 
 

@@ -13,9 +13,8 @@ import triton
 import triton.language as tl
 
 from examples.common.device import device_limits, interpreted, require_triton_device
-from examples.common.mailbox import slice_cols, split_max_cols
 from examples.common.rows import row_block
-from examples.triton.layer_norm_long import PER_SM, launch_split
+from examples.triton.layer_norm_long import launch_split, split_limit
 
 BLOCK_BYTES = 16384  # of a row at a step: 2 loads of 128 bits a thread at 16 warps
 STAGES = 4  # three blocks of each operand in flight to shared memory while one is in use
@@ -80,7 +79,7 @@ def rms_norm_long_kernel(
 
 def launch_long(x, residual, weight, y, summed, rstd, eps: float) -> None:
     """The rows of x to y, summed and rstd, by the kernel that is fastest for the row length."""
-    if not interpreted() and x.shape[1] <= split_max_cols(x.device, slice_cols(x, weight), PER_SM):
+    if not interpreted() and x.shape[1] <= split_limit(x, weight, residual):
         launch_split(x, residual, weight, None, y, summed, None, rstd, eps)
     else:
         launch_loop(x, residual, weight, y, summed, rstd, eps)

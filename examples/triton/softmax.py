@@ -31,10 +31,9 @@ import triton.language as tl
 
 from examples.common.compiled import compiled_modes, over_library
 from examples.common.device import interpreted
-from examples.common.mailbox import split_max_cols
 from examples.common.operands import check_rows
 from examples.common.rows import DTYPES, check_length
-from examples.triton.softmax_long import PER_SM, SPLIT_BLOCK, softmax_split
+from examples.triton.softmax_long import softmax_split, split_limit
 from examples.triton.softmax_resident import softmax_resident
 
 REGISTERS_MAX = 32768  # columns: 32 values per thread at 32 warps; a row twice as long spills on every architecture
@@ -79,7 +78,7 @@ def softmax(x: torch.Tensor) -> torch.Tensor:
     x: float32, float16 or bfloat16, rows contiguous, any row stride. Returns a contiguous tensor of x's dtype; the
     arithmetic is float32. Infinities and NaN give what torch.softmax does.
     Above L1_BEST_KIB a row, programs wait for each other, if an eighth of the SMs can run those of a row
-    (split_max_cols), so that other kernels may hold the rest. Longer rows are read from L2 or memory again.
+    (split_limit), so that other kernels may hold the rest. Longer rows are read from L2 or memory again.
 
     Raises TypeError for another dtype; ValueError for another rank, no columns, or an inner stride other than 1;
     RuntimeError for a device without Triton or an input that requires grad.
@@ -88,7 +87,7 @@ def softmax(x: torch.Tensor) -> torch.Tensor:
     if n_cols <= REGISTERS_BEST:
         return softmax_rows(x)
     fits = n_cols * x.element_size() <= L1_BEST_KIB * 1024
-    resident = fits or interpreted() or n_cols > split_max_cols(x.device, SPLIT_BLOCK, PER_SM)
+    resident = fits or interpreted() or n_cols > split_limit(x)
     return softmax_resident(x) if resident else softmax_split(x)
 
 

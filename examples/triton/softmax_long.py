@@ -9,7 +9,8 @@ ever.
 Exponentials are taken once, and stay in registers until they are written. As in cross_entropy_long.py, each thread
 takes them against the maximum of its own values and has a sum of its own: a 16-bit value costs an FMA and the
 hardware's 2^x (exponentials.py), and none waits for a reduction across the program. One factor a thread merges the
-sums, and another scales what is written.
+sums, and another scales what is written. A program is a single warp, which needs no barrier, with 128 bytes of the row
+a thread, and an SM holds twelve: some compute while others wait.
 
 Source  Milakov and Gimelshein 2018 (merging maxima and sums).
 """
@@ -25,11 +26,24 @@ from examples.common.exponentials import LOG2_E, exponentials, largest_of_vector
 from examples.common.mailbox import new_mailbox, pack, peek, receive, send, shares, split_max_cols, unpack
 from examples.common.operands import check_rows
 from examples.common.rows import DTYPES, SPLIT_STAGES, check_length, pipeline_stages, registers, widen
+from examples.common.slices import in_vectors, vector_width
 
-SPLIT_BLOCK = 4096  # columns a program owns: 32 values a thread at WARPS warps
-WARPS = 4
-PER_SM = 4  # programs, of 128 registers a thread: some compute while others wait
 LOWEST = tl.constexpr(torch.finfo(torch.float32).min)  # and not -inf, as -inf - -inf is NaN
+
+
+def split_shape(x: torch.Tensor) -> tuple[int, int, int]:
+    """(columns of a slice, warps of a program, programs on an SM), for the rows of x.
+
+    Twelve warps are three on each quarter of an SM, whose 16384 registers allow 168 a thread. Rows that cannot be read
+    16 bytes at a time cost more instructions, and more warps issue them.
+    """
+    return (4096 // x.element_size(), 1, 12) if in_vectors(x) else (4096, 4, 4)
+
+
+def split_limit(x: torch.Tensor) -> int:
+    """Longest rows like those of x whose slices, of split_shape's columns, may wait for each other."""
+    block_n, _, per_sm = split_shape(x)
+    return split_max_cols(x.device, block_n, per_sm)
 
 
 @triton.jit
@@ -54,13 +68,13 @@ def softmax_split_kernel(
     reference_due, rest_due = tl.zeros((THREADS,), tl.float32), tl.zeros((THREADS,), tl.float32)
     # A row is written one iteration after its words were sent, when those of the others have had time to arrive.
     for row in tl.range(group, n_rows + groups, groups, num_stages=STAGES):
-        # `due` is the group's previous row; in the first iteration there is none, and no word is waited for.
+        # `due` is the group's previous row, whose words arrive now; in the first iteration it is this row, not written.
         due = tl.maximum(row - groups, group)
         due_mail = mail_ptr + due * stride_mail + sender
+        peeked = peek(due_mail)
         x = tl.load(x_ptr + row * stride_xm + cols, mask=inside & (row < n_rows), other=0.0)
         if not FULL:  # not by the load, which would carry its mask until the copy has arrived
             x = tl.where(inside, x, -float("inf"))
-        peeked = peek(due_mail)
         # One maximum and one sum for each thread, of its own values: no thread waits for another.
         if WIDTH > 1:
             packed = pack(x)
@@ -78,7 +92,7 @@ def softmax_split_kernel(
         send(mail_ptr + row * stride_mail + part, part_max, tl.sum(total, axis=0), row < n_rows)
 
         # A part of -inf alone has the maximum LOWEST and the sum 0. A NaN in a part is in its sum.
-        maxima, sums = receive(due_mail, tl.where(row > group, peeked, 0))
+        maxima, sums = receive(due_mail, peeked)
         row_max = tl.max(maxima, axis=0)
         row_sum = tl.sum(tl.where(parts < PARTS, sums * tl.exp2((maxima - row_max) * LOG2_E), 0.0), axis=0)
         weight = tl.exp2((reference_due - row_max) * LOG2_E - rest_due) / row_sum
@@ -87,24 +101,17 @@ def softmax_split_kernel(
         tl.store(y_ptr + due * stride_ym + cols, y.to(y_ptr.dtype.element_ty), mask=inside & (row > group))
 
 
-def _vector_width(x: torch.Tensor) -> int:
-    """Values that a load gives to a thread at once: 16 bytes of them where Triton sees that rows begin at a multiple of
-    16 bytes, else one. So the values that the kernel takes for a thread's are in its registers; else they would travel
-    through shared memory."""
-    aligned = torch.compiler.is_compiling() or x.data_ptr() % 16 == 0  # then no tensor has an address
-    return 16 // x.element_size() if aligned and x.stride(0) % 16 == 0 else 1
-
-
 def launch_split(x, y) -> None:
     """The rows of x to y, by as many groups as the SMs hold."""
     n_rows, n_cols = x.shape
-    parts, groups = shares(x, SPLIT_BLOCK, PER_SM)
+    (block_n, warps, per_sm), width = split_shape(x), vector_width(x)
+    parts, groups = shares(x, block_n, per_sm)
     softmax_split_kernel[(groups * parts,)](
         x, y, new_mailbox(x, parts), x.stride(0), y.stride(0), n_rows, n_cols, groups,
-        PARTS=parts, PARTS_POW2=triton.next_power_of_2(parts), BLOCK_N=SPLIT_BLOCK,
-        STAGES=pipeline_stages(x, SPLIT_BLOCK, PER_SM, SPLIT_STAGES), FULL=n_cols % SPLIT_BLOCK == 0,
-        WIDTH=_vector_width(x), THREADS=32 * WARPS,
-        num_warps=WARPS, maxnreg=registers(WARPS, PER_SM) // 8 * 8,  # allocated in units of 8 a thread
+        PARTS=parts, PARTS_POW2=triton.next_power_of_2(parts), BLOCK_N=block_n, FULL=n_cols % block_n == 0,
+        WIDTH=width, THREADS=min(32 * warps, block_n // width),
+        STAGES=pipeline_stages(x, block_n, per_sm, SPLIT_STAGES),
+        num_warps=warps, maxnreg=registers(warps, per_sm) // 8 * 8,  # allocated in units of 8 a thread
     )  # fmt: skip
 
 
@@ -115,7 +122,7 @@ def softmax_split(x: torch.Tensor) -> torch.Tensor:
     Otherwise takes and raises what softmax does.
     """
     n_rows, n_cols = check_rows("softmax_split", x, DTYPES)
-    check_length("softmax_split", n_cols, split_max_cols(x.device, SPLIT_BLOCK, PER_SM), "softmax")
+    check_length("softmax_split", n_cols, split_limit(x), "softmax")
     if interpreted():
         raise RuntimeError("softmax_split: its programs wait for each other; in the interpreter use softmax_resident")
     y = torch.empty(x.shape, dtype=x.dtype, device=x.device)

@@ -107,8 +107,12 @@ a slice that is not full counts zeros  [within=softmax_split_kernel]
   - x = tl.where(inside, x, -float("inf"))
   + x = tl.where(inside, x, 0.0)
 a slice that is not full is taken for a full one
-  - FULL=n_cols % SPLIT_BLOCK == 0
-  + FULL=n_cols % (SPLIT_BLOCK // 2) == 0
+  - FULL=n_cols % block_n == 0,
+  - WIDTH=width, THREADS=min(32 * warps, block_n // width),
+  - STAGES=pipeline_stages(x, block_n, per_sm, SPLIT_STAGES),
+  + FULL=n_cols % (block_n // 2) == 0,
+  + WIDTH=width, THREADS=min(32 * warps, block_n // width),
+  + STAGES=pipeline_stages(x, block_n, per_sm, SPLIT_STAGES),
 columns beyond the row are written  [within=softmax_split_kernel]
   - mask=inside & (row > group)
   + mask=row > group
@@ -116,8 +120,8 @@ a slice is written with the maxima of the next row's  [within=softmax_split_kern
   - weight = tl.exp2((reference_due - row_max) * LOG2_E - rest_due) / row_sum
   + weight = tl.exp2((reference - row_max) * LOG2_E - rest) / row_sum
 values of rows that begin anywhere reach their threads through shared memory
-  - return 16 // x.element_size() if aligned and x.stride(0) % 16 == 0 else 1
-  + return 16 // x.element_size()
+  - return 16 // matrices[0].element_size() if aligned and all(m.stride(0) % 16 == 0 for m in matrices) else 1
+  + return 16 // matrices[0].element_size()
 a group's last row is not written  [within=softmax_split_kernel]
   - for row in tl.range(group, n_rows + groups, groups, num_stages=STAGES):
   + for row in tl.range(group, n_rows, groups, num_stages=STAGES):
@@ -423,6 +427,28 @@ the columns beyond a slice are off by the mean
 a row that is shared is measured from the next one's first element
   - off -= origin_due
   + off -= origin
+a thread's squares are around its first value  [within=_pivoted]
+  - return pivot, shift, squares - shift * shift * count
+  + return pivot, shift, squares
+a thread's mean is its first value  [within=_pivoted]
+  - return pivot, shift, squares - shift * shift * count
+  + return pivot, shift * 0.0, squares - shift * shift * count
+a thread's first value is taken from each of its vectors  [within=norm_split_kernel]
+  - is_first = (tl.arange(0, STEPS)[:, None, None] == 0) & (tl.arange(0, WIDTH)[None, None, :] == 0)
+  + is_first = (tl.arange(0, STEPS)[:, None, None] >= 0) & (tl.arange(0, WIDTH)[None, None, :] == 0)
+threads' means are taken for one  [within=norm_split_kernel]
+  - squares = tl.sum(own_squares + between * between * own_count, axis=0)
+  + squares = tl.sum(own_squares, axis=0)
+a thread with few columns counts as a full one  [within=norm_split_kernel]
+  - own_count = _of_thread(own_inside.to(tl.float32))
+  + own_count = tl.full((THREADS,), BLOCK_N // THREADS, tl.float32)
+a slice that is not full is taken for a full one  [within=launch_split]
+  - FULL=n_cols % block_n == 0,
+  - WIDTH=width, THREADS=min(32 * warps, block_n // width),
+  - STAGES=pipeline_stages(x, block_n if residual is None else 2 * block_n, per_sm, STAGES),
+  + FULL=True,
+  + WIDTH=width, THREADS=min(32 * warps, block_n // width),
+  + STAGES=pipeline_stages(x, block_n if residual is None else 2 * block_n, per_sm, STAGES),
 a group's last row is not written  [within=norm_split_kernel]
   - for row in tl.range(group, n_rows + groups, groups, num_stages=STAGES):
   + for row in tl.range(group, n_rows, groups, num_stages=STAGES):
@@ -538,9 +564,9 @@ a slice of a long row is written with the scale of the next row's
   - rstd = tl.rsqrt(tl.sum(tl.where(parts < PARTS, squares, 0.0), axis=0) / n_cols + eps)
   + rstd = tl.rsqrt(tl.sum(wide * wide, axis=0) * PARTS / n_cols + eps)
 the residual of a long row is left out of its norm  [within=norm_split_kernel]
-  - x = (widen(x) + widen(residual)).to(x_ptr.dtype.element_ty)
+  - x = (widen(x) + widen(residual)).to(DTYPE)
   - tl.store(sum_ptr + row * stride_ym + cols, x, mask=inside & (row < n_rows))
-  + summed = (widen(x) + widen(residual)).to(x_ptr.dtype.element_ty)
+  + summed = (widen(x) + widen(residual)).to(DTYPE)
   + tl.store(sum_ptr + row * stride_ym + cols, summed, mask=inside & (row < n_rows))
 a part takes the sums of its own slice for the row's
   - slope = tl.sum(tl.where(parts < PARTS, products, 0.0), axis=0) / n_cols * rstd_due * rstd_due

@@ -167,13 +167,12 @@ def twice_in_turn(monkeypatch, module, block):
     Programs run one after the other. What they send does not depend on what they receive, so after a first run the
     mailbox is full, and a second one computes with it.
     """
-    mail = torch.empty(100, dtype=torch.int64)
+    mail = torch.empty(300, dtype=torch.int64)
     stand_ins = {
         "interpreted": lambda: False, "peek": peek_at_once, "receive": receive_at_once, "new_mailbox": lambda *_: mail,
     }  # fmt: skip
-    one_warp = {"SPLIT_BLOCK": block, "WARPS": 1}
-    stand_ins |= one_warp if module is softmax_long else {"slice_cols": lambda *_: block}
-    stand_ins["split_max_cols"] = lambda *_: 2000  # nothing waits, so any number of parts will do
+    stand_ins |= {"split_shape": lambda *_: (block, 1, 1)}
+    stand_ins |= {"split_limit": lambda *_: 2000}  # nothing waits, so any number of parts will do
     for name, stand_in in stand_ins.items():
         monkeypatch.setattr(module, name, stand_in)
 
@@ -189,15 +188,18 @@ def twice_in_turn(monkeypatch, module, block):
 @pytest.mark.filterwarnings("ignore:All-NaN slice")  # what the first of two runs finds in empty mailboxes
 @pytest.mark.skipif(not interpreted(), reason="compiled kernels cannot be given another way to receive")
 def test_the_split_forward_interpreted(h, monkeypatch):
-    """Slices that are full and that are not, more rows than groups, rows apart, and rows hard to be exact for."""
-    run = twice_in_turn(monkeypatch, layer_norm_long, 64)
+    """Slices that are full and that are not, whose vectors are and are not, more rows than groups, rows apart, and rows
+    hard to be exact for. A thread has one vector, 2 or 4, or single values."""
+    for block in (64, 512):
+        run = twice_in_turn(monkeypatch, layer_norm_long, block)
 
-    def in_turn(*args):
-        return run(layer_norm_split, *args)
+        def in_turn(*args, run=run):
+            return run(layer_norm_split, *args)
 
-    in_turn.__name__ = "layer_norm_split"
-    for i, shape in enumerate([(2, 64), (5, 320), (7, 100), (9, 65), (1, 300)]):
-        check_forward(in_turn, *inputs(h, *shape, dtype=(torch.float32, torch.float16)[i % 2])[:3])
+        in_turn.__name__ = "layer_norm_split"
+        for i, shape in enumerate([(2, 64), (5, 320), (7, 100), (9, 65), (1, 300), (2, 1024), (17, 560), (2, 1040)]):
+            for dtype in (torch.float32, torch.float16)[i % 2 :]:
+                check_forward(in_turn, *inputs(h, *shape, dtype=dtype)[:3])
     x, weight, bias, _ = inputs(h, 5, 300, dtype=torch.float16, wide=torch.float32)
     check_forward(in_turn, x[:, 100:250], weight[:150], bias[:150])
     check_forward(in_turn, x + 300, weight, bias)
@@ -280,9 +282,9 @@ def test_what_holds_sms_holds_all_registers():
 @pytest.mark.gpu
 def test_they_end_beside_a_kernel_that_keeps_seven_eighths_of_the_sms(h):
     x, weight, _, dy = inputs(h, 2, mailbox.split_max_cols(h.device, COLUMNS[4]))
-    rows = h.randn(2, mailbox.split_max_cols(h.device, softmax_long.SPLIT_BLOCK, softmax_long.PER_SM))
+    rows = h.randn(2, softmax_long.split_limit(h.randn(2, 64)))
     calls = [partial(SPLIT, dy, x, weight, *statistics(x)), partial(softmax_long.softmax_split, rows)]
-    x, weight, bias, _ = inputs(h, 2, mailbox.split_max_cols(h.device, COLUMNS[4], layer_norm_long.PER_SM))
+    x, weight, bias, _ = inputs(h, 2, layer_norm_long.split_limit(h.randn(2, 64), h.randn(64)))
     calls.append(partial(layer_norm_split, x, weight, bias))
     sms, registers = device.device_limits(h.device).sms, torch.zeros(1 << 16, device=h.device)
     for call in calls:
@@ -344,24 +346,34 @@ def test_bad_input(h):
 @pytest.mark.gpu
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_split_forward_finishes_many_times_over_with_the_same_bits(h, dtype):
-    longest = mailbox.split_max_cols(h.device, COLUMNS[dtype.itemsize], layer_norm_long.PER_SM)
-    for rows, cols in ((1, longest), (1000, 40000), (5000, 3 * 8192 + 1), (3, longest), (2, 50)):
+    longest, anywhere = (
+        layer_norm_long.split_limit(h.randn(2, cols, dtype=dtype), h.randn(cols, dtype=dtype)) for cols in (64, 50)
+    )
+    for rows, cols in ((1, longest), (1000, 40000), (5000, 3 * 8192 + 1), (3, longest), (2, anywhere - 1), (2, 50)):
         args = inputs(h, rows, cols, dtype=dtype)[:3]
         check_forward(layer_norm_split, *args)
         got = [layer_norm_split(*args) for _ in range(10)]
         assert all(torch.equal(a, b) for each in got for a, b in zip(each, got[0], strict=True))
-    check_forward(lesson.layer_norm_forward, *inputs(h, 1, longest + 1, dtype=dtype)[:3])  # goes on with L1
+    for cols in (longest + 16, anywhere + 1):  # goes on with L1
+        check_forward(lesson.layer_norm_forward, *inputs(h, 1, cols, dtype=dtype)[:3])
 
 
-def test_generated_code_of_the_split_forward():
-    """Two programs fit an SM; float32 weights, or all of it in float32, too."""
-    for dtype, wide in ((torch.bfloat16,) * 2, DTYPES[::-2], (torch.float32,) * 2):
-        x, weight = meta(1024, 65536, dtype=dtype), meta(65536, dtype=wide)
+@pytest.mark.parametrize(("dtype", "wide"), [(dtype, dtype) for dtype in DTYPES] + [DTYPES[::-2]])
+def test_generated_code_of_the_split_forward(dtype, wide):
+    """Twelve programs fit an SM; float32 weights, or all of it in float32, too; slices are full, or not."""
+    for cols in (65536, 65504):
+        x, weight = meta(1024, cols, dtype=dtype), meta(cols, dtype=wide)
         for kernel in compile_for(layer_norm_split, (x, weight, weight), sms=(90, 100)):
-            assert (kernel.error, kernel.kernel, kernel.spills) == (None, "norm_split_kernel", 0)
-            assert (kernel.shared + 1024) * layer_norm_long.PER_SM <= kernel.shared_limit + 1024
-            assert kernel.registers * kernel.warps * 32 * layer_norm_long.PER_SM <= 65536
+            assert (kernel.error, kernel.kernel) == (None, "norm_split_kernel")
+            assert kernel.spills <= (40 if kernel.sm == 100 else 0)
+            fit(kernel, layer_norm_long.split_shape(x, weight)[2])
             assert all(kernel.found.get(name) for name in ("cp.async", "atom", "st.global.v4")), kernel.found
+
+
+def fit(kernel, programs: int) -> None:
+    """So many programs of the kernel are on an SM at once, whose registers are allocated in units of 8 a thread."""
+    assert (kernel.shared + 1024) * programs <= kernel.shared_limit + 1024
+    assert -(-kernel.registers // 8) * 8 * kernel.warps * 32 * programs <= 65536
 
 
 def test_generated_code_of_the_split_kernel():

@@ -12,7 +12,6 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from examples.common.device import sms_to_wait_on
 from examples.common.rows import DTYPES
 from examples.common.training import forward_backward, in_float64
 from examples.triton import layer_norm_long
@@ -28,7 +27,7 @@ from examples.triton.rms_norm import (
 )
 from examples.triton.rms_norm_backward import reference_backward
 from tests.examples.triton.helpers import INF, NAN, harness, meta, refused
-from tests.examples.triton.test_layer_norm import peek_at_once, receive_at_once, twice_in_turn
+from tests.examples.triton.test_layer_norm import fit, peek_at_once, receive_at_once, twice_in_turn
 
 SPLIT = backwards.rms_norm_backward_split
 BACKWARDS = [backwards.rms_norm_backward_rows, backwards.rms_norm_backward_loop]
@@ -146,8 +145,8 @@ def test_the_split_kernel_interpreted(h, monkeypatch):
     box = torch.empty(100, dtype=torch.int64)
     stand_ins = {
         "interpreted": lambda: False, "peek": peek_at_once, "receive": receive_at_once, "new_mailbox": lambda *_: box,
-        "slice_cols": lambda *_: 64,
-        "split_max_cols": lambda *_: 1000,  # nothing waits, so any number of parts will do
+        "split_shape": lambda *_: (64, 1, 1),
+        "split_limit": lambda *_: 1000,  # nothing waits, so any number of parts will do
     }  # fmt: skip
     for name, stand_in in stand_ins.items():
         monkeypatch.setattr(backwards, name, stand_in)
@@ -167,7 +166,7 @@ def test_the_split_forward_interpreted(h, monkeypatch):
     run = twice_in_turn(monkeypatch, layer_norm_long, 64)
     launch = layer_norm_long.launch_split
     for name, stand_in in {
-        "interpreted": lambda: False, "split_max_cols": lambda *_: 1000,
+        "interpreted": lambda: False, "split_limit": lambda *_: 1000,
         "launch_split": lambda *args: run(launch, *args),
     }.items():  # fmt: skip
         monkeypatch.setattr(long, name, stand_in)
@@ -192,7 +191,7 @@ def test_any_shape(rows, cols, block, dtype, residual, wide):
     """In steps of some columns: none, one or several whole blocks and a rest or none; or held in registers."""
     h = harness()
     x, weight, other, dy = operands(h, rows, cols, dtype=dtype, wide=torch.float32 if wide else None)
-    stand_ins = {"BLOCK_BYTES": block, "split_max_cols": lambda *_: 0}  # on a GPU, too, no programs that share rows
+    stand_ins = {"BLOCK_BYTES": block, "split_limit": lambda *_: 0}  # on a GPU, too, no programs that share rows
     with patch.object(lesson, "ROWS_BYTES", 0 if block < 1 << 20 else block), patch.multiple(long, **stand_ins):
         check_forward(h, x, weight, other if residual else None, constant_ok=True)
     for backward in BACKWARDS:
@@ -210,11 +209,13 @@ def test_bad_input(h):
     for backward in (*BACKWARDS, SPLIT, backwards.rms_norm_backward):
         refused(backward, ValueError, "dy is .*float16, but x is .*float32", dy.half(), x, weight, rstd_of(x))
     refused(rms_norm, ValueError, "has no columns", x[:, :0], weight)
-    longest = 4096 * sms_to_wait_on(h.device)  # of programs that fill an SM alone
-    x, weight, _, dy = operands(h, 1, max(longest, backwards.BACKWARD_ROWS_MAX) + 1)
-    for call, limit in ((BACKWARDS[0], backwards.BACKWARD_ROWS_MAX), (SPLIT, longest)):
-        too_long = f"a row may have {limit} here; call rms_norm_backward"
-        refused(call, ValueError, too_long, dy, x, weight, rstd_of(x))
+    for cols, more in ((64, 16), (65, 1)):
+        x, weight, _, dy = operands(h, 2, cols)
+        longest = backwards.split_limit(dy, x, weight)
+        x, weight, _, dy = operands(h, 1, max(longest, backwards.BACKWARD_ROWS_MAX) + more)
+        for call, limit in ((BACKWARDS[0], backwards.BACKWARD_ROWS_MAX), (SPLIT, longest)):
+            too_long = f"a row may have {limit} here; call rms_norm_backward"
+            refused(call, ValueError, too_long, dy, x, weight, rstd_of(x))
 
 
 @pytest.mark.parametrize("sm", [80, 90, 100])
@@ -246,13 +247,12 @@ def test_long_rows_fit_shared_memory(dtype, wide):
 
 @pytest.mark.parametrize(("dtype", "wide"), [(torch.float32,) * 2, (torch.bfloat16,) * 2, DTYPES[::-2]])
 def test_generated_code_of_the_split_forward(dtype, wide):
-    """Two programs fit an SM, with the residual too; nothing spills."""
+    """Twelve programs fit an SM, with the residual too; nothing spills."""
     x, weight = meta(1024, 65536, dtype=dtype), meta(65536, dtype=wide)
     for residual in (None, x):
         for kernel in compile_for(rms_norm_forward, (x, weight, residual), sms=(90, 100)):
             assert (kernel.error, kernel.kernel, kernel.spills) == (None, "norm_split_kernel", 0)
-            assert (kernel.shared + 1024) * layer_norm_long.PER_SM <= kernel.shared_limit + 1024
-            assert kernel.registers * kernel.warps * 32 * layer_norm_long.PER_SM <= 65536
+            fit(kernel, layer_norm_long.split_shape(x, weight, residual)[2])
             assert all(kernel.found.get(name) for name in ("cp.async", "atom", "st.global.v4")), kernel.found
 
 
