@@ -7,11 +7,12 @@ words of the others have arrived. The slice is kept packed, two 16-bit values to
 way to shared memory. docs/memory_ordering.md says why no wait is for ever.
 
 What a program does once for each row (exchanging words, reducing, computing addresses) costs as much as its work on the
-columns. So a program is a single warp, which needs no barrier, with 128 bytes of x a thread, and an SM holds twelve:
-some compute while others wait for words. Mean and squares are first each thread's own, in one pass that keeps no value
-of the slice in float32: around a pivot, the thread's first value, which the squares of the mean's distance from it
-correct. As it is one of the values, their sum of squares around it is at most one more than their number times that
-around the mean: of 64 values the correction costs six bits at worst, where the pivot is an outlier, and one usually.
+columns. So where rows are read 16 bytes at a time a program is a single warp, whose barriers wait for no other, with
+128 bytes of x a thread, and an SM holds twelve: some compute while others wait for words. Mean and squares are first
+each thread's own, in one pass that keeps no value of the slice in float32: around a pivot, the thread's first value,
+and corrected by the mean's distance from it. As the pivot is one of the values, the squares around it are at most as
+many times those around the mean as there are values: of 64 the correction costs six bits at worst, where the pivot is
+an outlier, and one usually.
 
 Source  Chan, Golub and LeVeque 1983 (merging means and squares).
 """
@@ -22,8 +23,8 @@ import torch
 import triton
 import triton.language as tl
 
-from examples.common.device import interpreted
-from examples.common.mailbox import new_mailbox, pack, peek, receive, send, shares, split_max_cols, unpack
+from examples.common.device import device_limits, interpreted
+from examples.common.mailbox import new_mailbox, pack, peek, receive, send, shares, slice_cols, split_max_cols, unpack
 from examples.common.rows import check_layer_norm, check_length, pipeline_stages, registers, widen
 from examples.common.slices import in_vectors, vector_width
 
@@ -34,12 +35,13 @@ def split_shape(x: torch.Tensor, weight: torch.Tensor, residual: torch.Tensor | 
     """(columns of a slice, warps of a program, programs on an SM), for rows of x whose weight is `weight`.
 
     Twelve warps are three on each quarter of an SM, whose 16384 registers allow 168 a thread. Rows that cannot be read
-    16 bytes at a time cost more instructions, and more warps issue them.
+    16 bytes at a time cost more instructions, and more warps issue them; there, and where shared memory has no room for
+    the next rows of twelve programs, two larger ones share an SM.
     """
-    widest = max(x.element_size(), weight.element_size())
-    if in_vectors(x, residual):
-        return 4096 // widest, 1, 12
-    return 16384 // widest, 8, 2
+    room = residual is None or device_limits(x.device).shared_bytes >= 128 * 1024
+    if room and in_vectors(x, residual):
+        return 4096 // max(x.element_size(), weight.element_size()), 1, 12
+    return slice_cols(x, weight), 8, 2
 
 
 def split_limit(x: torch.Tensor, weight: torch.Tensor, residual: torch.Tensor | None = None) -> int:
@@ -140,7 +142,7 @@ def norm_split_kernel(
                 pivot -= origin
             own_mean = pivot + shift
             part_mean = tl.sum(own_mean * own_count, axis=0) / count
-            between = own_mean - part_mean
+            between = tl.where(own_count > 0, own_mean - part_mean, 0.0)  # else 0 times an infinite square
             squares = tl.sum(own_squares + between * between * own_count, axis=0)
             send(mail_ptr + row * stride_mail + part, part_mean, squares, row < n_rows)
             means, squares = receive(due_mail, peeked)
@@ -154,7 +156,8 @@ def norm_split_kernel(
                 off -= origin_due
                 row_mean += origin_due
                 origin = origin_next
-            y = (off * rstd - mean * rstd) * unpack(weight, WEIGHT_DTYPE) + unpack(bias, WEIGHT_DTYPE)
+            # Not off * rstd - mean * rstd, an operation less: a row without variance would not be the bias.
+            y = (off - mean) * rstd * unpack(weight, WEIGHT_DTYPE) + unpack(bias, WEIGHT_DTYPE)
             tl.store(mean_ptr + due, row_mean, mask=(part == 0) & (row > group))
         tl.store(y_ptr + due * stride_ym + cols, y.to(DTYPE), mask=inside & (row > group))
         tl.store(rstd_ptr + due, rstd, mask=(part == 0) & (row > group))

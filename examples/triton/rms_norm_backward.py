@@ -13,7 +13,7 @@ import triton
 import triton.language as tl
 
 from examples.common.device import device_limits, interpreted
-from examples.common.mailbox import new_mailbox, pack, peek, receive, send, shares, split_max_cols, unpack
+from examples.common.mailbox import new_mailbox, pack, peek, receive, send, shares, slice_cols, split_max_cols, unpack
 from examples.common.rows import DTYPES, check_length, check_norm, pipeline_stages, registers, row_block, widen
 from examples.common.slices import in_vectors
 
@@ -195,15 +195,13 @@ def rms_norm_backward_loop(dy, x, weight, rstd, dsum=None) -> tuple[torch.Tensor
 
 
 def split_shape(dy, x, weight, dsum=None) -> tuple[int, int, int]:
-    """(columns of a slice, warps of a program, programs on an SM), for the rows of these operands.
+    """(columns of a slice, warps of a program, programs on an SM); twelve warps are three on each quarter of an SM.
 
-    Twelve warps are three on each quarter of an SM, whose 16384 registers allow 168 a thread: 32 columns of 16 bits, or
-    16 of float32, take most. Rows that cannot be read 16 bytes at a time cost more; there a program fills an SM alone.
+    Rows that cannot be read 16 bytes at a time cost more registers and instructions: a program fills an SM alone.
     """
-    widest = max(x.element_size(), weight.element_size())
     if in_vectors(x, dy, dsum):
-        return (2048, 2, 6) if widest == 2 else (2048, 4, 3)
-    return 16384 // widest, 8, 1
+        return (2048, 2, 6) if x.element_size() == weight.element_size() == 2 else (2048, 4, 3)
+    return slice_cols(x, weight), 8, 1
 
 
 def split_limit(dy, x, weight, dsum=None) -> int:

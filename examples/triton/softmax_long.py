@@ -9,8 +9,8 @@ ever.
 Exponentials are taken once, and stay in registers until they are written. As in cross_entropy_long.py, each thread
 takes them against the maximum of its own values and has a sum of its own: a 16-bit value costs an FMA and the
 hardware's 2^x (exponentials.py), and none waits for a reduction across the program. One factor a thread merges the
-sums, and another scales what is written. A program is a single warp, which needs no barrier, with 128 bytes of the row
-a thread, and an SM holds twelve: some compute while others wait.
+sums, and another scales what is written. Where rows are read 16 bytes at a time a program is a single warp, whose
+barriers wait for no other, with 128 bytes of the row a thread, and an SM holds twelve.
 
 Source  Milakov and Gimelshein 2018 (merging maxima and sums).
 """

@@ -436,6 +436,9 @@ a thread's mean is its first value  [within=_pivoted]
 a thread's first value is taken from each of its vectors  [within=norm_split_kernel]
   - is_first = (tl.arange(0, STEPS)[:, None, None] == 0) & (tl.arange(0, WIDTH)[None, None, :] == 0)
   + is_first = (tl.arange(0, STEPS)[:, None, None] >= 0) & (tl.arange(0, WIDTH)[None, None, :] == 0)
+a thread without columns has a mean  [within=norm_split_kernel]
+  - between = tl.where(own_count > 0, own_mean - part_mean, 0.0)
+  + between = own_mean - part_mean
 threads' means are taken for one  [within=norm_split_kernel]
   - squares = tl.sum(own_squares + between * between * own_count, axis=0)
   + squares = tl.sum(own_squares, axis=0)

@@ -129,7 +129,8 @@ def extreme_rows(h, forward, cols, short=300):
     h.check(lambda *args: forward(*args)[0], reference, x, weight, bias, terms=x.shape[1], what="rows with inf and NaN")
     some = min(781, cols)
     x = torch.tensor([0.0, 1.0, -0.1, 1000.1], device=h.device)[:, None].expand(4, some).contiguous()
-    check_forward(forward, x, weight[:some], bias[:some], constant_ok=True)  # without variance a row is the bias
+    for dtype in (torch.float32, torch.float16):  # without variance a row is the bias
+        check_forward(forward, *(t[..., :some].to(dtype) for t in (x, weight, bias)), constant_ok=True)
 
 
 def test_autograd(h):
@@ -204,6 +205,7 @@ def test_the_split_forward_interpreted(h, monkeypatch):
     check_forward(in_turn, x[:, 100:250], weight[:150], bias[:150])
     check_forward(in_turn, x + 300, weight, bias)
     extreme_rows(h, in_turn, 300, short=100)
+    extreme_rows(h, in_turn, 300, short=112)  # in vectors, of which some threads have none
 
 
 @pytest.mark.filterwarnings("ignore:All-NaN slice")  # what the first of two runs finds in empty mailboxes
@@ -354,6 +356,13 @@ def test_split_forward_finishes_many_times_over_with_the_same_bits(h, dtype):
         check_forward(layer_norm_split, *args)
         got = [layer_norm_split(*args) for _ in range(10)]
         assert all(torch.equal(a, b) for each in got for a, b in zip(each, got[0], strict=True))
+    few = inputs(h, 2, 1072, dtype=dtype)[:3]  # where some threads have no columns
+    if dtype is not torch.float16:
+        check_forward(
+            layer_norm_split, (1 + 1e-3 * few[0].double()).mul(1e20).to(dtype), *few[1:], operand_eps=1e3 * EPS
+        )
+    constant = h.randn(64, 1, dtype=dtype, scale=1e3).expand(64, 40000).contiguous()
+    check_forward(layer_norm_split, constant, *inputs(h, 1, 40000, dtype=dtype)[1:3], constant_ok=True)
     for cols in (longest + 16, anywhere + 1):  # goes on with L1
         check_forward(lesson.layer_norm_forward, *inputs(h, 1, cols, dtype=dtype)[:3])
 
@@ -363,9 +372,9 @@ def test_generated_code_of_the_split_forward(dtype, wide):
     """Twelve programs fit an SM; float32 weights, or all of it in float32, too; slices are full, or not."""
     for cols in (65536, 65504):
         x, weight = meta(1024, cols, dtype=dtype), meta(cols, dtype=wide)
-        for kernel in compile_for(layer_norm_split, (x, weight, weight), sms=(90, 100)):
+        for kernel in compile_for(layer_norm_split, (x, weight, weight), sms=(80, 90, 100, 120)):
             assert (kernel.error, kernel.kernel) == (None, "norm_split_kernel")
-            assert kernel.spills <= (40 if kernel.sm == 100 else 0)
+            assert kernel.spills <= (0 if kernel.sm == 90 and cols == 65536 else 48)  # some addresses
             fit(kernel, layer_norm_long.split_shape(x, weight)[2])
             assert all(kernel.found.get(name) for name in ("cp.async", "atom", "st.global.v4")), kernel.found
 
