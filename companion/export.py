@@ -166,10 +166,12 @@ class Module:
         return re.sub(r"\bexamples/\w+/(\w+)\.py", r"\1 of torch-compiler-companion", text)
 
     def rename(self, old: str, new: str) -> None:
-        found = [node for node in ast.walk(self.tree) if isinstance(node, ast.Name) and node.id == old]
-        for node in sorted(found, key=lambda node: -node.col_offset):
-            line, at = self.lines[node.lineno - 1], node.col_offset
-            self.lines[node.lineno - 1] = line[:at] + new + line[at + len(old) :]
+        names = (node for node in ast.walk(self.tree) if isinstance(node, ast.Name) and node.id == old)
+        found = [(node.lineno, node.col_offset) for node in names]
+        found += [(each.lineno, 4) for each in self.tree.body if isinstance(each, ast.FunctionDef) and each.name == old]
+        for number, at in sorted(found, reverse=True):
+            line = self.lines[number - 1]
+            self.lines[number - 1] = line[:at] + new + line[at + len(old) :]
 
     def used_of_others(self, node: ast.AST) -> list[Name]:
         found = [each for each in ast.walk(node) if isinstance(each, ast.Attribute)]
@@ -289,7 +291,7 @@ class _Export:
     def _set_apart(self, path: Path, name: str, other: str) -> None:
         """What two files call the same gets the name of its file too: microscaling_FORMATS."""
         new = f"{path.stem}_{name}"
-        if isinstance(self.taken[path][name], (ast.FunctionDef, ast.ClassDef)) or (path, new) in self.names():
+        if isinstance(self.taken[path][name], ast.ClassDef) or (path, new) in self.names():
             raise NothingToExport(f"{name} of {path.name} cannot stand beside that of {other}")
         inside = ".".join(path.relative_to(ROOT).with_suffix("").parts)
         for user, module in self.modules.items():

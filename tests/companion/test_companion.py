@@ -20,7 +20,16 @@ MOVED = ("triton", "fp8", "tma")  # topics with kernels; PyTorch/XLA and the com
 LESSONS = {t.name: t for topic in topics() for t in topic.techniques if t.path.parent.name in MOVED}
 WITHOUT_A_KERNEL = {"debugging", "accuracy"}  # of its own: tools that are the harness's, other lessons' recipes
 # With variants, scales, descriptors, whole modules of common, a name that common has otherwise; the rest is slow.
-SOME = {"softmax", "matmul", "dropout", "fp8_attention", "fused_layer_norm_quantize", "descriptors", "tma_epilogues"}
+SOME = {
+    "softmax",
+    "rms_norm",
+    "matmul",
+    "dropout",
+    "fp8_attention",
+    "fused_layer_norm_quantize",
+    "descriptors",
+    "tma_epilogues",
+}
 
 
 def test_show_has_the_answer_the_tables_and_where_they_are_from(capsys, monkeypatch):
