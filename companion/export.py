@@ -291,7 +291,8 @@ class _Export:
     def _set_apart(self, path: Path, name: str, other: str) -> None:
         """What two files call the same gets the name of its file too: microscaling_FORMATS."""
         new = f"{path.stem}_{name}"
-        if isinstance(self.taken[path][name], ast.ClassDef) or (path, new) in self.names():
+        of_module = any((path, name) in module.used_of_others(module.tree) for module in self.modules.values())
+        if isinstance(self.taken[path][name], ast.ClassDef) or of_module or (path, new) in self.names():
             raise NothingToExport(f"{name} of {path.name} cannot stand beside that of {other}")
         inside = ".".join(path.relative_to(ROOT).with_suffix("").parts)
         for user, module in self.modules.items():

@@ -5,7 +5,8 @@ numbers of its slice, such as maximum and sum, and needs those of the others. It
 its own signal, so there is neither a counter nor a fence:
 
     who writes    Each row and program has a word, which that program alone writes, once (`send`).
-    who waits     All programs of the group, for all words of a row, one iteration after they sent (`peek`, `receive`).
+    who waits     All programs of the group, for all words of a row, one iteration after they sent (`peek`, `receive`),
+                  and in the first iteration for those of its own row.
     what clears   Nothing within a launch: each has a mailbox of its own, filled beforehand with empty words, -1, which
                   no two numbers that are sent look like (`new_mailbox`).
     no deadlock   A program sends before it waits, and all programs of a group are resident at once: a row has no more
@@ -29,7 +30,7 @@ SLICE_BYTES = 16384  # of a row in a program: 16 registers a thread at 8 warps
 
 @triton.jit
 def pack(x):
-    """x for the next iteration, two 16-bit values to a register; the compiler would give each its own."""
+    """x to be kept in registers, two 16-bit values in each; the compiler would give each value its own."""
     if x.dtype == tl.float32 or not ASSEMBLY:
         return x
     else:

@@ -1,4 +1,4 @@
-"""How a program's threads read its slice of a long row: which kernels that share rows choose their shape by."""
+"""Whether rows are read 16 bytes at a time: kernels that share long rows choose their slices and programs by it."""
 
 from __future__ import annotations
 
@@ -8,8 +8,8 @@ import torch
 def vector_width(*matrices: torch.Tensor | None) -> int:
     """Values of each of the matrices [n_rows, n_cols] that a load gives to a thread at once.
 
-    16 bytes of them where Triton sees that all rows begin at a multiple of 16 bytes, else 1. A kernel that takes others
-    for a thread's own has them sent through shared memory.
+    16 bytes of them where Triton sees that all rows begin at a multiple of 16 bytes, else 1. A kernel that wants others
+    in a thread is right, too, but Triton moves them through shared memory.
     """
     matrices = [matrix for matrix in matrices if matrix is not None]
     # Under torch.compile no tensor has an address. Triton specialises integers by whether 16 divides them.
