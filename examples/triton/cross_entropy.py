@@ -36,7 +36,7 @@ from examples.common.compiled import compiled_modes, over_library
 from examples.common.operands import check_choice
 from examples.triton.cross_entropy_backward import LN_2, LOWEST, CrossEntropy, apply_in_place, exp_of, softmax_of
 from examples.triton.cross_entropy_long import can_split, launch_split
-from examples.triton.cross_entropy_operands import edges_of, empty_gradient, prepare, row_layout, vectors_of
+from examples.triton.cross_entropy_operands import edges_of, empty_gradient, prepare, row_layout, total_of, vectors_of
 
 WHEN = ("forward", "backward", "in place")  # the gradient is made, and where
 L1_BEST_KIB = 100  # of a row: 50257 classes of 16 bits; longer ones are faster if programs share them
@@ -57,8 +57,10 @@ def _fold(x, reference, total, WIDTH: tl.constexpr):
 def cross_entropy_kernel(
     logits_ptr, target_ptr, scale_ptr, loss_ptr, stats_ptr, grad_ptr, stride_xm, stride_target, stride_gm, n_rows,
     ignore_index, smoothing, SMOOTH: tl.constexpr, N_COLS: tl.constexpr, BLOCK_N: tl.constexpr, WIDTH: tl.constexpr,
-    EDGES: tl.constexpr, UNROLL: tl.constexpr, STAGES: tl.constexpr,
+    EDGES: tl.constexpr, UNROLL: tl.constexpr, STAGES: tl.constexpr, EARLY: tl.constexpr, SUMMED: tl.constexpr,
 ):  # fmt: skip
+    if SUMMED:
+        tl.extra.cuda.gdc_launch_dependents()  # once every program has started, the sum's may
     row = tl.program_id(0).to(tl.int64)  # row * stride passes 2**31 elements on tensors that still fit in memory
     smoothing = tl.cast(smoothing, tl.float32)  # torch.compile passes a float in 64 bits
     x_row, lane = logits_ptr + row * stride_xm, tl.arange(0, BLOCK_N)
@@ -85,6 +87,8 @@ def cross_entropy_kernel(
     row_sum = tl.sum(total * exp_of(reference - row_max), axis=0)
     if EDGES:
         row_sum += tl.sum(exp_of(edge - row_max), axis=0)
+    if EARLY:  # nothing is written before this, and what is read before it was there when `prepare` began
+        tl.extra.cuda.gdc_wait()
     scale = 1.0 if scale_ptr is None else tl.load(scale_ptr)
     # An ignored row has a gradient of 0 times its softmax; one whose target is no class, of NaN.
     factor = tl.where(known, scale, tl.where(counts, float("nan"), 0.0))
@@ -129,12 +133,12 @@ def launch(logits, target, loss, stats, grad, reduction: str, ignore_index: int,
     (n_rows, n_cols), size = logits.shape, logits.element_size()
     step, num_warps, unroll, stages = STREAMED if grad is None else RESIDENT
     block_n = min(step // size, max(16, triton.next_power_of_2(n_cols)))
-    width, edges = row_layout(logits)
+    (width, edges), (scale, order) = row_layout(logits), prepare(target, ignore_index, reduction)
     cross_entropy_kernel[(n_rows,)](
-        logits, target, prepare(target, ignore_index) if reduction == "mean" else None, loss, stats, grad,
+        logits, target, scale, loss, stats, grad,
         logits.stride(0), target.stride(0), 0 if grad is None else grad.stride(0), n_rows, ignore_index, smoothing,
         SMOOTH=smoothing > 0, N_COLS=n_cols, BLOCK_N=block_n, WIDTH=width, EDGES=edges, UNROLL=unroll,
-        STAGES=stages, num_warps=max(1, num_warps * block_n * size // step),
+        STAGES=stages, num_warps=max(1, num_warps * block_n * size // step), **order,
     )  # fmt: skip
 
 
@@ -145,12 +149,9 @@ def _forward(logits, target, when: str | None, reduction: str, ignore_index: int
     stats = torch.empty(3, n_rows, dtype=torch.float32, device=logits.device) if when else None
     grad = logits.detach() if when == "in place" else empty_gradient(logits) if when == "forward" else None
     if n_rows:  # a grid of zero programs is a launch error
-        short = n_cols * logits.element_size() <= 1024 * L1_BEST_KIB
-        split = grad is not None and not short and can_split(logits)
+        split = grad is not None and n_cols * logits.element_size() > 1024 * L1_BEST_KIB and can_split(logits)
         (launch_split if split else launch)(logits, target, loss, stats, grad, reduction, ignore_index, smoothing)
-    elif reduction == "mean":
-        loss = loss.new_full((1,), float("nan"))  # as in torch
-    return loss if reduction == "none" else loss.sum(), stats, grad
+    return loss if reduction == "none" else total_of(loss, reduction), stats, grad
 
 
 def cross_entropy(

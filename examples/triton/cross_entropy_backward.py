@@ -72,15 +72,18 @@ def _write(
 @triton.jit
 def cross_entropy_backward_kernel(
     dy_ptr, logits_ptr, target_ptr, stats_ptr, grad_ptr, stride_dy, stride_xm, stride_target, stride_gm, n_rows, n_cols,
-    smoothing, READY: tl.constexpr, IN_PLACE: tl.constexpr, SMOOTH: tl.constexpr, BLOCK_N: tl.constexpr,
-    WIDTH: tl.constexpr, EDGES: tl.constexpr,
+    smoothing, READY: tl.constexpr, SCALAR: tl.constexpr, IN_PLACE: tl.constexpr, SMOOTH: tl.constexpr,
+    BLOCK_N: tl.constexpr, WIDTH: tl.constexpr, EDGES: tl.constexpr,
 ):  # fmt: skip
     stride_xm, stride_gm = tl.cast(stride_xm, tl.int64), tl.cast(stride_gm, tl.int64)
     stride_dy, stride_target = tl.cast(stride_dy, tl.int64), tl.cast(stride_target, tl.int64)
     stats_step = tl.cast(n_rows, tl.int64)
     smoothing = tl.cast(smoothing, tl.float32)  # torch.compile passes a float in 64 bits
     lane = tl.arange(0, BLOCK_N)
-    for row in range(tl.program_id(0), n_rows, tl.num_programs(0)):
+    rows = n_rows
+    if SCALAR:  # READY, and one dy for all rows: whether it is 1 is read once, not for each row
+        rows = tl.where(tl.load(dy_ptr) == 1.0, 0, n_rows)
+    for row in range(tl.program_id(0), rows, tl.num_programs(0)):
         dy = tl.load(dy_ptr + row * stride_dy)
         if not READY or dy != 1.0:
             reference, weight = tl.load(stats_ptr + row), tl.load(stats_ptr + stats_step + row)
@@ -115,8 +118,9 @@ def launch_backward(dy, logits, target, stats, ready, smoothing: float, in_place
         dy = dy.expand(n_rows)
         cross_entropy_backward_kernel[(min(n_rows, BACKWARD_PER_SM * device_limits(logits.device).sms),)](
             dy, logits, target, stats, grad, dy.stride(0), logits.stride(0), target.stride(0), grad.stride(0),
-            n_rows, n_cols, smoothing, READY=ready is not None, IN_PLACE=in_place, SMOOTH=smoothing > 0,
-            BLOCK_N=block_n, WIDTH=16 // size if aligned else 1, EDGES=aligned and n_cols % 16 > 0, num_warps=num_warps,
+            n_rows, n_cols, smoothing, READY=ready is not None, SCALAR=ready is not None and dy.stride(0) == 0,
+            IN_PLACE=in_place, SMOOTH=smoothing > 0, BLOCK_N=block_n, WIDTH=16 // size if aligned else 1,
+            EDGES=aligned and n_cols % 16 > 0, num_warps=num_warps,
         )  # fmt: skip
     return grad
 

@@ -46,8 +46,12 @@ def cross_entropy_split_kernel(
     logits_ptr, target_ptr, scale_ptr, loss_ptr, stats_ptr, grad_ptr, mail_ptr, stride_xm, stride_target, stride_gm,
     n_rows, n_cols, part_vectors, groups, ignore_index, smoothing, SMOOTH: tl.constexpr,
     PARTS: tl.constexpr, PARTS_POW2: tl.constexpr, BLOCK_N: tl.constexpr, WIDTH: tl.constexpr, THREADS: tl.constexpr,
-    EDGES: tl.constexpr, STAGES: tl.constexpr,
+    EDGES: tl.constexpr, STAGES: tl.constexpr, EARLY: tl.constexpr, SUMMED: tl.constexpr,
 ):  # fmt: skip
+    if SUMMED:
+        tl.extra.cuda.gdc_launch_dependents()  # once every program has started, the sum's may
+    if EARLY:
+        tl.extra.cuda.gdc_wait()  # until `prepare` has ended: the mailbox is empty, and the tickets begin at 0
     # A ticket, not program_id, decides group and part: so the waits below end (docs/memory_ordering.md, "Tickets").
     ticket = (tl.atomic_add(mail_ptr, 1, sem="relaxed") + 1).to(tl.int32)
     group, part = ticket // PARTS, ticket % PARTS
@@ -190,12 +194,13 @@ def launch_split(logits, target, loss, stats, grad, reduction: str, ignore_index
     (block_n, warps, per_sm), (width, edges) = SHAPES[logits.element_size()], row_layout(logits)
     parts, groups = shares(logits, block_n, per_sm)
     mail = _mailbox(logits, parts * (2 if smoothing else 1))
-    scale = prepare(target, ignore_index, mail)
+    scale, order = prepare(target, ignore_index, reduction, mail)
     cross_entropy_split_kernel[(groups * parts,)](
-        logits, target, scale if reduction == "mean" else None, loss, stats, grad, mail,
+        logits, target, scale, loss, stats, grad, mail,
         logits.stride(0), target.stride(0), grad.stride(0), n_rows, n_cols,
         triton.cdiv(triton.cdiv(n_cols, width), parts), groups, ignore_index, smoothing, SMOOTH=smoothing > 0,
         PARTS=parts, PARTS_POW2=triton.next_power_of_2(parts), BLOCK_N=block_n, WIDTH=width, THREADS=32 * warps,
         EDGES=edges, STAGES=pipeline_stages(logits, block_n, per_sm),
         num_warps=warps, maxnreg=registers(warps, per_sm) // 8 * 8,  # allocated in units of 8 a thread
+        **order,
     )  # fmt: skip

@@ -1,4 +1,9 @@
-"""What cross_entropy asks of its operands: where the vectors of 16 bytes of a row are, and how many rows count."""
+"""What cross_entropy asks of its operands: where the vectors of 16 bytes of a row are, and how many rows count.
+
+One kernel counts them before the main one runs, and another sums the losses after it. From sm_90 on the main kernel and
+the sum are launched while the kernel before them still runs, and wait for it where they need what it has written
+(programmatic dependent launch). The count starts when everything before it has ended.
+"""
 
 from __future__ import annotations
 
@@ -6,7 +11,11 @@ import torch
 import triton
 import triton.language as tl
 
+from examples.common.device import architecture, interpreted
+
 PREPARE_BLOCK = 8192  # targets, or words of a mailbox: 16 a thread
+SUM_BLOCK = 8192  # losses: 8 a thread, all in flight; of 16, ptxas waits for 4 before it loads the next 4
+PDL = True
 
 
 @triton.jit
@@ -30,9 +39,12 @@ def edges_of(head, vectors, n_cols, WIDTH: tl.constexpr):
 
 @triton.jit
 def cross_entropy_prepare_kernel(
-    target_ptr, scale_ptr, mail_ptr, stride_target, n_rows, n_words, ignore_index, BLOCK: tl.constexpr
-):
+    target_ptr, scale_ptr, mail_ptr, stride_target, n_rows, n_words, ignore_index, BLOCK: tl.constexpr,
+    EARLY: tl.constexpr,
+):  # fmt: skip
     """1 / rows that count, of all rows once, by the first program; the others empty the mailbox, if there is one."""
+    if EARLY:
+        tl.extra.cuda.gdc_launch_dependents()  # once every program has started, the main kernel's may
     lane = tl.arange(0, BLOCK)
     if tl.program_id(0) == 0:
         counted = tl.zeros((BLOCK,), tl.int32)
@@ -43,6 +55,18 @@ def cross_entropy_prepare_kernel(
     elif mail_ptr is not None:
         at = (tl.program_id(0).to(tl.int64) - 1) * BLOCK + lane
         tl.store(mail_ptr + at, tl.full((BLOCK,), -1, tl.int64), mask=at < n_words)
+
+
+@triton.jit
+def cross_entropy_sum_kernel(loss_ptr, total_ptr, n_rows, BLOCK: tl.constexpr, EARLY: tl.constexpr):
+    """The sum of all losses, by one program: in the same order every time."""
+    if EARLY:
+        tl.extra.cuda.gdc_wait()  # until the main kernel has ended, and all losses are visible
+    lane = tl.arange(0, BLOCK)
+    total = tl.zeros((BLOCK,), tl.float32)
+    for first in range(0, n_rows, BLOCK):
+        total += tl.load(loss_ptr + first + lane, mask=first + lane < n_rows, other=0.0)
+    tl.store(total_ptr, tl.sum(total, axis=0))
 
 
 def row_layout(logits: torch.Tensor) -> tuple[int, bool]:
@@ -64,12 +88,42 @@ def empty_gradient(logits: torch.Tensor) -> torch.Tensor:
     return memory[first:].as_strided(logits.shape, (stride, 1))
 
 
-def prepare(target: torch.Tensor, ignore_index: int, mail: torch.Tensor | None = None) -> torch.Tensor:
-    """The factor of a mean over the rows that count, on the device; and an empty mailbox, in the same launch."""
+def early(device: torch.device) -> bool:
+    """Whether a kernel is launched before the one before it ends. torch.compile does not know that option."""
+    return PDL and not (interpreted() or torch.compiler.is_compiling()) and architecture(device) >= 90
+
+
+def prepare(
+    target: torch.Tensor, ignore_index: int, reduction: str, mail: torch.Tensor | None = None
+) -> tuple[torch.Tensor | None, dict]:
+    """The factor of a mean over the rows that count, on the device; and an empty mailbox, in the same launch.
+
+    Returns the factor, or None, and options of the main kernel's launch. That may start early if this kernel is the one
+    before it: with neither a mean nor a mailbox, that is one of the caller's, which may write the logits.
+    """
+    soon = early(target.device)
+    summed = {"SUMMED": soon and reduction != "none"}
+    if reduction != "mean" and mail is None:
+        return None, {"EARLY": False, **summed}
     scale = torch.empty((), dtype=torch.float32, device=target.device)
     n_words = 0 if mail is None else mail.numel()
     cross_entropy_prepare_kernel[(1 + triton.cdiv(n_words, PREPARE_BLOCK),)](
         target, scale, mail, target.stride(0), target.shape[0], n_words, ignore_index,
-        BLOCK=PREPARE_BLOCK, num_warps=16,
+        BLOCK=PREPARE_BLOCK, EARLY=soon, num_warps=16,
     )  # fmt: skip
-    return scale
+    order = {"EARLY": soon, **summed, **({"launch_pdl": True} if soon else {})}
+    return scale if reduction == "mean" else None, order
+
+
+def total_of(loss: torch.Tensor, reduction: str) -> torch.Tensor:
+    """The sum of the losses that the main kernel, the last one launched, stores; a mean of no rows is NaN."""
+    if not loss.numel():
+        return loss.new_full((), float("nan") if reduction == "mean" else 0.0)
+    if torch.compiler.is_compiling():  # Inductor fuses it with what follows
+        return loss.sum()
+    total, soon = torch.empty((), dtype=torch.float32, device=loss.device), early(loss.device)
+    cross_entropy_sum_kernel[(1,)](
+        loss, total, loss.numel(), BLOCK=SUM_BLOCK, EARLY=soon, num_warps=32,
+        **({"launch_pdl": True} if soon else {}),
+    )  # fmt: skip
+    return total

@@ -489,6 +489,12 @@ ignored rows count in the mean
 the last block of a row has no gradient
   - tl.store(g_vectors + at, grad.to(grad_ptr.dtype.element_ty), mask=at < vectors)
   + tl.store(g_vectors + at, grad.to(grad_ptr.dtype.element_ty), mask=(at < vectors) & (at < LAST))
+the sum of the losses is that of the last block
+  - total += tl.load(loss_ptr + first + lane, mask=first + lane < n_rows, other=0.0)
+  + total = tl.load(loss_ptr + first + lane, mask=first + lane < n_rows, other=0.0)
+the first row's dy is taken for that of all rows
+  - SCALAR=ready is not None and dy.stride(0) == 0
+  + SCALAR=ready is not None
 the columns before a row's vectors are left out
   - return cols, (cols < n_cols) & ((lane >= WIDTH) | (lane < head))
   + return cols, (cols < n_cols) & (lane >= WIDTH)

@@ -2,10 +2,11 @@
 
 import gc
 import itertools
+import re
 from functools import partial
-from unittest.mock import patch
+from unittest.mock import MagicMock, patch
 
-from harness.codegen import compile_for
+from harness.codegen import compile_for, dump
 
 import pytest
 import torch
@@ -20,8 +21,9 @@ from examples.common.rows import DTYPES
 from examples.triton import cross_entropy as lesson
 from examples.triton import cross_entropy_backward as backwards
 from examples.triton import cross_entropy_long as long
+from examples.triton import cross_entropy_operands as around
 from examples.triton.cross_entropy import BUDGET, WHEN, cross_entropy, loss_and_gradient, reference, reference_gradient
-from examples.triton.cross_entropy_operands import empty_gradient, row_layout
+from examples.triton.cross_entropy_operands import SUM_BLOCK, empty_gradient, prepare, row_layout, total_of
 from tests.examples.triton.helpers import FUSED, INF, NAN, harness, meta, refused
 
 by_when = pytest.mark.parametrize("when", WHEN)
@@ -139,6 +141,37 @@ def test_a_gradient_for_each_row(h, when):
         h.check(lambda *_, got=got: got, lambda *_: want[0], logits.detach(), **BUDGET)
 
 
+def test_a_gradient_that_is_ready_is_left_alone_where_dy_is_1(h):
+    """Of one number for all rows, and of one for each."""
+    logits, target = operands(h, 40, 300)  # more rows than programs: in the interpreter these are 8
+    loss, stats, made = lesson._forward(logits, target, "forward", "sum", -100, 0.0)
+    each = torch.ones(40, device=h.device)
+    each[1::3], each[0] = -0.5, NAN
+    for dy in (loss.new_ones(()), loss.new_tensor(2.0), loss.new_tensor(NAN), each[1], each, each[2::3][:1].expand(40)):
+        ready = torch.full_like(made, 7.0)
+        got = backwards.launch_backward(dy, logits, target, stats, ready, 0.0, False)
+        want = torch.where(dy.expand(40)[:, None] == 1, 7.0, dy.expand(40)[:, None] * made)
+        assert got is ready
+        assert torch.allclose(got, want, equal_nan=True, atol=1e-6)
+
+
+def test_the_losses_are_summed(h):
+    """By one program, in one order: one, fewer than a block, around one, several blocks; NaN and infinities; none."""
+    for rows in (1, 7, SUM_BLOCK - 1, SUM_BLOCK + 1, 3 * SUM_BLOCK):
+        losses = h.randn(rows).abs()
+        total = total_of(losses, "sum")
+        assert (total.shape, total.dtype) == ((), torch.float32)
+        assert torch.allclose(total.double(), losses.double().sum(), rtol=1e-6)
+        assert torch.equal(total, total_of(losses, "sum"))
+        for bad in ((NAN,), (INF,), (-INF,), (-INF, INF)):
+            losses[-len(bad) :] = losses.new_tensor(bad[-rows:])
+            got, want = (x.nan_to_num(7.0, 8.0, 9.0) for x in (total_of(losses, "mean"), losses.sum()))
+            assert torch.equal(got, want)
+    for reduction in ("mean", "sum"):
+        want = F.cross_entropy(h.randn(0, 3), h.randint(3, 0), reduction=reduction)
+        assert torch.equal(total_of(losses[:0], reduction).nan_to_num(7.0), want.nan_to_num(7.0))
+
+
 def test_backward_twice(h):
     """The second backward leaves what the first returned alone; in place there is no second."""
     logits, target = operands(h, 7, 300)
@@ -251,11 +284,11 @@ def receive_at_once(ptr, word):
 def test_the_split_kernel_interpreted(h, monkeypatch):
     """Programs run one after the other. What they send does not depend on what they receive, so after a first run the
     mailbox is full, and a second one computes with it."""
-    mail, prepare = torch.empty(1000, dtype=torch.int64), long.prepare
+    mail = torch.empty(1000, dtype=torch.int64)
 
-    def start_again(target, ignore_index, _):
+    def start_again(target, ignore_index, reduction, _):
         mail[0] = -1  # the tickets
-        return prepare(target, ignore_index)
+        return prepare(target, ignore_index, reduction)
 
     stand_ins = {
         "interpreted": lambda: False, "peek": peek_at_once, "receive": receive_at_once, "_mailbox": lambda *_: mail,
@@ -353,7 +386,7 @@ def test_generated_code(sm):
         assert all((kernel.too_much, kernel.error) == (None, None) for kernel in kernels.values())
         split = classes * dtype.itemsize > 1024 * lesson.L1_BEST_KIB
         forward = kernels.pop("cross_entropy_split_kernel" if split else "cross_entropy_kernel")
-        assert set(kernels) == {"cross_entropy_prepare_kernel", "cross_entropy_backward_kernel"}
+        assert set(kernels) == {f"cross_entropy_{name}_kernel" for name in ("prepare", "sum", "backward")}
         narrow = split and dtype.itemsize == 2  # 64 exponentials a thread; float32 has 32
         assert forward.spills <= (SPILLS if narrow else 0)
         assert not any(kernel.spills for kernel in kernels.values())
@@ -366,7 +399,7 @@ def test_generated_code(sm):
         if split:
             smooth = {kernel.kernel: kernel for kernel in compile_for(loss_and_gradient, args, SMOOTHED, sms=(sm,))}
             assert smooth["cross_entropy_split_kernel"].spills <= (3 * SPILLS if narrow else 4)  # a sum more
-        (loss, _) = sorted(compile_for(cross_entropy, args, {}, sms=(sm,)), key=lambda kernel: kernel.kernel)
+        (loss, *_) = sorted(compile_for(cross_entropy, args, {}, sms=(sm,)), key=lambda kernel: kernel.kernel)
         assert (loss.kernel, loss.spills, loss.error) == ("cross_entropy_kernel", 0, None)
         assert loss.found.get("cp.async")
 
@@ -380,12 +413,61 @@ def test_padded_vocabularies_have_wide_loads(classes, stride):
     for when in WHEN[:2]:
         kernels = compile_for(loss_and_gradient, (logits, target), {"gradient": when}, sms=(90, 100))
         for each in kernels:
-            if each.kernel != "cross_entropy_prepare_kernel":
+            if each.kernel not in ("cross_entropy_prepare_kernel", "cross_entropy_sum_kernel"):
                 assert each.error is None
                 assert each.spills <= (SPILLS if each.kernel == "cross_entropy_split_kernel" else 0)
                 assert each.found.get("ld.global.v4") or each.found.get("cp.async"), each
                 writes = each.kernel == "cross_entropy_backward_kernel" or when == "forward"
                 assert bool(each.found.get("st.global.v4")) == writes, each
+
+
+WAIT, START = "griddepcontrol.wait", "griddepcontrol.launch_dependents"
+ACCESS = r"\b(?:ld|st|atom|cp)\.\S*global"
+
+
+def ptx_of(sm: int, kernel: str, classes: int, **options) -> str:
+    args = meta(4096, classes), meta(4096, dtype=torch.int64)
+    return dump(loss_and_gradient, args, options, sm=sm, kernel=f"cross_entropy_{kernel}kernel")["ptx"]
+
+
+@pytest.mark.parametrize("sm", [90, 100])
+def test_kernels_start_early_and_wait_before_they_use_what_another_wrote(sm):
+    for classes, main in ((32000, ""), (128256, "split_")):
+        for kernel, waits, starts in (("prepare_", 0, 1), (main, 1, 1), ("sum_", 1, 0)):
+            ptx = ptx_of(sm, kernel, classes)
+            assert (ptx.count(WAIT), ptx.count(START)) == (waits, starts)
+            before, _, after = ptx.partition(WAIT if waits else START)
+            if kernel:
+                assert not re.search(ACCESS, before)
+            else:  # the row is read before, its factor after, and nothing is written before
+                (scale,) = re.findall(r"(%rd\d+), \[cross_entropy_kernel_param_2\]", before)
+                assert "ld.global.L1::evict_last" in before
+                assert "st.global" not in before
+                assert f"[ {scale} + 0 ]" not in before
+                assert f"[ {scale} + 0 ]" in after
+            assert re.search(ACCESS, after)
+    for options, waits, starts in (({"reduction": "sum"}, 1, 1), ({"reduction": "none"}, 1, 0)):
+        ptx = ptx_of(sm, "split_", 128256, gradient="forward", **options)
+        assert (ptx.count(WAIT), ptx.count(START)) == (waits, starts)
+        ptx = ptx_of(sm, "", 32000, gradient="forward", **options)  # what ran before it is not this lesson's
+        assert (ptx.count(WAIT), ptx.count(START)) == (0, starts)
+
+
+def test_before_sm_90_no_kernel_starts_early():
+    for classes, kernels in ((32000, ("prepare_", "", "sum_")), (128256, ("split_",))):
+        assert not any("griddepcontrol" in ptx_of(80, kernel, classes) for kernel in kernels)
+
+
+def test_the_main_kernel_is_launched_early_after_prepare_alone(monkeypatch):
+    monkeypatch.setattr(around, "early", lambda _: True)
+    monkeypatch.setattr(around, "cross_entropy_prepare_kernel", launches := MagicMock())
+    for mail, reduction in itertools.product((None, torch.empty(3)), OPTIONS["reduction"]):
+        launches.reset_mock()
+        scale, options = prepare(torch.zeros(4, dtype=torch.int64), -100, reduction, mail)
+        ran = launches.__getitem__.called
+        assert ran == (mail is not None or reduction == "mean")
+        assert (scale is not None) == (reduction == "mean")
+        assert options == {"EARLY": ran, "SUMMED": reduction != "none"} | ({"launch_pdl": True} if ran else {})
 
 
 @pytest.mark.gpu
