@@ -13,8 +13,8 @@ import triton.language as tl
 
 from examples.common.device import architecture, interpreted
 
-PREPARE_BLOCK = 8192  # targets, or words of a mailbox: 16 a thread
-SUM_BLOCK = 8192  # losses: 8 a thread, all in flight; of 16, ptxas waits for 4 before it loads the next 4
+PREPARE_BLOCK = 8192  # targets, or words of a mailbox: 8 a thread, all in flight, as the losses of the sum
+SUM_BLOCK = 8192  # losses; of 16 a thread ptxas waits for 4 before it loads the next 4
 PDL = True
 
 
@@ -109,7 +109,7 @@ def prepare(
     n_words = 0 if mail is None else mail.numel()
     cross_entropy_prepare_kernel[(1 + triton.cdiv(n_words, PREPARE_BLOCK),)](
         target, scale, mail, target.stride(0), target.shape[0], n_words, ignore_index,
-        BLOCK=PREPARE_BLOCK, EARLY=soon, num_warps=16,
+        BLOCK=PREPARE_BLOCK, EARLY=soon, num_warps=32,
     )  # fmt: skip
     order = {"EARLY": soon, **summed, **({"launch_pdl": True} if soon else {})}
     return scale if reduction == "mean" else None, order
