@@ -16,7 +16,8 @@ gluon_matmul_ring.py. Here are four more steps, of which persistent gains the mo
 Question   What does the compiler do for a matmul on Hopper, and what does doing it by hand buy?
 Needs      triton, sm_90
 Wins when  the compiler's schedule leaves the tensor cores idle, and one architecture is enough.
-Variants   gluon_matmul_ring.py (all warps load and multiply together: one buffer, then the ring)
+Variants   gluon_matmul_ring.py (all warps load and multiply together: one buffer, then the ring),
+           gluon_matmul_cluster.py (two CTAs share b by multicast: Triton 3.9)
 Study      studies/tma/gluon_matmul.py, studies/tma/gluon_matmul_timeline.py
 Source     chapter section "Warp Specialization", whose loop has no partitions; Gluon tutorials 05 (wgmma) and 08 (warp
            specialization); CUTLASS's ping-pong kernels

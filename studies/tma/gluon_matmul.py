@@ -5,9 +5,8 @@
 2. Every step, timed in the lesson, and the kernels that Triton's compiler makes of the same tile (one program per tile,
    and persistent with the tile stored in halves), over cuBLAS.
 
-Not used, as Triton 3.6 lacks it: Gluon of Triton 3.9 loads a block for every CTA of a cluster at once (num_ctas=2,
-async_load(..., multicast=True), cluster.barrier). Programs of neighboring tiles, which share a block of a or of b,
-would then read it from L2 once. The same holds for fp8_matmul, blockwise_matmul and tma_epilogues.
+3. Clusters: with Triton 3.9 two CTAs load the block of b that both need once (gluon_matmul_cluster.py). Both kernels
+   get b as weight.t(), which that one asks for.
 """
 
 from __future__ import annotations
@@ -15,10 +14,14 @@ from __future__ import annotations
 import functools
 import re
 
-from harness import Harness, geomean
+from harness import Harness, Work, geomean
 from harness.codegen import dump
 
-from examples.tma.gluon_matmul import STEPS, compare, gluon_matmul
+import torch
+
+from examples.common.operands import short_of_k
+from examples.tma.gluon_matmul import STEPS, compare, gluon_matmul, reference
+from examples.tma.gluon_matmul_cluster import gluon_matmul_cluster, lacks_clusters
 from examples.tma.gluon_matmul_ring import gluon_matmul_one_buffer, gluon_matmul_ring
 
 # Kernels of triton/persistent_matmul.py on the same tile: one program per tile, and that file's last step.
@@ -44,6 +47,8 @@ def show_code(h: Harness) -> None:
         h.codegen(kernel, x, x, find={90: hopper})
     for step in STEPS[::2]:  # "persistent" has the code of "partitions", and the lesson shows the last
         h.codegen(gluon_matmul, x, x, step, find={90: (*hopper, "setmaxnreg")})
+    if not lacks_clusters():
+        h.codegen(gluon_matmul_cluster, x, x.t(), find={90: (*hopper, "setmaxnreg")})
     if not h.shows_code:
         return
     compiled = h.peer("triton/persistent_matmul").matmul_persistent
@@ -53,6 +58,16 @@ def show_code(h: Harness) -> None:
     counts = {name: operations(dump(wrapper, args, sm=90)["ttgir"]) for name, (wrapper, args) in calls.items()}
     rows = {label: {kernel: count[label] for kernel, count in counts.items()} for label in (*WRITTEN, "partitions")}
     h.table("what TTGIR says explicitly", rows)
+
+
+def clusters(h: Harness, n: int) -> None:
+    """The table of n x n x n, b with contiguous columns."""
+    a, b = h.randn(n, n, dtype=h.half), h.randn(n, n, dtype=h.half).t()
+    h.compare(
+        {"cuBLAS": torch.matmul, "staggered": gluon_matmul, "cluster": gluon_matmul_cluster}, reference, a, b,
+        baseline="cuBLAS", title="clusters, b = weight.t()", case=f"{n}x{n}x{n}", terms=n,
+        work=Work(bytes=3 * a.nbytes, flops=2 * n**3, dtype=h.half), wrong=short_of_k(reference),
+    )  # fmt: skip
 
 
 def study(h: Harness) -> None:
@@ -67,3 +82,8 @@ def study(h: Harness) -> None:
         names = [*variants, "one buffer", "ring", *STEPS]
         means = {name: {"geometric mean": round(geomean(tables, "cuBLAS", name), 4)} for name in names}
         h.table("over cuBLAS", means)
+    if lacks_clusters():
+        h.say(f"clusters are not run here: gluon_matmul_cluster {lacks_clusters()}")
+    else:
+        for n in h.pick(quick=(4096,), full=(4096, 8192)):
+            clusters(h, n)

@@ -31,6 +31,7 @@ from examples.tma import descriptors
 from examples.tma.blackwell import blackwell_matmul
 from examples.tma.blackwell_scaled import blackwell_mx_matmul
 from examples.tma.gluon_matmul import gluon_matmul
+from examples.tma.gluon_matmul_cluster import gluon_matmul_cluster
 from examples.tma.gluon_matmul_ring import gluon_matmul_one_buffer, gluon_matmul_ring
 from examples.tma.tma_copy import tma_copy
 from examples.tma.tma_epilogues import linear
@@ -161,6 +162,11 @@ def packed(h: Harness, format: str) -> tuple:
     return quantize_weight(weights.to(h.half), format)
 
 
+def weight_columns(h: Harness) -> tuple:
+    a, w = randoms((48, 64), (32, 64))(h)
+    return a, w.t()
+
+
 SCALES = ("grad", "sparse")  # of scales: seen by some wrappers, not by all
 GEMM = randoms((48, 64), (64, 32))
 ROWS = randoms((6, 48))
@@ -250,6 +256,7 @@ OTHERS = [
     Wrapper(decode_attention, "BHQD PGSD PGSD B BT", paged),
     Wrapper(rms_norm_backward_split, "MC MC C M MC", lambda h: rms("backward", 48 if h.interpreted else 4100)(h)),
     *(Wrapper(fn, "MK KN", GEMM) for fn in (gluon_matmul, gluon_matmul_one_buffer, gluon_matmul_ring)),
+    Wrapper(gluon_matmul_cluster, "MK KN", weight_columns),
     Wrapper(blackwell_matmul, "MK NK", randoms((48, 64), (32, 64))),
     Wrapper(blackwell_mx_matmul, "MK mkxy NK nkxy", microscaled),
     Wrapper(descriptors.copy, "MN", lambda h: ("device", *ROWS(h))),

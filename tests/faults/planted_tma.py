@@ -123,6 +123,12 @@ TMA may store what threads have not written yet  [within=store_tile gpu]
 the second consumer's pause is no multiple of a step, so it never comes  [gpu]
   - pause = gl.cdiv(K, BLOCK_K) * BLOCK_K - BEHIND * BLOCK_K
   + pause = K - BEHIND * BLOCK_K
+b is loaded for both CTAs of a cluster when those of one have emptied the slot  [gpu]
+  - mbarrier.wait(pair.index(slot), phase)
+  + pass
+a CTA of a cluster may end while the other still arrives at its barriers  [gpu]
+  - cluster.barrier()
+  + pass
 
 # tma/blackwell
 a step of K counts bytes as elements

@@ -5,6 +5,9 @@ in turns: which partition does its next one, or which operation in flight is don
 it likes; MMAs of a warpgroup end in order; tcgen05.mma waits for the copies that were issued before it and for earlier
 MMAs to its accumulator, nothing else, and a commit for all before it. What reads or writes a buffer while it may not,
 or lets every partition wait with nothing in flight, is an error.
+
+The two CTAs of a cluster are played together. Each records the kernel with its own rank, on memory and barriers of its
+own; what both allocate at the same place are twins. A barrier of two_ctas is one for both and lies in CTA 0.
 """
 
 import collections
@@ -82,8 +85,8 @@ class Memory:
     """Some of it; all views share `state`: how many operations in flight write it and read it, whether TMA sees what
     threads wrote, and the columns of an accumulator that are yet to be loaded."""
 
-    def __init__(self, sm, get, state=None):
-        self.sm, self.get, self.slots = sm, get, {}
+    def __init__(self, sm, get, state=None, twins=None):
+        self.sm, self.get, self.slots, self.rank, self.twins = sm, get, {}, sm.rank, twins
         self.state = state or SimpleNamespace(writes=0, reads=0, fenced=True, due=0, scales=None)
 
     tensor = property(lambda self: self.get())
@@ -92,7 +95,10 @@ class Memory:
 
     def index(self, i):
         assert i < self.shape[0], "there are fewer buffers"
-        return self.slots.setdefault(i, Memory(self.sm, lambda: self.tensor[i]))
+        if i not in self.slots:
+            self.slots[i] = Memory(self.sm, lambda: self.tensor[i], None, lambda: [x.index(i) for x in self.twins()])
+            self.slots[i].rank = self.rank
+        return self.slots[i]
 
     def permute(self, order):
         return Memory(self.sm, lambda: self.tensor.permute(order), self.state)
@@ -138,11 +144,13 @@ class Memory:
 class Barrier:
     """One, or some: index() has each. They share the number of their allocation."""
 
-    def __init__(self, number):
+    def __init__(self, number, rank=0, twins=None, shared=False):
         self.number, self.parity, self.bytes, self.each = number, 0, 0, {}
+        self.rank, self.twins, self.shared = rank, twins, shared
 
     def index(self, i):
-        return self.each.setdefault(i, Barrier(self.number))
+        twins = lambda: [x.index(i) for x in self.twins()]  # noqa: E731
+        return self.each.setdefault(i, Barrier(self.number, self.rank, twins, self.shared))
 
     def signal(self, arrivals=0, nbytes=0):
         self.pending -= arrivals
@@ -156,11 +164,20 @@ def described(x):
     """A descriptor as kernels see it."""
     if not hasattr(x, "block_shape"):
         return Pointer(x) if isinstance(x, torch.Tensor) else x
-    nbytes = x.base.element_size() * torch.Size(x.block_shape).numel()
+    size, layout = x.base.element_size(), SimpleNamespace(cga_layout=getattr(x.layout, "cga_layout", None) or [])
     return SimpleNamespace(
-        base=x.base, block_shape=list(x.block_shape), dtype=Dtype(x.base.dtype), layout="swizzled",
-        block_type=SimpleNamespace(nbytes=nbytes),
+        base=x.base, block_shape=list(x.block_shape), dtype=Dtype(x.base.dtype), layout=layout,
+        block_type=SimpleNamespace(nbytes=size * torch.Size(x.block_shape).numel()),
+        nbytes_per_cta=size * torch.Size(of_a_cta(x.block_shape, layout)).numel(),
     )  # fmt: skip
+
+
+def of_a_cta(shape, layout):
+    """What a CTA has of a block, or of each of some: half of the rows where the layout says so."""
+    splits = getattr(layout, "cga_layout", [])
+    assert [*map(list, splits)] in ([], [[0, 0]], [[1, 0]])
+    *outer, rows, cols = shape
+    return [*outer, rows // 2 if splits and splits[0][0] else rows, cols]
 
 
 def part_of(desc, at, box):
@@ -181,21 +198,25 @@ def nothing(*args, **kwargs):
 
 
 class SM:
-    """One program."""
+    """One program: a CTA, or the two of a cluster on two SMs."""
 
     def __init__(self, seed):
         self.random = random.Random(seed)
         self.speeds = collections.defaultdict(lambda: self.random.choice((0.02, 1.0, 1.0)))
         self.flights, self.partitions, self.waits = [], [], collections.Counter()
         self.barriers, self.columns, self.fenced = 0, 0, True
+        self.rank, self.ctas, self.playing, self.met = 0, [[]], [], False
 
     def record(self, name, fn, args, kwargs):
         """What a partition will do."""
-        self.now = SimpleNamespace(kind=name, todo=collections.deque(), stores=[], issued=[], written=[])
+        self.now = SimpleNamespace(
+            kind=name, rank=self.rank, todo=collections.deque(), stores=[], issued=[], written=[]
+        )
         fn(*args, **kwargs)
         return self.now
 
     def play(self, partitions):
+        self.playing = partitions
         while True:
             able = [each for each in partitions if each.todo and each.todo[0][0]()]
             able += [each for each in self.flights if all_landed(each.after)]
@@ -210,6 +231,11 @@ class SM:
                 chosen.land()
                 chosen.landed = True
         assert not any(each.todo for each in partitions), "locked: all that is left waits"
+
+    def reach(self, target, rank):
+        """A CTA of this rank is to change `target`, of whichever CTA."""
+        there = self.met or rank == target.rank or any(each.todo for each in self.playing if each.rank == target.rank)
+        assert there, f"CTA {target.rank} has ended, and CTA {rank} still reaches into it"
 
     def does(self, run, ready=lambda: True):
         self.now.todo.append((ready, run))
@@ -227,17 +253,22 @@ class SM:
     # what kernels call
 
     def init(self, barrier, count):
-        barrier.count = barrier.pending = count
+        barrier.count = barrier.pending = count * (2 if barrier.shared else 1)
         self.fenced = False
 
     def wait(self, barrier, phase, pred=True):
-        if pred:
+        if pred and barrier.rank == self.rank:  # one that lies in CTA 0 is waited for by CTA 0 alone
             self.waits[barrier.number] += 1
             self.does(nothing, lambda: barrier.parity != phase)
 
     def arrive(self, barrier, nbytes=0, pred=True):
+        def run():
+            self.reach(barrier, rank)
+            barrier.signal(1, nbytes)
+
+        rank = self.rank
         if pred:
-            self.does(lambda: barrier.signal(1, nbytes))
+            self.does(run)
 
     def fence(self):
         def run():
@@ -247,12 +278,28 @@ class SM:
         written, self.fenced = self.now.written, True
         self.does(run)
 
-    def load(self, desc, at, barrier, to, pred=True):
+    def load(self, desc, at, barrier, to, pred=True, multicast=False):
+        if multicast:
+            assert len(self.ctas) == 2
+            assert to.shape == desc.block_shape, "a multicast is of a block that both CTAs have whole"
+            for target, ready in zip(to.twins(), barrier.twins(), strict=True) if self.rank == 0 else ():
+                self.load_one(desc, at, ready, target, pred)
+        else:
+            self.load_one(desc, self.rows_of(desc, at), barrier, to, pred)
+
+    def rows_of(self, desc, at):
+        """Where this CTA's part of a block begins."""
+        rows, splits = of_a_cta(desc.block_shape, desc.layout)[-2], desc.layout.cga_layout
+        return [at[0] + self.rank * rows, *at[1:]] if splits and splits[0][0] else at
+
+    def load_one(self, desc, at, barrier, to, pred):
         def start():
+            self.reach(to, rank)
             assert to.state.reads == to.state.writes == 0, "TMA fills a buffer that is being read or filled"
             to.state.writes += 1
 
         def land():
+            self.reach(to, rank)
             part = part_of(desc, at, to.shape)
             to.tensor.zero_()
             to.tensor[tuple(map(slice, part.shape))] = part
@@ -260,9 +307,10 @@ class SM:
             barrier.signal(nbytes=-to.tensor.nbytes)
 
         assert self.fenced, "barriers are used before their initialization is fenced"
-        assert to.shape == desc.block_shape
+        assert to.shape == of_a_cta(desc.block_shape, desc.layout)
+        rank = self.rank
         if pred:
-            self.fly("load", start, land)
+            self.fly(f"load into {to.rank}" if to.rank else "load", start, land)
 
     def store(self, desc, at, source):
         def start():
@@ -275,6 +323,7 @@ class SM:
             part.copy_(source.tensor[tuple(map(slice, part.shape))])
             source.state.reads -= 1
 
+        at = self.rows_of(desc, at)
         self.now.stores.append(self.fly("store", start, land))
 
     def wait_for_all_but(self, pendings, flights):
@@ -357,19 +406,37 @@ class SM:
         self.issue("commit", nothing, lambda: barrier.signal(1), lambda what: what != "commit")
 
     def allocate(self, dtype, shape, layout):
-        if layout == "barrier":
-            self.barriers += 1
-            return Barrier(self.barriers - 1)
-        tensor = torch.zeros(shape, dtype=dtype.torch)
+        return self.allocate_barriers() if layout == "barrier" else self.twin(self.fresh(dtype, shape, layout))
+
+    def allocate_barriers(self, batch=None, two_ctas=False):
+        assert not two_ctas or len(self.ctas) == 2
+        self.barriers += 1
+        if two_ctas and self.rank:
+            return self.twin(self.ctas[0][len(self.ctas[1])])
+        return self.twin(Barrier(self.barriers - 1, self.rank, shared=two_ctas))
+
+    def fresh(self, dtype, shape, layout):
+        tensor = torch.zeros(of_a_cta(shape, layout) if hasattr(layout, "cga_layout") else shape, dtype=dtype.torch)
         return Memory(self, lambda: tensor)
+
+    def twin(self, made):
+        """The n-th that a CTA allocates is the twin of the other's n-th."""
+        at = len(self.ctas[self.rank])
+        made.twins = lambda: [each[at] for each in self.ctas]
+        self.ctas[self.rank].append(made)
+        return made
 
     def allocate_columns(self, dtype, shape, layout):
         self.columns += shape[0] * shape[2]
         return self.allocate(dtype, shape, layout)
 
+    def meet(self):
+        """A barrier of the cluster after the partitions: no CTA ends before the other's have."""
+        self.met = bool(self.partitions)
+
     def zeros(self, shape, dtype, layout):
-        memory = self.allocate(dtype, shape, layout)
-        return Value(self, memory.read, shape, memory)
+        memory = self.fresh(dtype, shape, layout)
+        return Value(self, memory.read, tuple(memory.shape), memory)
 
     def store_elements(self, pointer, value, mask):
         def run():
@@ -387,17 +454,19 @@ class SM:
             maximum=lambda a, b: a.then(at_least, b), DotOperandLayout=nothing,
             program_id=lambda axis: program, num_programs=lambda axis: programs, num_warps=lambda: kwargs["num_warps"],
             allocate_shared_memory=self.allocate, zeros=self.zeros, load=lambda x: x.tensor.item(), int64=None,
-            float32=Dtype(torch.float32), NVMMADistributedLayout=nothing,
+            float32=Dtype(torch.float32),
+            NVMMADistributedLayout=lambda *args, cga_layout=(): SimpleNamespace(cga_layout=cga_layout),
             warp_specialize=lambda partitions, warps, registers: self.partitions.extend(partitions),
         )  # fmt: skip
         barrier = SimpleNamespace(
             init=self.init, wait=self.wait, expect=self.arrive, arrive=self.arrive, invalidate=nothing,
-            MBarrierLayout=lambda: "barrier",
+            MBarrierLayout=lambda: "barrier", allocate_mbarrier=self.allocate_barriers,
         )  # fmt: skip
         language = {
             "gl": gl, "tl": gl, "mbarrier": barrier, "fence_async_shared": self.fence, "async_load": self.load,
             "tma": SimpleNamespace(store_wait=lambda n: self.wait_for_all_but(n, self.now.stores)),
-            "async_store": self.store, "warpgroup_mma": self.wgmma, "warpgroup_mma_wait": self.wgmma_wait,
+            "async_store": self.store, "cluster": SimpleNamespace(barrier=self.meet),
+            "warpgroup_mma": self.wgmma, "warpgroup_mma_wait": self.wgmma_wait,
             "allocate_tensor_memory": self.allocate_columns, "tcgen05_mma": self.mma, "tcgen05_copy": self.copy,
             "tcgen05_mma_scaled": self.mma_scaled, "tcgen05_commit": self.commit, "TensorMemoryLayout": nothing,
             "TensorMemoryScalesLayout": nothing, "split_columns": Value.halves,
@@ -417,9 +486,18 @@ class SM:
                         scope[name] = as_python(value)
             return FunctionType(fn.fn.__code__, scopes[id(names)], fn.fn.__name__, fn.fn.__defaults__)
 
-        options = {name: value for name, value in kwargs.items() if name != "num_warps"}
-        whole = self.record("whole", as_python(kernel), list(map(described, args)), options)
-        self.play([self.record(i, *each, {}) for i, each in enumerate(self.partitions)] or [whole])
+        options = {name: value for name, value in kwargs.items() if name not in ("num_warps", "num_ctas")}
+        self.ctas = [[] for _ in range(kwargs.get("num_ctas", 1))]
+        partitions = []
+        for rank in range(len(self.ctas)):
+            self.rank, self.partitions, self.barriers, self.columns, self.met = rank, [], 0, 0, False
+            whole = self.record("whole", as_python(kernel), list(map(described, args)), options)
+            partitions += [(rank, *each) for each in self.partitions]
+        recorded = []
+        for i, (rank, fn, arguments) in enumerate(partitions):
+            self.rank = rank
+            recorded.append(self.record(i, fn, arguments, {}))
+        self.play(recorded or [whole])
 
 
 def use_model(monkeypatch, kernels, seed=0, sms=None):
