@@ -16,7 +16,7 @@ from tests.examples.wrappers import OTHERS, WRAPPERS, Wrapper
 REFUSALS = (TypeError, ValueError, RuntimeError)
 # Checks; what launches for others; a recipe's layer, which calls several wrappers; what prepares weights, in torch.
 NO_WRAPPERS = {"quantize_weight", "check_operands", "check_layer", "check_copy", "elementwise", "losses", "multiply",
-               "prepare"}  # fmt: skip
+               "prepare", "total_of"}  # fmt: skip
 ATOMIC = ("total",)  # sums in any order
 SEARCHED = ("matmul",)  # torch.compile makes its own search for a tile
 
