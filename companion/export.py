@@ -123,6 +123,7 @@ class Module:
     def __init__(self, path: Path) -> None:
         text = path.read_text(encoding="utf-8")
         self.path, self.lines, self.tree = path, text.splitlines(), ast.parse(text)
+        self.written, self.new_names = [*self.lines], {}  # as the tree has them; (line, column) -> old and new name
         self.defined: dict[str, ast.stmt] = {}
         self.effects: list[ast.stmt] = []  # calls, loops and conditions, such as what registers a fake
         self.imports: dict[str, tuple[str, str]] = {}  # name -> (statement, module of this repository)
@@ -169,9 +170,13 @@ class Module:
         names = (node for node in ast.walk(self.tree) if isinstance(node, ast.Name) and node.id == old)
         found = [(node.lineno, node.col_offset) for node in names]
         found += [(each.lineno, 4) for each in self.tree.body if isinstance(each, ast.FunctionDef) and each.name == old]
-        for number, at in sorted(found, reverse=True):
-            line = self.lines[number - 1]
-            self.lines[number - 1] = line[:at] + new + line[at + len(old) :]
+        self.new_names |= dict.fromkeys(found, (old, new))
+        for number in {number for number, _ in found}:  # with what was renamed before in the same line
+            line = self.written[number - 1]
+            for at, (before, after) in sorted(((at, each) for (n, at), each in self.new_names.items() if n == number)):
+                at += len(line) - len(self.written[number - 1])
+                line = line[:at] + after + line[at + len(before) :]
+            self.lines[number - 1] = line
 
     def used_of_others(self, node: ast.AST) -> list[Name]:
         found = [each for each in ast.walk(node) if isinstance(each, ast.Attribute)]
