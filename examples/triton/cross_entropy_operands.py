@@ -15,6 +15,7 @@ from examples.common.device import architecture, interpreted
 
 PREPARE_BLOCK = 8192  # targets, or words of a mailbox: 8 a thread, all in flight, as the losses of the sum
 SUM_BLOCK = 8192  # losses; of 16 a thread ptxas waits for 4 before it loads the next 4
+SUM_MOST = 8 * SUM_BLOCK  # losses of one program; many programs of torch's sum read more of them
 PDL = True
 
 
@@ -102,7 +103,7 @@ def prepare(
     before it: with neither a mean nor a mailbox, that is one of the caller's, which may write the logits.
     """
     soon = early(target.device)
-    summed = {"SUMMED": soon and reduction != "none"}
+    summed = {"SUMMED": soon and reduction != "none" and target.shape[0] <= SUM_MOST}
     if reduction != "mean" and mail is None:
         return None, {"EARLY": False, **summed}
     scale = torch.empty((), dtype=torch.float32, device=target.device)
@@ -119,7 +120,7 @@ def total_of(loss: torch.Tensor, reduction: str) -> torch.Tensor:
     """The sum of the losses that the main kernel, the last one launched, stores; a mean of no rows is NaN."""
     if not loss.numel():
         return loss.new_full((), float("nan") if reduction == "mean" else 0.0)
-    if torch.compiler.is_compiling():  # Inductor fuses it with what follows
+    if torch.compiler.is_compiling() or loss.numel() > SUM_MOST:  # Inductor fuses it with what follows
         return loss.sum()
     total, soon = torch.empty((), dtype=torch.float32, device=loss.device), early(loss.device)
     cross_entropy_sum_kernel[(1,)](

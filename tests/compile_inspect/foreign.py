@@ -193,15 +193,8 @@ def main() -> None:
         return one(options.one, options.seconds)
     found = []
     for name in options.names:
-        command = [
-            sys.executable,
-            "-m",
-            "tests.compile_inspect.foreign",
-            "--one",
-            name,
-            "--seconds",
-            str(options.seconds),
-        ]
+        limit = str(options.seconds)
+        command = [sys.executable, "-m", "tests.compile_inspect.foreign", "--one", name, "--seconds", limit]
         try:
             done = run(command, capture_output=True, text=True, timeout=options.seconds)
             out, error = done.stdout, done.stderr

@@ -159,7 +159,7 @@ def test_a_gradient_that_is_ready_is_left_alone_where_dy_is_1(h):
 
 def test_the_losses_are_summed(h):
     """By one program, in one order: one, fewer than a block, around one, several blocks; NaN and infinities; none."""
-    for rows in (1, 7, SUM_BLOCK - 1, SUM_BLOCK + 1, 3 * SUM_BLOCK):
+    for rows in (1, 7, SUM_BLOCK - 1, SUM_BLOCK + 1, 3 * SUM_BLOCK, around.SUM_MOST + 1):
         losses = h.randn(rows).abs()
         total = total_of(losses, "sum")
         assert (total.shape, total.dtype) == ((), torch.float32)
@@ -470,6 +470,9 @@ def test_the_main_kernel_is_launched_early_after_prepare_alone(monkeypatch):
         assert ran == (mail is not None or reduction == "mean")
         assert (scale is not None) == (reduction == "mean")
         assert options == {"EARLY": ran, "SUMMED": reduction != "none"} | ({"launch_pdl": True} if ran else {})
+    for more in (0, 1):  # torch's sum follows, which is not launched early
+        _, options = prepare(torch.zeros(around.SUM_MOST + more, dtype=torch.int64), -100, "mean")
+        assert options["SUMMED"] == (not more)
 
 
 @pytest.mark.gpu
