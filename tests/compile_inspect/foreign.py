@@ -104,11 +104,6 @@ def gcn():
 MODELS = (resnet, gcn, bert, mobilenet, vit, gpt2, llama, convnext)
 
 
-def finish() -> None:
-    if DEVICE == "cuda":
-        torch.cuda.synchronize()
-
-
 def with_fix(fix: str) -> tuple[dict, dict, str, Callable[[nn.Module], nn.Module]] | None:
     """Settings of Dynamo, options of torch.compile, TF32 or not, and what is compiled; None: nothing to be tried."""
 
@@ -127,44 +122,42 @@ def with_fix(fix: str) -> tuple[dict, dict, str, Callable[[nn.Module], nn.Module
 
 
 def time_fix(make: Callable, fix: str) -> dict:
-    """Milliseconds of a call, in turns: in eager, compiled, and compiled with the fix; and seconds of first calls."""
+    """Milliseconds of a call in eager, compiled, and compiled with the fix, and seconds of first calls.
+
+    One after the other, each after a reset: Dynamo's settings are no guard, so that what was compiled without the fix
+    would serve the model with it.
+    """
     tried = with_fix(fix)
-    calls, first = {}, {}
+    times, first = {}, {}
     ways = {"eager": None, "compiled": ({}, {}, "highest", None)} | ({"with the fix": tried} if tried else {})
     for name, way in ways.items():
         torch.manual_seed(0)
         model, inputs = make()
         model, inputs = model.to(DEVICE).eval(), [each.to(DEVICE) for each in inputs]
         settings, options, precision, blocks = way or ({}, {}, "highest", None)
+        torch._dynamo.reset()
         torch.set_float32_matmul_precision(precision)
         with fresh_cache(), torch.no_grad(), torch._dynamo.config.patch(settings):
             fn = model if way is None else blocks(model) if blocks else torch.compile(model, **options)
-            began = time.perf_counter()
-            fn(*inputs)
-            finish()
-            first[name] = time.perf_counter() - began
-            for _ in range(4):
-                fn(*inputs)
-        calls[name] = fn, inputs, precision, settings
-    times = {name: [] for name in calls}
-    with torch.no_grad():
-        for _ in range(15):
-            for name, (fn, inputs, precision, settings) in calls.items():
-                torch.set_float32_matmul_precision(precision)
-                with torch._dynamo.config.patch(settings):
-                    fn(*inputs)
-                    finish()
-                    began = time.perf_counter()
-                    for _ in range(5):
-                        fn(*inputs)
-                    finish()
-                times[name].append((time.perf_counter() - began) / 5 * 1e3)
+            first[name] = milliseconds(fn, inputs, 1) / 1e3
+            milliseconds(fn, inputs, 5)
+            times[name] = median(milliseconds(fn, inputs, 5) for _ in range(15))
     torch.set_float32_matmul_precision("highest")
-    return {"ms": {name: median(each) for name, each in times.items()}, "first_call_s": first}
+    return {"ms": times, "first_call_s": first}
+
+
+def milliseconds(fn: Callable, inputs: list[torch.Tensor], calls: int) -> float:
+    """Of a call, the mean of so many."""
+    began = time.perf_counter()
+    for _ in range(calls):
+        fn(*inputs)
+    if DEVICE == "cuda":
+        torch.cuda.synchronize()
+    return (time.perf_counter() - began) / calls * 1e3
 
 
 def one(name: str, seconds: float) -> None:
-    """A line of JSON after each phase; no phase begins in the last third, which is for timing the fix."""
+    """A line of JSON after each phase; no phase begins in the second half, which is for timing the fix."""
     make, began = globals()[name], time.perf_counter()
     torch.manual_seed(0)
     model, inputs = make()
@@ -172,7 +165,7 @@ def one(name: str, seconds: float) -> None:
     report = Report(name)
     result = {"model": name, "times": None}
     for phase in ORDER:
-        if time.perf_counter() - began > seconds * 2 / 3:
+        if time.perf_counter() - began > seconds / 2:
             break
         report.phases += inspect(model, *inputs, phases=(phase,)).phases
         result["phases"] = {p.name: (p.status, round(p.seconds, 1), p.reason or p.answer) for p in report.phases}
