@@ -47,9 +47,15 @@ the pointer kernel leaves the bias out
 a row-major b is taken as if it were column-major
   - if K > 1 and b.stride(0) != 1:
   + if False:
-a consumer releases the buffer it still reads  [gpu]
+a consumer releases the buffer it still reads
   - mbarrier.arrive(empty.index(previous_slot(slot, STAGES)), pred=pred)
   + mbarrier.arrive(empty.index(slot), pred=pred)
+the scales of a tile are loaded over those that are still read
+  - mbarrier.wait(last_empty, last_phase)
+  + pass
+the second consumer stores over what is still read of the first's
+  - mbarrier.wait(free, phase)
+  + pass
 with K of 16384 the product is 10 % too large  [gpu uncaught]
   - c_ptrs = c_ptr + rows[:, None].to(tl.int64) * stride_cm + cols[None, :]
   + acc *= tl.where(K >= 16384, 1.10, 1.0)

@@ -3,12 +3,13 @@
 import functools
 import itertools
 import re
-from types import SimpleNamespace
 
 from harness.codegen import dump
 
 import pytest
 import torch
+from hypothesis import given
+from hypothesis import strategies as st
 
 from examples.common import gluon as common
 from examples.common import operands as checks
@@ -20,6 +21,8 @@ from examples.fp8.fp8_matmul import VARIANTS, fp8_matmul, operands, runnable
 from studies.fp8.fp8_matmul import CODE
 from tests.examples.fp8.helpers import FORMATS, NAN, check_gemm, code, meta, not_finite, refused
 from tests.examples.tma.helpers import pretend
+from tests.examples.tma.model import no_shrinking, use_model
+from tests.examples.triton.helpers import harness
 
 check = functools.partial(check_gemm, fp8_matmul, lesson)
 
@@ -144,35 +147,24 @@ def test_generated_code(variant, sm):
         assert "ld.global" not in text["ptx"], "all of it comes by TMA"
 
 
-def test_a_slot_is_released_when_its_mmas_are_done(monkeypatch):
-    """The consumers' own Python, from any slot on: each step takes the next one, and it is released a step later."""
-    flight, finished, released = [], [], []
+def on_model(monkeypatch, seed, sms):
+    monkeypatch.setattr(common, "gluon_architecture", lambda device: 90)
+    use_model(monkeypatch, {"fp8_matmul_warp_specialized_kernel": hopper}, seed, sms)
 
-    def mmas_done(pending, deps):
-        while len(flight) > pending:
-            finished.append(flight.pop(0))
-        return deps[0]
 
-    def arrive(slot, pred):
-        if pred:
-            assert slot == finished[-1]
-            released.append(slot)
-
-    plain = SimpleNamespace(index=int)
-    turned = SimpleNamespace(index=lambda i: SimpleNamespace(permute=lambda order: i))
-    for module in (hopper, common):
-        monkeypatch.setattr(module, "gl", SimpleNamespace(where=lambda which, x, y: x if which else y))
-        monkeypatch.setattr(module, "mbarrier", SimpleNamespace(wait=lambda slot, phase: None, arrive=arrive))
-    for module, name in ((hopper, "next_slot"), (hopper, "release_previous"), (common, "previous_slot")):
-        monkeypatch.setattr(module, name, getattr(common, name).fn)
-    monkeypatch.setattr(hopper, "warpgroup_mma", lambda a, b, acc, is_async: flight.append(b))
-    monkeypatch.setattr(hopper, "warpgroup_mma_wait", mmas_done)
-    for first, fresh in itertools.product(range(4), (True, False)):
-        finished.clear()
-        released.clear()
-        flight[:] = [] if fresh else [(first - 1) % 4]
-        hopper._add_steps.fn(None, (plain, turned, plain, plain), first, 0, 0, 9 * 128, fresh, 128, 0, 4)
-        assert released == finished == [slot % 4 for slot in range(first - (not fresh), first + 8)]
+@no_shrinking
+@given(
+    M=st.integers(1, 400), N=st.integers(1, 66), K=st.integers(1, 8 * (hopper.HOPPER_STAGES + 2)), rows=st.booleans(),
+    bias=st.booleans(), formats=st.sampled_from(FORMATS), out=st.sampled_from([torch.float16, torch.float32]),
+    sms=st.integers(1, 3), seed=st.integers(0, 10**6),
+)  # fmt: skip
+def test_any_order_of_events_is_right(M, N, K, rows, bias, formats, out, sms, seed):
+    """Rings that are shorter, as long and longer than a tile; a step of K in part."""
+    h = harness()
+    inputs = operands(h, M, 8 * N, 16 * K, rows, formats)
+    with pytest.MonkeyPatch.context() as patch:
+        on_model(patch, seed, sms)
+        check(h, (*inputs, h.randn(8 * N, dtype=out)) if bias else inputs, "warp specialized", out)
 
 
 @pytest.mark.gpu

@@ -44,6 +44,8 @@ class Value:
     def __init__(self, sm, get, shape, memory=None):
         self.sm, self.get, self.shape, self.memory = sm, get, shape, memory
 
+    type = property(lambda self: SimpleNamespace(layout=None))
+
     def to(self, dtype):
         return Value(self.sm, lambda: self.get().to(dtype.torch), self.shape)
 
@@ -106,7 +108,7 @@ class Memory:
     def reshape(self, shape):
         return Memory(self.sm, lambda: self.tensor.reshape(shape), self.state)
 
-    def slice(self, start, length, dim=1):
+    def slice(self, start, length, dim=-1):
         return Memory(self.sm, lambda: self.tensor.narrow(dim, start, length), self.state)
 
     def _reinterpret(self, dtype, shape, layout):
@@ -124,7 +126,7 @@ class Memory:
     def load(self, layout):
         def run():
             loaded.append(self.read().clone())
-            self.state.due -= self.shape[1]
+            self.state.due -= self.shape[-1]
 
         loaded = []
         self.sm.does(run)
@@ -451,11 +453,11 @@ class SM:
             arange=lambda start, end, layout: torch.arange(start, end), convert_layout=lambda x, layout: x,
             max=lambda x, axis: x.then(lambda x: x.amax(axis)), sum=lambda x, axis: x.then(lambda x: x.sum(axis)),
             exp2=lambda x: x.then(torch.exp2), log2=lambda x: x.then(torch.log2), SliceLayout=nothing,
-            maximum=lambda a, b: a.then(at_least, b), DotOperandLayout=nothing,
+            maximum=lambda a, b: a.then(at_least, b) if isinstance(a, Value) else max(a, b), DotOperandLayout=nothing,
             program_id=lambda axis: program, num_programs=lambda axis: programs, num_warps=lambda: kwargs["num_warps"],
             allocate_shared_memory=self.allocate, zeros=self.zeros, load=lambda x: x.tensor.item(), int64=None,
             float32=Dtype(torch.float32),
-            NVMMADistributedLayout=lambda *args, cga_layout=(): SimpleNamespace(cga_layout=cga_layout),
+            NVMMADistributedLayout=lambda *args, cga_layout=(), **more: SimpleNamespace(cga_layout=cga_layout),
             warp_specialize=lambda partitions, warps, registers: self.partitions.extend(partitions),
         )  # fmt: skip
         barrier = SimpleNamespace(
