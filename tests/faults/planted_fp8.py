@@ -65,6 +65,12 @@ with K of 16384 the last 32 products are left out  [gpu uncaught]
   + acc = tl.dot(tl.where(inner[None, :] < K - k - 32 * (K >= 16384), a, tl.zeros_like(a)), b, acc)
 
 # fp8/blockwise_matmul
+a group is promoted while it is still multiplied
+  - done = warpgroup_mma_wait(0, deps=(partial_2,))
+  + done = warpgroup_mma_wait(1, deps=(partial_2,))
+a slot is loaded again while another warpgroup still multiplies it
+  - init_ring(full, empty, STAGES, WARPGROUPS)
+  + init_ring(full, empty, STAGES, WARPGROUPS - 1)
 the scale of b walks along N instead of K
   - scale_b_ptr += stride_sbk
   + scale_b_ptr += stride_sbn

@@ -85,6 +85,12 @@ what was prepared is launched whichever device is current
   + if False:
 
 # tma/tma_epilogues
+the epilogue begins before the accumulators are there
+  - mbarrier.wait(filled.index(half), tile_phase)
+  + pass
+a consumer leaves its accumulator where the epilogue still reads the one before
+  - mbarrier.wait(taken.index(HALF), tile_phase ^ 1)
+  + pass
 Inductor's own fusion is left out of the answer's ratio  [tests=examples/test_headlines.py]
   - min(table.over(library, variant) for library in (two, FUSED))
   + min(table.over(library, variant) for library in (two,))

@@ -8,6 +8,8 @@ from harness.codegen import dump
 
 import pytest
 import torch
+from hypothesis import given
+from hypothesis import strategies as st
 
 from examples.common import gluon as common
 from examples.common import operands as checks
@@ -21,6 +23,8 @@ from examples.fp8.blockwise_matmul_warp_specialized import CONFIGS, choose_warpg
 from studies.fp8.blockwise_matmul import CODE
 from tests.examples.fp8.helpers import FORMATS, check_gemm, code, meta, not_finite, refused
 from tests.examples.tma.helpers import pretend
+from tests.examples.tma.model import no_shrinking, use_model
+from tests.examples.triton.helpers import harness
 
 SPECIALIZED = VARIANTS[1]
 check = functools.partial(check_gemm, blockwise_matmul, lesson)
@@ -92,6 +96,22 @@ def test_layouts_and_extremes(h, variant):
     scales = m_major(h.randn(130, 3).exp_()), h.randn(3, 3).exp_().t()
     for what, a, b in not_finite(h, 130, 264, 384):
         check(h, (a, b, *scales), variant, what=what)
+
+
+@no_shrinking
+@given(
+    M=st.integers(1, 500), N=st.integers(1, 40), groups=st.integers(1, 7), warpgroups=st.sampled_from(list(CONFIGS)),
+    formats=st.sampled_from(FORMATS), out=st.sampled_from([torch.float16, torch.float32]), sms=st.integers(1, 3),
+    seed=st.integers(0, 10**6),
+)  # fmt: skip
+def test_any_order_of_events_is_right(M, N, groups, warpgroups, formats, out, sms, seed):
+    """On a model of an SM; rings that are shorter, as long and longer than a tile."""
+    h = harness()
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(common, "gluon_architecture", lambda device: 90)
+        patch.setattr(hopper, "choose_warpgroups", lambda M, N, K, sms: warpgroups)
+        use_model(patch, {"blockwise_matmul_warp_specialized_kernel": hopper}, seed, sms)
+        check(h, operands(h, M, 8 * N, groups * GROUP, formats), SPECIALIZED, out)
 
 
 @pytest.mark.gpu

@@ -23,6 +23,7 @@ import pytest
 import torch
 import triton
 from hypothesis import Phase, settings
+from triton.runtime.interpreter import InterpretedFunction
 from triton.runtime.jit import JITFunction
 
 from examples.common.device import SHARED_LIMIT, Limits
@@ -62,9 +63,9 @@ class Value:
     def __getitem__(self, at):
         return self.then(operator.itemgetter(at))
 
-    __add__ = functools.partialmethod(then, operator.add)
+    __add__ = __radd__ = functools.partialmethod(then, operator.add)
     __sub__ = functools.partialmethod(then, operator.sub)
-    __mul__ = functools.partialmethod(then, operator.mul)
+    __mul__ = __rmul__ = functools.partialmethod(then, operator.mul)
     __truediv__ = functools.partialmethod(then, operator.truediv)
     __rtruediv__ = functools.partialmethod(then, lambda x, y: y / x)
 
@@ -74,13 +75,19 @@ class Value:
 
 
 class Pointer(NamedTuple):
-    """A tensor's elements, from its first on."""
+    """Elements of memory, counted from a tensor's first on."""
 
     tensor: torch.Tensor
     at: object = 0
 
     def __add__(self, offset):
         return Pointer(self.tensor, self.at + offset)
+
+    def item(self):
+        return self.tensor.as_strided((), (), self.tensor.storage_offset() + self.at).item()
+
+    def gather(self, mask, other):
+        return torch.where(mask, self.tensor[torch.where(mask, self.at, 0)], other)
 
 
 class Memory:
@@ -143,6 +150,36 @@ class Memory:
         self.sm.does(run)
 
 
+class Joint:
+    """The state of memory that has several: what happens to it happens to each."""
+
+    def __init__(self, states):
+        self.states = states
+
+    def shared(name):
+        def change(self, value):
+            by = value - getattr(self, name)
+            for each in self.states:
+                setattr(each, name, getattr(each, name) + by)
+
+        return property(lambda self: max(getattr(each, name) for each in self.states), change)
+
+    reads, writes, due = shared("reads"), shared("writes"), shared("due")
+
+
+def view_as(buf, shape):
+    """The same bytes as blocks of another shape: some of a block of buf each, or some blocks of buf."""
+
+    def state(i):
+        first, end = i * buf.shape[0] // shape[0], (i + 1) * buf.shape[0] // shape[0]
+        return Joint([buf.index(j).state for j in range(first, end)]) if end > first else buf.index(first).state
+
+    view = Memory(buf.sm, lambda: buf.tensor.view(shape))
+    for i in range(shape[0]):
+        view.slots[i] = Memory(buf.sm, lambda i=i: buf.tensor.view(shape)[i], state(i))
+    return view
+
+
 class Barrier:
     """One, or some: index() has each. They share the number of their allocation."""
 
@@ -189,6 +226,11 @@ def part_of(desc, at, box):
 
 def at_least(a, b):
     return torch.maximum(a, torch.as_tensor(b, dtype=a.dtype))
+
+
+def fused_multiply_add(text, constraints, args, dtype, is_pure, pack):
+    assert text.startswith("fma.rn.f32 $0, $1, $2, $3")
+    return args[0] * args[1] + args[2]
 
 
 def all_landed(flights):
@@ -440,6 +482,11 @@ class SM:
         memory = self.fresh(dtype, shape, layout)
         return Value(self, memory.read, tuple(memory.shape), memory)
 
+    def load_elements(self, pointer, mask=None, other=None):
+        if mask is None:
+            return pointer.item()
+        return Value(self, lambda: pointer.gather(mask, other), tuple(mask.shape))
+
     def store_elements(self, pointer, value, mask):
         def run():
             pointer.tensor.view(-1)[pointer.at[mask]] = value.get()[mask]
@@ -453,10 +500,12 @@ class SM:
             arange=lambda start, end, layout: torch.arange(start, end), convert_layout=lambda x, layout: x,
             max=lambda x, axis: x.then(lambda x: x.amax(axis)), sum=lambda x, axis: x.then(lambda x: x.sum(axis)),
             exp2=lambda x: x.then(torch.exp2), log2=lambda x: x.then(torch.log2), SliceLayout=nothing,
+            rsqrt=lambda x: x.then(torch.rsqrt), div_rn=operator.truediv, BlockedLayout=nothing,
+            NVMMASharedLayout=SimpleNamespace(get_default_for=nothing),
             maximum=lambda a, b: a.then(at_least, b) if isinstance(a, Value) else max(a, b), DotOperandLayout=nothing,
             program_id=lambda axis: program, num_programs=lambda axis: programs, num_warps=lambda: kwargs["num_warps"],
-            allocate_shared_memory=self.allocate, zeros=self.zeros, load=lambda x: x.tensor.item(), int64=None,
-            float32=Dtype(torch.float32),
+            allocate_shared_memory=self.allocate, zeros=self.zeros, load=self.load_elements, int64=None,
+            float32=Dtype(torch.float32), zeros_like=lambda x: 0.0, inline_asm_elementwise=fused_multiply_add,
             NVMMADistributedLayout=lambda *args, cga_layout=(), **more: SimpleNamespace(cga_layout=cga_layout),
             warp_specialize=lambda partitions, warps, registers: self.partitions.extend(partitions),
         )  # fmt: skip
@@ -472,7 +521,7 @@ class SM:
             "allocate_tensor_memory": self.allocate_columns, "tcgen05_mma": self.mma, "tcgen05_copy": self.copy,
             "tcgen05_mma_scaled": self.mma_scaled, "tcgen05_commit": self.commit, "TensorMemoryLayout": nothing,
             "TensorMemoryScalesLayout": nothing, "split_columns": Value.halves,
-            "load_columns": lambda acc, start, width: acc.slice(start, width).load(None),
+            "view_as": view_as, "load_columns": lambda acc, start, width: acc.slice(start, width).load(None),
         }  # fmt: skip
         scopes = {}
 
@@ -484,7 +533,7 @@ class SM:
                 for name, value in names.items():
                     if isinstance(value, triton.language.constexpr):
                         scope[name] = value.value
-                    if isinstance(value, JITFunction) and name not in language:
+                    if isinstance(value, JITFunction | InterpretedFunction) and name not in language:
                         scope[name] = as_python(value)
             return FunctionType(fn.fn.__code__, scopes[id(names)], fn.fn.__name__, fn.fn.__defaults__)
 

@@ -6,7 +6,10 @@ from harness.codegen import dump
 
 import pytest
 import torch
+from hypothesis import given as drawn
+from hypothesis import strategies as st
 
+from examples.common import gluon as common
 from examples.common.activations import ACTIVATIONS
 from examples.common.fp8 import E4M3, quantize_reference
 from examples.common.quantize import read_back as read_groups
@@ -14,11 +17,12 @@ from examples.tma import tma_epilogues_hopper
 from examples.tma import tma_epilogues_shared as shared
 from examples.tma.tma_epilogues import budget, layer, linear, reference
 from examples.tma.tma_epilogues_fp8 import linear_fp8
-from examples.tma.tma_epilogues_shared import GROUP_M, TILES, fitting_tile, runnable
+from examples.tma.tma_epilogues_shared import GROUP_M, TILES, choose, fitting_tile, runnable
 from examples.tma.tma_epilogues_swiglu import swiglu
 from studies.tma.tma_epilogues import reference_swiglu
 from tests.examples.tma.helpers import launches, odd_operands, pretend
-from tests.examples.triton.helpers import INF, NAN, code, meta, refused
+from tests.examples.tma.model import no_shrinking, use_model
+from tests.examples.triton.helpers import INF, NAN, code, harness, meta, refused
 
 LAUNCH = (tma_epilogues_hopper, shared)
 # One rounding to e4m3, relative or, below its smallest normal, by the size of the row.
@@ -38,7 +42,8 @@ def check_linear(h, x, w, bias, activation, variant, what=None, **more):
 
 def check_swiglu(h, x, w, up, variant):
     """Warp specialized, as on sm_90 by default, gate and up are rounded to 16 bits, and then their product."""
-    fn, stores = functools.partial(swiglu, variant=variant), 1 if h.interpreted or variant == "persistent" else 3
+    fn = functools.partial(swiglu, variant=variant)
+    stores = 3 if (variant or choose(h.device)) == "warp specialized" else 1
     h.check(fn, reference_swiglu, x, w, up, what=f"swiglu {variant}", **budget(h, x.shape[1]) | {"stores": stores})
 
 
@@ -181,6 +186,28 @@ def test_only_a_tile_as_long_as_the_ring_is_started_in_turn(h, monkeypatch):
         x, w, _ = layer(h, 16, 32, K)
         tma_epilogues_hopper.launch_warp_specialized(x, w, w, torch.empty_like(x), None, None, "none", "none")
     assert [each.options["STAGGER"] for each in launched] == [False, True]
+
+
+@no_shrinking
+@drawn(
+    M=st.integers(1, 400), N=st.integers(1, 40), K=st.integers(1, 8 * (tma_epilogues_hopper.HOPPER_STAGES + 2)),
+    fn=st.sampled_from([linear, swiglu, linear_fp8]), sms=st.integers(1, 3), seed=st.integers(0, 10**6),
+)  # fmt: skip
+def test_any_order_of_events_is_right(M, N, K, fn, sms, seed):
+    """Warp specialized, on a model of an SM; linear_fp8 with a given scale, whose stores are those of other scales."""
+    h, variant = harness(), "warp specialized"
+    x, w, up, bias = layer(h, M, 16 * N, 8 * K, weights=2)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(common, "gluon_architecture", lambda device: 90)
+        use_model(patch, {"linear_warp_specialized_kernel": tma_epilogues_hopper}, seed, sms)
+        if fn is linear:
+            check_linear(h, x, w, bias, "silu", variant)
+        elif fn is swiglu:
+            check_swiglu(h, x, w, up, variant)
+        else:
+            args = x, w, None, "none", torch.full((1,), 8.0 / 448), variant
+            h.check(lambda *args: read_back(*linear_fp8(*args)), lambda *args: reference(*args[:4]), *args,
+                    what="fp8", **budget(h, 8 * K) | FP8_BUDGET)  # fmt: skip
 
 
 @pytest.mark.gpu
