@@ -1,4 +1,4 @@
-"""Eager against compiled by batch size: speed-up, calls until compiling has paid, and what a roofline allows.
+"""Eager against compiled by batch size: speed-up, calls until compiling has paid, and a roofline's bound.
 
 The roofline is a lower bound of time: what a call computes and moves, over what this device reaches in a matmul and in
 a copy. Eager moves bytes operation by operation; compiled code reads inputs and parameters once and writes its results
@@ -111,8 +111,8 @@ def look(subject: Subject, phase: Phase) -> None:
         cost = {"ms": here["compiled_ms"] - here["eager_ms"], "share": 1 - here["speedup"]}
         phase.finding("the compiled model is slower than eager", fix, **cost)
     after = "never pays" if here["break_even_calls"] is None else f"has paid after {here['break_even_calls']:,} calls"
-    if "roofline_speedup" in here and (here["flops"] or launches):
-        after += f"; the roofline would allow {here['roofline_speedup']:.2f}x"
+    if "roofline_compiled_ms" in here and (here["flops"] or launches):
+        after += f"; by the roofline it takes at least {here['roofline_compiled_ms']:.3g} ms"
     phase.answer = (
         f"{f'batch {given}: ' if given else ''}{here['compiled_ms']:.3g} ms for eager's {here['eager_ms']:.3g}, "
         f"{here['speedup']:.2f}x, which {after}; faster at {sum(row['from'] > GAIN for row in rows)} of {len(rows)} "
