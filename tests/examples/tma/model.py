@@ -32,6 +32,7 @@ from examples.common.microscaling import FORMATS, dequantize
 from tests.examples.tma.helpers import Launcher
 
 no_shrinking = settings(phases=[Phase.generate])  # it takes minutes, and what is drawn from a seed has nothing smaller
+often = settings(no_shrinking, max_examples=40)
 
 
 class Dtype(NamedTuple):
@@ -164,7 +165,7 @@ class Joint:
 
         return property(lambda self: max(getattr(each, name) for each in self.states), change)
 
-    reads, writes, due = shared("reads"), shared("writes"), shared("due")
+    reads, writes, due, fenced = map(shared, ("reads", "writes", "due", "fenced"))
 
 
 def view_as(buf, shape):
@@ -174,7 +175,8 @@ def view_as(buf, shape):
         first, end = i * buf.shape[0] // shape[0], (i + 1) * buf.shape[0] // shape[0]
         return Joint([buf.index(j).state for j in range(first, end)]) if end > first else buf.index(first).state
 
-    view = Memory(buf.sm, lambda: buf.tensor.view(shape))
+    assert max(shape[0], buf.shape[0]) % min(shape[0], buf.shape[0]) == 0
+    view = Memory(buf.sm, lambda: buf.tensor.view(shape), "only its blocks have a state")
     for i in range(shape[0]):
         view.slots[i] = Memory(buf.sm, lambda i=i: buf.tensor.view(shape)[i], state(i))
     return view
@@ -319,7 +321,8 @@ class SM:
             while written:
                 written.pop().fenced = True
 
-        written, self.fenced = self.now.written, True
+        written = self.now.written
+        self.fenced |= self.now.kind == "whole"  # before the partitions begin; one of theirs may come too late
         self.does(run)
 
     def load(self, desc, at, barrier, to, pred=True, multicast=False):
@@ -344,6 +347,7 @@ class SM:
 
         def land():
             self.reach(to, rank)
+            assert self.met or any(each.todo for each in self.playing), "a load lands after the program's end"
             part = part_of(desc, at, to.shape)
             to.tensor.zero_()
             to.tensor[tuple(map(slice, part.shape))] = part
@@ -483,6 +487,7 @@ class SM:
         return Value(self, memory.read, tuple(memory.shape), memory)
 
     def load_elements(self, pointer, mask=None, other=None):
+        """What does not change while the kernel runs: when it is read makes no difference."""
         if mask is None:
             return pointer.item()
         return Value(self, lambda: pointer.gather(mask, other), tuple(mask.shape))

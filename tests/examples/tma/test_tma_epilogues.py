@@ -21,7 +21,7 @@ from examples.tma.tma_epilogues_shared import GROUP_M, TILES, choose, fitting_ti
 from examples.tma.tma_epilogues_swiglu import swiglu
 from studies.tma.tma_epilogues import reference_swiglu
 from tests.examples.tma.helpers import launches, odd_operands, pretend
-from tests.examples.tma.model import no_shrinking, use_model
+from tests.examples.tma.model import often, use_model
 from tests.examples.triton.helpers import INF, NAN, code, harness, meta, refused
 
 LAUNCH = (tma_epilogues_hopper, shared)
@@ -188,9 +188,9 @@ def test_only_a_tile_as_long_as_the_ring_is_started_in_turn(h, monkeypatch):
     assert [each.options["STAGGER"] for each in launched] == [False, True]
 
 
-@no_shrinking
+@often
 @drawn(
-    M=st.integers(1, 400), N=st.integers(1, 40), K=st.integers(1, 8 * (tma_epilogues_hopper.HOPPER_STAGES + 2)),
+    M=st.integers(1, 400), N=st.integers(1, 20), K=st.integers(1, 8 * (tma_epilogues_hopper.HOPPER_STAGES + 2)),
     fn=st.sampled_from([linear, swiglu, linear_fp8]), sms=st.integers(1, 3), seed=st.integers(0, 10**6),
 )  # fmt: skip
 def test_any_order_of_events_is_right(M, N, K, fn, sms, seed):
