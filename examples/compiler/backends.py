@@ -2,8 +2,8 @@
 
 A backend is a function: it gets the graph that Dynamo captured and example inputs, and returns something to call.
 (torch._dynamo.optimize(backend)(model) is the old spelling of torch.compile(model, backend=backend).) The graph's nodes
-are the torch functions that the model calls, and its example inputs may be real; ATen operations and fake inputs, which
-the chapter shows, come with AOTAutograd before the backend. The first table shows both.
+are the torch functions that the model calls, and its example inputs are real tensors; ATen operations and fake inputs,
+which the chapter shows, come with AOTAutograd before the backend. The first table shows both.
 
 Nobody checks what a backend returns. So each backend of the chapter's table is really tried, by its name, on a small
 network: does it compile, is the result as exact as float32, do gradients flow, does a result survive the next call? One

@@ -1,9 +1,10 @@
 """Caching: what a second process need not compile again, and what makes it compile anew.
 
-Compiled code is kept on disk in two layers, both in TORCHINDUCTOR_CACHE_DIR: AOTAutogradCache holds a whole compiled
-function, FxGraphCache the code of one graph. (Triton keeps its own in TRITON_CACHE_DIR.) The key is the graph with its
-shapes, dtypes and constants, the compiler's settings and versions, not the source; AOTAutogradCache's has names too.
-torch.compiler.save_cache_artifacts() packs what a process compiled into bytes, for a machine without such a folder.
+Compiled code is kept on disk in two layers, both in TORCHINDUCTOR_CACHE_DIR: AOTAutogradCache holds how to call a graph
+of Dynamo's, forward and backward, FxGraphCache the code of both. (Triton's cache is in there too, unless
+TRITON_CACHE_DIR names another folder.) The key is the graph with its shapes, dtypes and constants, the compiler's
+settings and versions, not the source; AOTAutogradCache's has names too. torch.compiler.save_cache_artifacts() packs
+what a process compiled into bytes, for a machine without such a folder.
 
 Each row is a process of its own: cold, on the warm folder, with the bytes and an empty folder (mega-cache). They start
 together; the first call of each, and the imports of one, are timed while the others wait. On a CPU the quick run sets
@@ -11,7 +12,7 @@ TORCHINDUCTOR_VEC_ISA_OK=1, which spares each empty folder g++'s search for vect
 
 Question   How long does a process wait that another one has compiled for, and what keeps it from finding that?
 Needs      torch
-Wins when  processes start often: deployment, CI, many ranks. No cache shortens imports and tracing: never "+0s".
+Wins when  processes start often: deployment, CI, many ranks. No cache shortens imports and tracing (the chapter: +0s).
 Variants   caching_key.py (what the caches answer when one thing is changed)
 Study      studies/compiler/caching.py (the chapter's TORCH_COMPILE_CACHE_DIR, which is no variable of torch's)
 Source     chapter sections "Compilation Overhead" and "Pitfall 4: Not Caching Compiled Code".

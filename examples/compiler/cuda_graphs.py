@@ -7,6 +7,7 @@ worth counting, so that nearly all of a call is launching.
 Two different things help. Replaying removes the gaps between kernels; fusing removes the kernels. torch.compile fuses
 by default; mode="reduce-overhead" replays too, which costs more than the one launch left here. The row "unfused" shows
 what launches by compiled code cost. A graph holds addresses, not tensors: hence rules for inputs, outputs and weights.
+With reduce-overhead, too, the next call overwrites a result, and only the first calls raise: clone what you keep.
 
 Question   What do launch gaps cost, what closes them, and what breaks when a graph is replayed?
 Needs      torch
@@ -78,7 +79,7 @@ class Captured:
 class Scale(nn.Module):
     def __init__(self, weight: torch.Tensor) -> None:
         super().__init__()
-        # A parameter, because a graph reads those where they are; a plain tensor would be copied in at each call.
+        # A parameter: reduce-overhead reads those where they are. A plain tensor it would copy in at each call.
         self.weight = nn.Parameter(weight, requires_grad=False)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:

@@ -2,7 +2,7 @@
 
 A backend is a function: a graph and its example inputs in, a callable out. Five stages, each of which adds one idea:
 
-  three lines      print the graph that Dynamo captured, and return it as it is
+  three lines      record the graph that Dynamo captured, and return it as it is
   AOTAutograd      the graph again as ATen operations, without mutation, forward and backward apart
   decompositions   the same in simpler operations, of which there are few kinds: all that a compiler must know
   one kernel       a pointwise graph written as one Triton kernel, in thirty lines

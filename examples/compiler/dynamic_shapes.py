@@ -3,8 +3,9 @@
 torch.compile guards the sizes of its inputs. A size compiled as a constant needs a graph of its own; compiled as a
 symbol, one graph serves many sizes. torch.compile(f) begins with a constant and takes a symbol once the size changes
 (automatic): two graphs; not one for every shape, as the chapter's "Pitfall 2: Dynamic Shapes" says, nor one for all, as
-"How torch.compile Works Internally" does. dynamic=True, mark_dynamic(x, 0), mark_unbacked(x, 0) start with a symbol.
-1 gets a graph of its own, as it broadcasts, except under mark_unbacked, whose kernels are slower. Under static
+"How torch.compile Works Internally" does. dynamic=True, and mark_dynamic(x, 0) and mark_unbacked(x, 0) of
+torch._dynamo.decorators, start with a symbol. 1 gets a graph of its own, as it broadcasts (a third one, unless it comes
+first, as here), except under mark_unbacked, whose kernels are slower. Under static
 (dynamic=False) each size is compiled. Two policies pad with rows of zeros, so that few constants serve all: "padded to
 64" every batch to 64 rows, "powers of two" each to the next power of two. Past recompile_limit (8) a size without a
 graph runs in eager, after one warning; here the limit is lifted.

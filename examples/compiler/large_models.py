@@ -3,9 +3,9 @@
 A compiler saves launches and passes over activations. It does not save reading the weights. How much it helps therefore
 follows from how a call's time is divided, not from how large the model is. At one token the GPU reads 40 B (60 layers
 of width 8192) in 20 ms, about as long as the host takes to launch eager's kernels; 1 B (16 of width 2048, the model of
-modes) in 1 ms, and waits for the host: its ratio depends on the host, and modes may have another for this model. At 512
-tokens 40 B's matrix products take the time; 1 B still waits for the host. The chapter has a 40 B model slowed to 0.99x,
-as it is bound by memory; here nothing is slower.
+modes) in 0.6 ms, and waits for the host: its ratio depends on the host, and modes may have another for this model. At
+512 tokens 40 B's matrix products take the time; 1 B still waits for the host. The chapter has a 40 B model slowed to
+0.99x, as it is bound by memory; here nothing is slower.
 
 What grows with the number of layers is compiling the whole: every layer is traced and scheduled again. Compiling one
 block and calling it for each layer (regional compilation) traces one layer, for 60 layers as for 16; a CUDA graph

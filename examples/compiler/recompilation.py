@@ -2,10 +2,11 @@
 
 A cache entry is valid while its guards pass: on shapes, dtypes, grad mode, and on Python values that the code read. A
 call that no entry admits compiles another, which takes seconds; past recompile_limit (8 per function) it runs eagerly
-instead, and old entries stay in use. A float becomes dynamic at its second value: two entries. random.random() gives
-two entries and a graph break in torch 2.11, one entry and no break in 2.15; a random.Random of your own was a constant
-without a guard (study). Below, the entries of each cause and of its mended form are counted, with the guard that failed
-first. In a program of your own TORCH_LOGS=recompiles prints that guard, and the line of your code that it is for.
+instead (fullgraph=True: it raises), and old entries stay in use. A float becomes dynamic at its second value: two
+entries. random.random() gives two entries and a graph break in torch 2.11, one entry and no break in 2.15; a
+random.Random of your own gives its first number in every call in 2.11, without a guard (study). Below, the entries of
+each cause and of its mended form are counted, with the guard that failed first. In a program of your own
+TORCH_LOGS=recompiles prints that guard, and the line of your code that it is for.
 
 What changes from call to call should be a tensor. A value that takes two or three settings for good may stay in
 Python, with an entry for each.

@@ -6,7 +6,7 @@ in eager, fail_on_recompile raises. eager_then_compile and aot_eager_then_compil
 call, so that it knows two shapes. A server warms up under default and then changes to eager_on_recompile or
 fail_on_recompile: both run the graphs that there are, and compile no more.
 
-Question   What does a compiled model do with a request of a shape that it was not warmed up for, and how long?
+Question   What does a compiled model do with a shape that it was not warmed up for, and how long does a request wait?
 Needs      torch
 Wins when  a request must not wait for a compiler. fail_on_recompile finds what the warm-up forgot, in a test, before
            users do; eager_on_recompile keeps serving it.

@@ -10,8 +10,8 @@ AdamW reads a float32 parameter, its gradient and two moments and writes all but
 Question   Which part of a training step does the compiler speed up, and what does it do to its memory?
 Needs      torch
 Wins when  eager waits for the host (small batches), or moves activations between many small kernels. Compiling
-           AdamW too wins little over torch's fused kernel: it could save less than 3 % of a step (study). A larger
-           ratio with few tokens is the host's: it sets the time there, and its times vary by more than that.
+           AdamW too wins little over torch's fused kernel: it could save less than 3 % of a step (study). Where a
+           run shows more, with few tokens, it is noise of the host, which sets the time there.
 Variants   training_step_model.py (the language model; what eager's autograd keeps for backward)
 Study      studies/compiler/training_step.py (the joint graph and its cuts; AdamW apart, and its share of a step)
 Source     chapter sections "How torch.compile Works Internally" and "Key Concepts".

@@ -1,7 +1,7 @@
 """When it helps: one model from launch-bound to compute-bound, and a roofline that predicts each ratio beforehand.
 
 A call takes as long as the slower of two: the host, which launches kernels, and the GPU, which runs them. The GPU's
-part is a sum over kernels of the slower of moving their bytes and doing their arithmetic, and of a fixed cost each. So
+part is a sum over kernels: of each a fixed cost, and the longer of moving its bytes and doing its arithmetic. So
 three things predict what a compiler can change:
 
   fixed costs   of the host and of each kernel, timed on a twin: the same model, so narrow that little else takes time;

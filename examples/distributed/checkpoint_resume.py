@@ -4,17 +4,17 @@ torch.distributed.checkpoint saves where in the whole tensor each part belongs. 
 parts cover, of however many files, so that the number of ranks may change. The optimizer's state, the number of the
 step and what the data depend on must be in it too.
 
-With as many ranks training goes on bit by bit. With another number it starts from the same bits, and the next gradient
+With as many ranks training goes on bit for bit. With another number it starts from the same bits, and the next gradient
 is summed in another order, which rounds otherwise. One rank that runs the batch in two parts adds up what two ranks do,
 in their order. Compiled or not, a checkpoint is the same: the other numbers of ranks run this one without compiling.
 
 All of it runs on CPUs, on machines with GPUs too: float32, gloo, blocks compiled by aot_eager, one thread a rank.
-Whether GPUs go on bit by bit depends on their kernels and on NCCL as well, and is not shown here.
+Whether GPUs go on bit for bit depends on their kernels and on NCCL as well, and is not shown here.
 
 torch.compile(module) is a module around another, whose names begin with `_orig_mod.`. module.compile() changes nothing
 but how it runs, and get_model_state_dict leaves such prefixes out.
 
-Question   Does training go on bit by bit from a checkpoint, on as many ranks, on one, on four; under which names?
+Question   Does training go on bit for bit from a checkpoint, on as many ranks, on one, on four; under which names?
 Needs      torch, 2 ranks
 Wins when  a run may be interrupted, or moved to another number of GPUs.
 Source     goes beyond the chapter; torch.distributed.checkpoint's documentation

@@ -8,6 +8,7 @@ torch.compiler.config and, for many hosts, torch's remote caches: TORCHINDUCTOR_
 
 A rank whose batch has another size compiles again, alone, while the others wait for it in a collective: until it has
 compiled, or their timeout. Counting graphs on every rank finds it; one shape, or a dynamic one, avoids it.
+torch.compiler.set_enable_guard_collectives(True) lets all ranks compile together, for a collective in every call.
 
 Question   What do N ranks compiling at once cost, who compiles what another has, and who waits for a rank alone?
 Needs      torch, 2 ranks

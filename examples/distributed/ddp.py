@@ -5,11 +5,11 @@ backward has filled it, so that communication hides behind the backward of the l
 2 (n - 1) / n times the gradients' bytes through each rank's link: 4 GB for 1 billion float32 gradients and two ranks.
 A parameter is never split: at full size each weight is larger than a bucket, and is an all-reduce of its own.
 
-A compiled backward hands out all gradients when it ends: little is left to hide behind. Dynamo's DDPOptimizer
-therefore cuts the graph where DDP's buckets end, one compiled graph for each. Compiled autograd instead traces the
-all-reduces into one graph of the whole backward, where Inductor orders them: at its end, in the recorded run. But
-NCCL's kernels beside GEMMs share their SMs and memory with them, and take longer: what is hidden is not all saved.
-Efficiency is the time of one process, compiled and without communication, over that of the fastest way.
+A compiled backward hands out all gradients when it ends: little is left to hide behind. By default Dynamo's
+DDPOptimizer therefore cuts the graph where DDP's buckets end, one compiled graph for each. Compiled autograd instead
+traces the all-reduces into one graph of the whole backward, where Inductor orders them: at its end, in the recorded
+run. But NCCL's kernels beside GEMMs share their SMs and memory with them, and take longer: what is hidden is not all
+saved. Efficiency is the time of one process, compiled and without communication, over that of the fastest way.
 
 Question   Where does DDP break the compiled graph, and is communication still overlapped with backward?
 Needs      torch, 2 ranks
@@ -57,7 +57,7 @@ class Step:
 
     def __init__(self, model: LanguageModel, ranks: int, rank: int, how: str, bucket_mib: float = 0) -> None:
         self.ranks, self.rank, self.how, self.norms = ranks, rank, how, first_and_last_norm(model)
-        self.bucket_mib = bucket_mib or (25 if model.body.cos.is_cuda else 1)  # DDP's default; 1 is its first bucket's
+        self.bucket_mib = bucket_mib or (25 if model.body.cos.is_cuda else 1)  # DDP's default; 1, its first's
         self.compiler = Compiler(model.body.cos.is_cuda)
         with self.settings():
             self.model = model

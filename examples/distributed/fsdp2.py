@@ -5,6 +5,8 @@ runs backward, its weights are all-gathered; after backward its gradients are re
 parameters over the links where DDP has 2; in bytes, on a GPU, about DDP's, as the policy gathers bfloat16 and reduces
 float32. Most of it can hide behind the blocks before: fully_shard prefetches.
 
+The way "checkpointed" computes each block's activations again in backward: its wrapper is compiled with the block.
+
 Its hooks stand around a module's forward, and Dynamo traces none of them: compiled before fully_shard or after it, a
 block's graph lies between its hooks. The whole model breaks at the first block's, in a loop that Dynamo cannot resume
 in, and blocks are compiled alone. Efficiency: one compiled process's time, not communicating, over the fastest way's.

@@ -83,7 +83,7 @@ def check_products(h: Harness) -> None:
 
 
 def layers(w: torch.Tensor, m: int) -> dict[str, FP8Linear]:
-    """The recipes of TIMED, by what multiplies for m rows here; beside FP8 products, quantizers are compiled."""
+    """A layer for each recipe of TIMED, named by what multiplies m rows here; for FP8 GEMMs quantizers are compiled."""
     found = {}
     for name in TIMED:
         how = engine(RECIPES[name], m, *w.shape, w.device)

@@ -11,7 +11,8 @@ multiplies:
   pointers          plain Triton (this file): tiles of 64 x 128, two programs share an SM; half of the ceiling (H200);
   warp specialized  in Gluon, for Hopper: TMA, one program per SM, tiles of 128 or 192 x 128, warpgroups out of step.
 
-blockwise_matmul takes warp specialized on sm_90 where TMA can load the operands (pass m_major(scale_a)), else pointers.
+blockwise_matmul takes warp specialized on sm_90 where TMA can load the operands, for which scale_a must lie along M, as
+m_major(scale_a) of examples/common/fp8_gemm.py returns it; else pointers.
 
 Question   What do fine scales along K cost in an FP8 GEMM, and what does promotion buy at long K?
 Needs      triton, sm_89
@@ -114,9 +115,9 @@ def blockwise_matmul(
     a [M, K] has contiguous rows, b [K, N] contiguous columns (weight.t()); each is float8_e4m3fn or float8_e5m2. K is a
     multiple of 128, or 0. scale_a [M, K / 128] and scale_b [K / 128, ceil(N / 128)] are float32, and so is their
     product, which underflows below 2**-126. out_dtype is bfloat16, float16 or float32. "pointers" takes any M and N (0
-    too) and scales of any strides; "warp specialized" needs rows of the result that are multiples of 16 bytes (N % 8
-    == 0 in bfloat16), scale_a as m_major returns it, and a and b that TMA can load. check_scales reads the scales,
-    which waits for the GPU; pass False where they are known to be good.
+    too) and scales of any strides; "warp specialized" needs rows of the result that are multiples of 16 bytes (N % 8 ==
+    0 in bfloat16), scale_a with strides (1, a multiple of 4), and a and b that TMA can load. check_scales reads the
+    scales, which waits for the GPU; pass False where they are known to be good.
 
     Raises TypeError for another dtype; ValueError for rank, shapes, devices or layouts, an unknown variant, a scale
     that is not positive and finite; RuntimeError for a GPU that cannot run it, or an input that requires grad.

@@ -2,8 +2,8 @@
 
 A format of 8 bits has 256 codes, so nothing about it need be believed: each is decoded here from the definition,
 (-1)^sign * 2^(exponent - bias) * 1.mantissa, and torch and Triton are held to that. e4m3fn spends a bit on precision
-that e5m2 spends on range. Its top exponent holds numbers up to 448 and one NaN, where e5m2, a shortened float16, has
-infinities and NaNs.
+that e5m2 spends on range. Its top exponent holds numbers up to 448 and, of each sign, one NaN, where e5m2, a shortened
+float16, has infinities and NaNs.
 
 Within the range a cast rounds to nearest, ties to even (Triton's on sm_89 twice, as it goes by way of float16). Beyond
 it casts differ, and scales exist to avoid that: some give NaN or an infinity, others the largest number. Triton's cast
@@ -65,7 +65,7 @@ class Layout(NamedTuple):
     exponent_bits: int
     mantissa_bits: int
     bias: int
-    infinities: bool  # else the codes of the top exponent are numbers, but for one, which is NaN
+    infinities: bool  # else the codes of the top exponent are numbers, but for one of each sign
 
 
 LAYOUTS = {E4M3: Layout(4, 3, 7, False), E5M2: Layout(5, 2, 15, True)}

@@ -25,7 +25,7 @@ def prepare(
 ) -> tuple[torch.Tensor, ...]:
     """q, k, v [B, heads, rows, D] of 16 or 32 bits -> the first six arguments of fp8_attention. Plain torch.
 
-    `power_of_two` rounds each scale up to one: what comes out, times its scale, is then exact in bfloat16.
+    `power_of_two` rounds each scale up to a power of two: what comes out, times its scale, is then exact in bfloat16.
     """
     data, scales = [], []
     for x in (q, k, pack_values(v)):

@@ -3,7 +3,7 @@
 The producer, one warp, brings operands into a ring of buffers, and each tile's scales and bias into a buffer beside it,
 as soon as those are free. Two consumers, a warpgroup each, multiply a half of every tile and store it, the second
 always after the first: scaling and storing one half is hidden under the MMAs of the other, and one buffer for results
-serves both in turn. In a persistent program all warps scale and store at the same time, while the tensor cores idle.
+serves both in turn. In fp8_matmul_persistent.py all warps scale and store together, while the tensor cores idle.
 
 A consumer starts the MMAs of a step before it waits for those of the step before, so the tensor cores do not idle
 between steps. Near the end of a tile the second waits for the first; before that it finishes what it has in flight and
@@ -125,8 +125,8 @@ def _add_steps(
     acc, operands, slot, phase, start, stop, FRESH: gl.constexpr, BLOCK_K: gl.constexpr, HALF: gl.constexpr,
     STAGES: gl.constexpr,
 ):  # fmt: skip
-    """Add the MMAs of K from start to stop. Each step waits for the one before it and releases that one's slot; before
-    the first there is none with FRESH. The last is left in flight."""
+    """Add the MMAs of K from start to stop. Each step waits for the one before it and releases that one's slot; with
+    FRESH no step was in flight before the first. The last is left in flight."""
     a_bufs, b_bufs, full, empty = operands
     for k in range(start, stop, BLOCK_K):
         mbarrier.wait(full.index(slot), phase)

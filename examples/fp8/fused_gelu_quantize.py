@@ -119,8 +119,8 @@ def fused_gelu_quantize(
     infinity comes back as NaN.
 
     Raises TypeError for another dtype; ValueError for another rank, no columns, an inner stride other than 1, an
-    unknown `per` or `approximate`, more than 16384 columns per row, or 33,553,920 in any case; RuntimeError for a
-    device without Triton or an input that requires grad.
+    unknown `per` or `approximate`, more than 16384 columns with per="row", or 33,553,920 in any case; RuntimeError for
+    a device without Triton or an input that requires grad.
     """
     name = "fused_gelu_quantize"
     n_rows, n_cols = check_rows(name, x, DTYPES)

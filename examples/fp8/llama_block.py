@@ -7,7 +7,7 @@ themselves. What FP8 asks for:
   forward   y = x w^T. Both are quantized by rows, x where it is made: in the norm, in SwiGLU, after attention. For
             prefill weights are quantized once, in training in each step, which counts in its time.
   dx        = dy w, summed over the outputs: dy by rows again, and w transposed, since FP8 tensor cores read both
-            operands along the summed dimension.
+            operands along the summed dimension, and by one scale, since its rows are what is summed.
   dw        = dy^T x, summed over the tokens: both transposed, in a pass of their own. A scale must leave that sum, so
             there is one for the whole operand: the largest of those by row, which are known already.
 
@@ -16,7 +16,7 @@ Norms, attention, residuals, and what is saved for their backward, stay in 16 bi
 Question   What do the compiler, kernels of one's own and FP8 each add to a decoder block, in prefill and in training?
 Needs      triton, sm_90
 Wins when  tokens are many, so that products are compute-bound: their quantizing then costs less than it saves.
-           Whether a training bears that error in its gradients is not shown by one step, only by its loss.
+           Whether training tolerates the error of its gradients only the loss of a whole run can show, no single step.
 Variants   llama_block_model.py (the block around the kernels, a training step, the reference), llama_block_ops.py
            (kernels of other lessons as operators), llama_block_quantize.py (two quantizers)
 Study      studies/fp8/llama_block.py
@@ -137,7 +137,7 @@ USE = {
     "prefill": {"ours": ("attention", "linear", "swiglu"), "FP8": ("norm", "attention", "swiglu")},
     "training": {"ours": ("norm", "linear"), "FP8": ()},
 }
-EAGER, COMPILED, OURS, FP8 = "torch eager", "torch.compile", "our kernels", "FP8"  # each a step beyond the one before
+EAGER, COMPILED, OURS, FP8 = "torch eager", "torch.compile", "our kernels", "FP8"  # the last two with USE
 # The relative rms error that FP8 may have, of any result of a phase: twice what a small block on a CPU shows. The other
 # rows are held to twice eager's.
 FP8_ERROR = {"prefill": 0.08, "training": 0.2}

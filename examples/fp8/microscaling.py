@@ -7,8 +7,8 @@ A group of 32 or 16 values along K shares a scale of 8 bits:
   nvfp4    e2m1 values, one e4m3 scale for 16 and one float32 scale for the tensor: 4.5 bits.
 
 tl.dot_scaled hands values and scales to the instruction: tcgen05.mma with block_scale on sm_100, mma.sync with
-block_scale on sm_120. Before those the same kernel decodes both to 16-bit operands: exact, but an emulation, in which
-no block-scaled instruction runs (in the interpreter to 32-bit operands).
+block_scale on sm_120. Before those the same kernel decodes both to 16-bit operands (in the interpreter to float32,
+where those would be bfloat16): an emulation, in which no block-scaled instruction runs.
 
 Question   What do mxfp8, mxfp4 and nvfp4 lose, and what does a GPU without their instructions gain by them?
 Needs      triton, sm_90
@@ -82,6 +82,8 @@ def mx_matmul(
 ) -> torch.Tensor:  # fmt: skip
     """a @ b.T -> [M, N], for a [M, K] and b [N, K] as mx_quantize(swizzled=True) makes them, K a multiple of 32.
 
+    Values are [rows, K / values in a byte], float8_e4m3fn or float4_e2m1fn_x2; scales float8_e8m0fnu or (nvfp4)
+    float8_e4m3fn, [ceil(rows / 128), ceil(K / group / 4), 32, 16]. out_dtype is float32, float16 or bfloat16.
     `emulate` decodes in the kernel: by default where there are no block-scaled instructions. False there leaves the
     decoding to tl.dot_scaled, which Triton then turns into bfloat16 products; ValueError for nvfp4, or interpreted.
 

@@ -122,6 +122,7 @@ RECIPES = {"tensor": quantize_tensor, "row": quantize_row, "group": quantize_gro
 def quantize(x: torch.Tensor, recipe: str = "row", dtype: torch.dtype = E4M3) -> tuple[torch.Tensor, torch.Tensor]:
     """(q, scales) of a matrix, x about q * scales: one scale per "tensor", "row", "group" (1 x 128) or "block".
 
+    Scales are float32: [], [M, 1], [M, ceil(K / 128)] with strides (1, M), [ceil(M / 128), ceil(K / 128)].
     x [M, K] is float32, float16 or bfloat16, with contiguous columns and any row stride; q is contiguous, float8_e4m3fn
     or float8_e5m2. The arithmetic is that of quantize_reference, to the bit; on sm_89, where Triton casts by way of
     float16, a q next to a tie may be its other neighbour. Zeros come back as zeros. What shares a scale with an

@@ -12,7 +12,7 @@ import triton.language as tl
 from examples.common.fp8 import fp8_max
 from examples.common.quantize import magnitude_bits, scale_and_factor
 
-LONG_STEP, LONG_UNROLL = 8192, 2  # twice that, of rows of more than two steps
+LONG_STEP, LONG_UNROLL = 8192, 2  # the step is doubled for rows of more than two
 
 
 @triton.jit

@@ -19,7 +19,7 @@ Variants   blackwell_compiled.py (pipelined, specialized), blackwell_scaled.py (
            (the epilogue partition), blackwell_plan.py (checks, what fits shared and tensor memory)
 Study      studies/tma/blackwell.py
 Source     chapter section "5. NVIDIA GPU-Specific Features Testing", whose 1850 TFLOP/s in FP16 and 3700 in FP8 are not
-           measured here: they need sm_100; PTX ISA, "tcgen05" and "mbarrier"; Gluon as Triton 3.6 and 3.7 have it
+           measured here: they need sm_100; PTX ISA, "tcgen05" and "mbarrier"; Gluon as Triton 3.6 to 3.9 have it
 """
 
 from __future__ import annotations

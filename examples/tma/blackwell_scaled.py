@@ -187,7 +187,7 @@ def blackwell_mx_matmul(
 
     Values [rows, K / values in a byte], K a multiple of 32, N one of 8: float8_e4m3fn or float4_e2m1fn_x2; scales
     float8_e8m0fnu or (nvfp4, with a scale for each tensor, too) float8_e4m3fn, swizzled to [ceil(rows / 128),
-    ceil(K / group / 4), 32, 16] as fp8/microscaling.py writes them.
+    ceil(K / group / 4), 32, 16] as fp8/microscaling_quantize.py writes them.
 
     Raises TypeError for another dtype; ValueError for an unknown format, rank, inner sizes that differ, a layout that
     TMA cannot load, scales of another shape, or a tensor's scale that is missing or superfluous; RuntimeError for an

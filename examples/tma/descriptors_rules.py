@@ -2,9 +2,9 @@
 
 Triton checks some of the rules on the host, and fewer in the kernel, where a row stride that is no multiple of 16 bytes
 goes through. It checks no coordinates. A box may lie partly or quite outside its tensor, also at negative coordinates:
-loads fill in zeros there. But its last coordinate is a multiple of 16 bytes, and it is stored to no negative one: else
-the kernel ends as an illegal instruction. A store writes on to the next multiple of 16 bytes in the last dimension, so
-rows that end elsewhere need padding of their own. (studies/tma/descriptors.py tries all of it.)
+loads fill in zeros there. But its last coordinate must be a multiple of 16 bytes, and a store's must not be negative:
+else the kernel ends as an illegal instruction. A store writes on to the next multiple of 16 bytes in the last
+dimension, so rows that end elsewhere need padding of their own. (studies/tma/descriptors.py tries all of it.)
 
 Two rules are here because the driver documents neither, not because breaking them does harm: a stride of 0 (an expanded
 tensor) was copied correctly by an H200, by either descriptor, and for a size of 0 no program is launched.

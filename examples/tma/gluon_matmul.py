@@ -158,7 +158,7 @@ CONSUMER_REGISTERS, PRODUCER_REGISTERS = 240, 24  # of a thread: a consumer need
 
 @untraced
 def gluon_matmul(a: torch.Tensor, b: torch.Tensor, step: str = "staggered") -> torch.Tensor:
-    """a [M, K] @ b [K, N] -> c [M, N], contiguous, by the fastest of STEPS, which each add to the one before.
+    """a [M, K] @ b [K, N] -> c [M, N], contiguous, by one of STEPS, each of which adds to the one before it.
 
     float16 or bfloat16, both the same, with a float32 accumulator. a has contiguous rows, b contiguous rows or columns
     (weight.t()); K and N are multiples of 8, M is any (0 too).

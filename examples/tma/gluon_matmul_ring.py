@@ -1,7 +1,7 @@
 """The steps before gluon_matmul: all warps load and multiply together, with one buffer, then with a ring of buffers.
 
-one buffer  TMA load, wait, wgmma, wait: one thing at a time. Other programs on the SM could fill the gaps, but the
-            accumulator of one takes half of its registers.
+one buffer  TMA load, wait, wgmma, wait: one thing at a time. A second program on the SM could fill the gaps, but does
+            not fit: the accumulator of one takes half of the SM's registers.
 ring        STAGES buffers, and the load of a step starts STAGES - 1 steps ahead: what tl.range(num_stages=STAGES) does.
             All warps multiply, and all wait before a buffer is loaded again.
 """

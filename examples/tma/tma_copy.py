@@ -1,4 +1,4 @@
-"""TMA copy: how many bytes in flight saturate memory, and what a tile's detour through registers costs.
+"""TMA copy: how many bytes in flight saturate memory, and a ring whose tiles never enter registers.
 
 A copy has to keep memory busy: by Little's law bytes in flight = bandwidth x latency, some tens of KiB in each SM at
 all times. Ordinary loads have them because thousands of threads wait at once, each for registers to fill. The ring

@@ -13,7 +13,7 @@ Needs      triton, sm_90
 Wins when  the pre-activation is not needed again (training needs it). What is saved is 4 bytes an element, whatever K
            is: the shorter K, the larger its share. Below K of a few hundred Hopper's consumers wait for the epilogue.
 Variants   tma_epilogues_hopper.py, tma_epilogues_swiglu.py, tma_epilogues_fp8.py (a quantizer in the store),
-           tma_epilogues_shared.py (checks and tiles of all three)
+           tma_epilogues_shared.py (checks of all layers, tiles of the persistent kernels)
 Study      studies/tma/tma_epilogues.py
 Source     goes beyond the chapter; the persistent loop is that of Triton tutorial 09
 """

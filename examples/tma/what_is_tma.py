@@ -3,8 +3,8 @@
 TMA, the Tensor Memory Accelerator, is a unit of the SM that copies a whole box of a tensor between memory and shared
 memory. One elected thread issues the copy with coordinates; the unit computes the addresses and checks the bounds, and
 an mbarrier counts the bytes that have arrived. What proves it is cp.async.bulk.tensor in the PTX. A hint, which the
-chapter takes for TMA, says only which lines L2 should keep: each thread still computes addresses and masks of its own.
-Below sm_90 there is no such unit, and Triton turns the descriptor back into pointers.
+chapter takes for TMA, says only which lines L1 and L2 should keep: each thread still computes addresses and masks of
+its own. Below sm_90 there is no such unit, and Triton turns the descriptor back into pointers.
 
 Here y = factor * x, in tiles of 16 KiB, one program each, by tl.load, by tl.load with the hint, and by a descriptor.
 Every element is read once and written once, 4 bytes of a 16-bit dtype for one multiplication: memory is the limit, so
@@ -78,7 +78,8 @@ def _tiling(x: torch.Tensor) -> tuple[int, tuple[int, int]]:
 def scale_pointers(x: torch.Tensor, factor: float, eviction: str = "") -> torch.Tensor:
     """factor * x, in float32 and rounded to x's dtype, by tl.load with one of EVICTIONS as its hint.
 
-    x [M, N] in float32, float16 or bfloat16, with contiguous rows; any M and N (0 too) below 2**31 - 256.
+    x [M, N] in float32, float16 or bfloat16, with contiguous rows; any M and N (0 too) below 2**31 - 256. Rows of
+    the result begin at multiples of 16 bytes.
 
     Raises TypeError for another dtype or a factor that is no number; ValueError for rank, an inner stride other than 1,
     larger sizes or another eviction; RuntimeError for a device without Triton or an input that requires grad.

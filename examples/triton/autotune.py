@@ -1,6 +1,6 @@
 """Autotuning: what a search over configurations buys, what it costs, and what its key must name.
 
-A configuration is a tile, a number of warps and a number of stages. Which is fastest depends on the sizes: a product is
+A configuration is a tile, a number of warps and a number of stages. Which is fastest depends on the sizes: a GEMM is
 2 M N K FLOPs on 2 (M K + K N + M N) bytes in bf16. With thousands of rows it is compute-bound, and a 128 x 256 tile,
 85 FLOPs for each byte loaded, is right; with sixteen rows it is memory-bound, and tiles that wide are too few to keep
 all SMs loading. @triton.autotune times its candidates in the first call with a new key: the call that pays.
@@ -11,7 +11,8 @@ and its results are kept on disk, so that the next process neither compiles nor 
 
 Question   What does a search over configurations buy, when has it paid for itself, and what must its key name?
 Needs      triton
-Wins when  shapes differ and each runs many times. Where one fixed tile is already right, a search buys nothing.
+Wins when  shapes differ and each runs many times. Where one fixed tile is already right, a search buys nothing; nor
+           does it find what no candidate does: 512 x 512 with a long K wants K split, which cuBLAS does.
 Variants   autotune_pruned.py (which of 192 configurations are worth timing)
 Study      studies/triton/autotune.py
 Source     chapter section "Autotuning", whose key, n_elements, starts a search for every new length; triton.autotune,

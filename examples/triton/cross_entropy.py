@@ -69,7 +69,7 @@ def cross_entropy_kernel(
     known = counts & (target >= 0) & (target < N_COLS)
     # Whole vectors in blocks, and the few columns beside them.
     head, vectors = vectors_of(x_row, N_COLS, WIDTH, EDGES)
-    x_vectors = tl.multiple_of(x_row + head if EDGES else x_row, 16)  # of an added 0 it would be lost
+    x_vectors = tl.multiple_of(x_row + head if EDGES else x_row, 16)  # `+ 0` is folded, and the hint with it
     if EDGES:
         cols, in_edge = edges_of(head, vectors, N_COLS, WIDTH)
         edge = tl.load(x_row + cols, mask=in_edge, other=-float("inf")).to(tl.float32)
@@ -169,9 +169,9 @@ def cross_entropy(
     scaled losses in float16. None: "forward"; "backward" for reduction "none" and within torch.compile, whose graph
     "in place" breaks. All but "backward" make programs wait for each other beyond 100 KiB a row, as layer_norm's do.
 
-    Raises TypeError for another dtype; ValueError for other options, sizes that do not fit, no columns, an inner stride
-    other than 1 and, in place, rows that overlap; RuntimeError for a device without Triton, a second derivative and, in
-    place, a leaf that requires grad.
+    Raises TypeError for another dtype or an ignore_index that is no int; ValueError for other options, sizes that do
+    not fit, no columns, an inner stride other than 1 and, in place, rows that overlap; RuntimeError for a device
+    without Triton, a second derivative and, in place, a leaf that requires grad.
     """
     with torch.no_grad():  # this one has a backward
         check_classes("cross_entropy", logits, target, reduction, ignore_index, label_smoothing)

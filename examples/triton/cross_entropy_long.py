@@ -92,7 +92,7 @@ def cross_entropy_split_kernel(
         head_due, vectors_due = vectors_of(due_row, n_cols, WIDTH, EDGES)
         counts = target_due != ignore_index
         known = counts & (target_due >= 0) & (target_due < n_cols)
-        # Whose column the target is has its logit, and writes what there is one of in a row.
+        # The program whose column the target is has its logit, and writes the row's loss and what backward needs.
         at = target_due - head_due
         in_vectors = known & (at >= 0) & (at < vectors_due)
         in_slice = (at >= first) & (at < first + part_vectors * WIDTH)
@@ -169,7 +169,7 @@ def cross_entropy_split_kernel(
         tl.store(stats_ptr + due, row_max, mask=owner & is_due)
         tl.store(stats_ptr + stats_step + due, weight, mask=owner & is_due)
         tl.store(stats_ptr + 2 * stats_step + due, factor, mask=owner & is_due)
-        # By an operation each: Triton pipelines no loop that hands a value on to the iteration after the next.
+        # Through tl.where: Triton pipelines no loop that hands a value on unchanged to the iteration after the next.
         target_due = tl.where(is_row, target, ignore_index)
         kept, reference_due, rest_due, target = terms, reference, rest, target_next
         if EDGES:

@@ -15,14 +15,14 @@ from examples.common.device import architecture, interpreted
 
 PREPARE_BLOCK = 8192  # targets, or words of a mailbox: 8 a thread, all in flight, as the losses of the sum
 SUM_BLOCK = 8192  # losses; of 16 a thread ptxas waits for 4 before it loads the next 4
-SUM_MOST = 8 * SUM_BLOCK  # losses of one program; many programs of torch's sum read more of them
+SUM_MOST = 8 * SUM_BLOCK  # losses that one program sums; of more torch's sum, by many programs
 PDL = True
 
 
 @triton.jit
 def vectors_of(row_ptr, n_cols, WIDTH: tl.constexpr, EDGES: tl.constexpr):
-    """The columns of a row before its first address that is a multiple of 16 bytes, and those in vectors of 16 from
-    there. A row of 50257 classes begins anywhere, and its loads would otherwise be of one logit each."""
+    """The columns of a row before its first address that is a multiple of 16 bytes, and those in vectors of 16 bytes
+    from there. A row of 50257 classes begins anywhere, and its loads would otherwise be of one logit each."""
     if not EDGES:
         return 0, n_cols
     else:

@@ -16,7 +16,7 @@ these do not overlap, so two programs (of 4 warps) share an SM: one can multiply
 Question   How fast is attention without stored scores in Triton, by length and mask, beside the fastest library?
 Needs      triton, sm_90
 Wins when  the GPU is a Hopper and attention is long, or cuDNN has no kernel for the variant; FlexAttention states most
-           variants in two lines. Not for training yet, and not for decoding (decode_attention).
+           variants in two lines. Not for training, where cuDNN is faster (study), nor for decoding (decode_attention).
 Variants   flash_attention_hopper.py (in Gluon, the default on sm_90), flash_attention_backward.py (the gradients)
 Study      studies/triton/flash_attention.py
 Source     goes beyond the chapter; FlashAttention (Dao et al. 2022), 3 (Shah et al. 2024); Milakov, Gimelshein 2018.

@@ -7,7 +7,7 @@ What overlaps them:
   a producer  one warp loads Q, and K and V into rings of their own, as in gluon_matmul.py. The kernel is persistent, so
               the first K and V of the next tile are loaded while this one ends.
   consumers   two warpgroups, or three at D = 64 from 2048 queries on, for which the registers suffice: one computes
-              weights while another multiplies. Nothing orders them, as ping-pong schedules do by turns.
+              weights while another multiplies. Nothing makes them take turns, as a ping-pong schedule would.
   in flight   a consumer starts Q K^T of the next block before P V of this one, under which the next softmax runs.
 
 K and V are walked from the last block to the first. Only the last that a consumer sees can need a mask, and it is the

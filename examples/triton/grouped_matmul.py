@@ -1,7 +1,7 @@
 """Grouped matmul: the experts of a layer in one launch, each with as many tokens as were routed to it.
 
 64 experts of 7168 x 2048 share 8,192 tokens: 240 GFLOP, and 1.9 GB of weights in 16 bits. By an H200's data sheet that
-is 0.25 ms of MMAs and 0.4 ms of memory, so the losses of one are not hidden behind the other. A loop over experts
+is 0.25 ms of MMAs and 0.4 ms of memory: neither is short enough to hide the other's losses. A loop over experts
 launches 64 GEMMs, each too small for the GPU, and the host waits to learn their sizes. Here the GPU reads them:
 
   find       each program adds up the tiles of all groups, and finds the group that its own tile lies in. There are as

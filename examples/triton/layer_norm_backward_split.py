@@ -91,7 +91,7 @@ def layer_norm_backward_split(dy, x, weight, mean, rstd) -> tuple[torch.Tensor, 
     """
     name = "layer_norm_backward_split"
     n_rows, n_cols = check_layer_norm_backward(name, dy, x, weight, mean, rstd)
-    block_n = slice_cols(x, weight)  # of x and of dy, so that it fills an SM alone
+    block_n = slice_cols(x, weight)  # x, dy, weight and both sums: their registers fill an SM
     check_length(name, n_cols, split_max_cols(x.device, block_n), "layer_norm_backward_loop")
     if interpreted():
         raise RuntimeError(f"{name}: its programs wait for each other; in the interpreter use layer_norm_backward_loop")

@@ -10,9 +10,9 @@ What a program does once for each row (exchanging words, reducing, computing add
 columns. So where rows are read 16 bytes at a time a program is a single warp, whose barriers wait for no other, with
 128 bytes of x a thread, and an SM holds twelve: some compute while others wait for words. Mean and squares are first
 each thread's own, in one pass that keeps no value of the slice in float32: around a pivot, the thread's first value,
-and corrected by the mean's distance from it. As the pivot is one of the values, the squares around it are at most as
-many times those around the mean as there are values: of 64 the correction costs six bits at worst, where the pivot is
-an outlier, and one usually.
+and corrected by the mean's distance from it. The pivot is one of the n values, so the squares around it add up to at
+most n times those around the mean: with 64 the correction costs six bits at worst, where the pivot is an outlier, and
+one usually.
 
 Source  Chan, Golub and LeVeque 1983 (merging means and squares).
 """

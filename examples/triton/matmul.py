@@ -1,11 +1,12 @@
 """Matrix multiplication: tiles on the tensor cores, in an order that hits L2, of a size that a search finds.
 
-The product of two n x n matrices in bf16 is 2 n^3 FLOPs on 6 n^2 bytes: compute-bound, if each value is read once. One
+A GEMM of two n x n matrices in bf16 is 2 n^3 FLOPs on 6 n^2 bytes: compute-bound, if each value is read once. One
 program computes a BLOCK_M x BLOCK_N tile of C. A step along K loads BLOCK_M + BLOCK_N values for 2 BLOCK_M * BLOCK_N
 FLOPs: 32 a byte for a 64 x 64 tile, 85 for 128 x 256. Larger tiles load less, until registers or shared memory run out.
 
-Most of these loads hit L2, if programs that run together share rows of A and columns of B. A row of tiles reads all
-of B; a group of GROUP_M rows (grouped rasterization) is a patch of C. Large tiles hide this, on an H100 up to 8192.
+Most of these loads hit L2, if programs that run together share rows of A and columns of B. Row by row, the tiles in
+flight are a few rows of C, and read all of B. In groups of GROUP_M rows of tiles (grouped rasterization) they are a
+patch of C, and read fewer rows and columns in all. Large tiles hide this, on an H100 up to 8192.
 
 Question   How close to cuBLAS does a page of Triton get, and how much does the order of tiles matter?
 Needs      triton
@@ -87,10 +88,11 @@ tuned_kernel = triton.autotune(
 def matmul(a: torch.Tensor, b: torch.Tensor, input_precision: str = "ieee", group_m: int = GROUP_M) -> torch.Tensor:
     """a @ b for a [M, K] and b [K, N] of any strides and sizes (0 too): c [M, N], contiguous, in the dtype of a.
 
-    Both are float16, bfloat16 or float32; the accumulator is float32. `input_precision` is for float32: "ieee" (on the
-    CUDA cores), "tf32" (Triton's own default; not ours) or "tf32x3", on the tensor cores. `group_m` is
-    the number of rows of tiles in a group. Raises TypeError for another dtype or two dtypes; ValueError for rank, inner
-    sizes, input_precision or group_m; RuntimeError for a device without Triton or an input that requires grad.
+    Both are float16, bfloat16 or float32; the accumulator is float32. `input_precision` is for float32, and ignored
+    otherwise: "ieee" (on the CUDA cores), "tf32" (Triton's own default; not ours) or "tf32x3", on the tensor cores.
+    `group_m` is the number of rows of tiles in a group. The first call with new sizes or strides searches. Raises
+    TypeError for another dtype or two dtypes; ValueError for rank, inner sizes, input_precision or group_m;
+    RuntimeError for a device without Triton or an input that requires grad.
     """
     M, N, K = check_gemm("matmul", a, b, DTYPES)
     check_choice("matmul", ("ieee", "tf32", "tf32x3"), input_precision=input_precision)

@@ -240,8 +240,9 @@ def rms_norm_backward(dy, x, weight, rstd, dsum=None) -> tuple[torch.Tensor, tor
     """(dx, dweight) by the kernel that is fastest for the row length; rstd and x, or x + residual, of the forward.
 
     dy and dsum (the gradient of x + residual, None where there is none) have x's shape and dtype, any row stride.
-    Raises as rms_norm_forward does. Beyond BACKWARD_ROWS_MAX columns programs wait for each other, if an eighth of the
-    SMs can run those of a row (split_limit), so that other kernels may hold the rest. Longer rows are read twice.
+    Raises as rms_norm_forward does, and ValueError for a dy or dsum of another dtype. Beyond BACKWARD_ROWS_MAX columns
+    programs wait for each other, if an eighth of the SMs can run those of a row (split_limit), so that other kernels
+    may hold the rest. Longer rows are read twice.
     """
     _, n_cols = _checked("rms_norm_backward", dy, x, weight, rstd, dsum)
     if n_cols <= BACKWARD_ROWS_MAX:

@@ -1,4 +1,4 @@
-"""Kernels that use each loaded value once (the matmul those of B): twice x, column and row sums, a matmul by rows."""
+"""Kernels that use each loaded value once (the matmul: of B): twice x, column and row sums, a matmul by rows."""
 
 from __future__ import annotations
 

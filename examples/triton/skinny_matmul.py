@@ -1,9 +1,10 @@
 """Skinny matmul: a linear layer of few rows, which is as fast as its weights are read.
 
-M rows by weights [N, K] are 2 M N K FLOPs on 2 N K bytes. An H200 does about 200 FLOPs a byte that it reads, so up to M
-of 200 the weights are the time: 8192 x 8192 take 32 us. Three things get in the way:
-  few tiles      8192 outputs are 64 tiles of 128 for 132 SMs. Stream-K (examples/common/stream_k.py) gives each SM an
-                 equal share of all steps along K, adds up parts of a tile in float32, and merges them in order.
+M rows by weights [N, K] are 2 M N K FLOPs on 2 N K bytes. An H200 does about 200 FLOPs in the time of a byte, so up to
+200 rows the time is that of reading the weights: 32 us for 8192 x 8192. Three things get in the way:
+  few tiles      28672 outputs are 448 tiles of 64, 3.4 waves of 132 SMs. Stream-K (examples/common/stream_k.py) gives
+                 each SM an equal share of all steps along K, adds up parts of a tile in float32, and merges them in
+                 order. (8192 outputs are 128 tiles: one for each SM, nothing to share.)
   idle starts    one loop runs over the steps of all tiles, so the next tile is loaded while this one is stored.
   padded rows    Hopper's wgmma has 64 rows or more. In y^T = w x^T these are outputs, and M is padded to 16 alone.
 
@@ -33,7 +34,7 @@ from examples.triton.skinny_matmul_gemv import DTYPES, check_linear, skinny_matm
 # BLOCK_M, BLOCK_N, BLOCK_K, warps. x is read again, from L2, for every BLOCK_N outputs.
 TILES = [(16, 64, 256, 4), (32, 64, 128, 4), (64, 64, 128, 4), (128, 128, 64, 8), (256, 128, 64, 8)]
 ONE_WAVE = [(128, 64, 128, 4), (128, 128, 64, 4)]
-STAGES, PER_SM = 8, 1  # steps along K in shared memory, at most; programs
+STAGES, PER_SM = 8, 1  # steps along K in shared memory, at most; programs on an SM
 linear = torch.nn.functional.linear
 
 

@@ -1,4 +1,4 @@
-"""Row softmax: read the matrix once and write it once, for rows of up to a million columns.
+"""Row softmax: read the matrix once and write it once, also where a row is too long for one program.
 
 A softmax needs the maximum and the sum of a row before it can write any of it. As kernels of their own, max, subtract,
 exp, sum and divide move each element about eight times. A row that stays on the chip between these steps moves twice,

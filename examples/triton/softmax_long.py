@@ -73,7 +73,7 @@ def softmax_split_kernel(
         due_mail = mail_ptr + due * stride_mail + sender
         peeked = peek(due_mail)
         x = tl.load(x_ptr + row * stride_xm + cols, mask=inside & (row < n_rows), other=0.0)
-        if not FULL:  # not by the load, which would carry its mask until the copy has arrived
+        if not FULL:  # not by the load: cp.async fills with 0 alone, and the mask would live until it arrives
             x = tl.where(inside, x, -float("inf"))
         # One maximum and one sum for each thread, of its own values: no thread waits for another.
         if WIDTH > 1:
@@ -116,7 +116,7 @@ def launch_split(x, y) -> None:
 
 
 def softmax_split(x: torch.Tensor) -> torch.Tensor:
-    """Softmax over rows of up to split_max_cols(...) columns, each held by several programs at once.
+    """Softmax over rows of up to split_limit(x) columns, each held by several programs at once.
 
     GPU only: programs wait for each other, and the interpreter runs one after the other (RuntimeError there).
     Otherwise takes and raises what softmax does.

@@ -4,14 +4,14 @@ tl.dot multiplies in the format of its operands, on the tensor cores where these
 float32: unless told otherwise Triton takes it as tf32, the first 10 bits of each mantissa. input_precision="ieee" keeps
 all 23 bits, on the CUDA cores; "tf32x3" writes each number as the sum of two in tf32 and adds three products.
 
-A product is 2 M N K FLOPs in every precision: on paper each halving of the operands' 4, 2 or 1 bytes doubles the rate
+A GEMM is 2 M N K FLOPs in every precision: on paper each halving of the operands' 4, 2 or 1 bytes doubles the rate
 of the tensor cores. It also costs bits: an operand rounded to p bits of mantissa is off by about 2^-p / 5 (rms). The
 accumulator is float32, or int32 for int8, which is exact. In the kernel only dtype, input_precision and tile change.
 
 Question   What does each precision of tl.dot cost in time and in error, and which of them use the tensor cores?
 Needs      triton
-Wins when  it is fused with something; a plain product is the library's, save int8's (1.17x cuBLAS on an H200). There
-           tf32x3 loses to ieee in time, though tf32 takes an eighth of ieee's, and wins in error (2e-7 to 1e-6).
+Wins when  it is fused with something; a plain GEMM is the library's, save int8's (1.17x cuBLAS on an H200). There
+           tf32x3 loses to ieee in time, though tf32 takes an eighth of ieee's, and wins in error (2e-7, not 1e-6).
 Variants   tensor_cores_precisions.py (no kernel: the tile and layout of each precision)
 Study      studies/triton/tensor_cores.py
 Source     chapter section "Tensor Cores", which does not say what tl.dot makes of float32: tf32, off by 8e-4 (rms)

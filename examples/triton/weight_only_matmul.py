@@ -49,7 +49,7 @@ from examples.triton.weight_only_matmul_packing import (
     two_parts,
 )  # fmt: skip
 
-# BLOCK_M, BLOCK_N, warps: the first with all rows, else the last. With 64 outputs, steps cost more than dequantizing.
+# BLOCK_M, BLOCK_N, warps: the first with all rows, else the last.
 TILES = [(8, 128, 4), (16, 64, 4), (32, 64, 4), (64, 128, 8)]
 STAGES, PER_SM = 8, 4  # at most; of the programs of an SM one dequantizes while another multiplies
 linear = torch.nn.functional.linear
@@ -73,7 +73,7 @@ def weight_only_matmul_kernel(
     for i in tl.range(0, count, num_stages=STAGES):
         row, col, k = tile // tiles_m * BLOCK_N, tile % tiles_m * BLOCK_M, step * (PARTS * WORDS)
         words = w_desc.load([row, step * WORDS])
-        # Scales are 4 bytes a row, int4's of both groups of the step: as cp.async needs to load them steps ahead.
+        # cp.async copies 4 bytes at least: of a row, int4's two scales of a step (16 bits each) are one word.
         n = tl.minimum(row + tl.arange(0, BLOCK_N), N - 1)
         if INT4:
             scales = tl.load(scale_ptr + step.to(tl.int64) * N + n)

@@ -1,10 +1,11 @@
 """weight_only_matmul for one row: the eight columns of an MMA are eight slices of K.
 
-FMAs are too slow for 4-bit weights. An SM issues 128 operations a cycle while 35 weights arrive, and or, subtract and
-multiply are three for each before anything is loaded; an MMA multiplies 256 weights at a time, but with eight columns
-of x. Here the columns are eight successive steps of one row's K, and each output has a row of the MMA for each of them.
-Of all products only those count in which weights meet the x of their own step: the diagonal, taken once, at the end.
-So a program has all of K for its outputs, as in skinny_matmul_gemv: nothing is split, and nothing is merged.
+FMAs are too slow for 4-bit weights. An SM issues 128 operations a cycle while 35 weights arrive, and each takes three
+or so, to unpack it, to widen it and to multiply it; loads come on top. An MMA multiplies 256 weights at a time, but
+with eight columns of x. Here the columns are eight successive steps of one row's K, and each output has a row of the
+MMA for each of them. Of all products only those count in which weights meet the x of their own step: the diagonal,
+taken once, at the end. So a program has all of K for its outputs, as in skinny_matmul_gemv: nothing is split, and
+nothing is merged.
 """
 
 from __future__ import annotations

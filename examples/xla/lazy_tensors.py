@@ -5,7 +5,8 @@ torch_xla.sync() hands XLA everything that is pending and still referenced. The 
 operations in their order, shapes, dtypes, constants, and which results are still held; a new one is compiled first.
 
 Lazy mode loses in two ways. Recording costs the host microseconds an operation, which small operations do not earn
-back. And a read runs what its value needs and keeps nothing else: without syncs each is a new program, from step 1 on.
+back. And a read (.item()) runs what its value needs and keeps none of it: without a sync between steps, each step's
+read runs all steps before it again, as a program that is compiled anew.
 
 Question   When does PyTorch/XLA compile, when does it run, and what does recording cost?
 Needs      torch_xla>=2.9

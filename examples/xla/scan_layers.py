@@ -3,9 +3,10 @@
 A Python loop over N equal layers is recorded N times, and XLA compiles N copies. scan makes it one While loop over
 stacked weights: the layer is compiled once, and once more for backward.
 
-torch_xla's scan_layers stacks the weights within every step: its graph still grows with each weight, and it traces the
-layer anew at each call. Stacked, below, stacks once and keeps the trace. It also refuses what scan_layers takes without
-a word and computes wrongly, such as a layer that works in place, or a setting that differs between layers.
+torch_xla's scan_layers stacks the weights within every step: its graph still grows with each weight. Unless told
+is_layer_pure=True it traces the layer anew at each call. Stacked, below, stacks once and keeps the trace. It also
+refuses what scan_layers takes without a word and computes wrongly, such as a layer that works in place, or a setting
+that differs between layers.
 
 Question   How does the time to compile N equal layers grow with N, unrolled and scanned, and what does a step cost?
 Needs      torch_xla>=2.9

@@ -1,4 +1,4 @@
-"""Static shapes: XLA compiles for sizes: batches of 1 to 64 are 64 programs, or one, or seven, as they are padded.
+"""Static shapes: XLA compiles for each size; batches of 1 to 64 are 64 programs, one, or seven, depending on padding.
 
 An XLA program is valid only for the sizes it was compiled for. Padding saves compilations: all batches padded to the
 largest size (one program, half of the rows wasted), or to the next power of two (seven programs, a quarter wasted).

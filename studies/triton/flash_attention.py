@@ -1,4 +1,4 @@
-"""Study of flash attention: training, what FlexAttention gains by tuning, and where wgmma find their left operand.
+"""Study of flash attention: training, what FlexAttention gains by tuning, and where wgmma finds its left operand.
 
 Forward + backward is one call: 3.5 times the FLOPs of forward. Its backward computes 7 products where one kernel needs
 5 (flash_attention_backward.py), so that every run gives the same bits.

@@ -1,7 +1,7 @@
 """weight_only_matmul, measured: what quantization loses, every number of rows, programs to an SM.
 
-A GEMM checks against the weights that are packed; what packing them lost is a table of its own, of normal weights and
-of such with heavy tails. Real weights differ, and so does what a model makes of the loss.
+A GEMM is checked against the weights as they are packed; what packing them lost is a table of its own, of normal
+weights and of such with heavy tails. Real weights differ, and so does what a model makes of the loss.
 """
 
 from __future__ import annotations

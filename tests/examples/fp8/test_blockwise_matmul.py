@@ -23,7 +23,7 @@ from examples.fp8.blockwise_matmul_warp_specialized import CONFIGS, choose_warpg
 from studies.fp8.blockwise_matmul import CODE
 from tests.examples.fp8.helpers import FORMATS, check_gemm, code, meta, not_finite, refused
 from tests.examples.tma.helpers import pretend
-from tests.examples.tma.model import often, use_model
+from tests.examples.tma.model import no_shrinking, use_model
 from tests.examples.triton.helpers import harness
 
 SPECIALIZED = VARIANTS[1]
@@ -98,7 +98,7 @@ def test_layouts_and_extremes(h, variant):
         check(h, (a, b, *scales), variant, what=what)
 
 
-@often
+@no_shrinking
 @given(
     M=st.integers(1, 500), N=st.integers(1, 20), groups=st.integers(1, 7), warpgroups=st.sampled_from(list(CONFIGS)),
     formats=st.sampled_from(FORMATS), out=st.sampled_from([torch.float16, torch.float32]), sms=st.integers(1, 3),
@@ -106,12 +106,23 @@ def test_layouts_and_extremes(h, variant):
 )  # fmt: skip
 def test_any_order_of_events_is_right(M, N, groups, warpgroups, formats, out, sms, seed):
     """On a model of an SM; rings that are shorter, as long and longer than a tile."""
+    check_on_model((M, 8 * N, groups * GROUP, formats), out, warpgroups, sms, seed)
+
+
+@pytest.mark.parametrize("first", range(0, 40, 10))
+def test_a_slot_is_kept_while_either_of_two_warpgroups_multiplies_it(first):
+    """An order in which an early release shows is one of ten: one tile, in many orders."""
+    for seed in range(first, first + 10):
+        check_on_model((128, 8, 12 * GROUP), torch.float16, 2, 1, seed)
+
+
+def check_on_model(layer, out, warpgroups, sms, seed):
     h = harness()
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(common, "gluon_architecture", lambda device: 90)
         patch.setattr(hopper, "choose_warpgroups", lambda M, N, K, sms: warpgroups)
         use_model(patch, {"blockwise_matmul_warp_specialized_kernel": hopper}, seed, sms)
-        check(h, operands(h, M, 8 * N, groups * GROUP, formats), SPECIALIZED, out)
+        check(h, operands(h, *layer), SPECIALIZED, out)
 
 
 @pytest.mark.gpu

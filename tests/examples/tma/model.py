@@ -248,7 +248,7 @@ class SM:
 
     def __init__(self, seed):
         self.random = random.Random(seed)
-        self.speeds = collections.defaultdict(lambda: self.random.choice((0.02, 1.0, 1.0)))
+        self.speeds = collections.defaultdict(lambda: self.random.choice((0.02, 1.0, 20.0)))
         self.flights, self.partitions, self.waits = [], [], collections.Counter()
         self.barriers, self.columns, self.fenced = 0, 0, True
         self.rank, self.ctas, self.playing, self.met = 0, [[]], [], False
