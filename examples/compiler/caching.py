@@ -1,10 +1,9 @@
 """Caching: what a second process need not compile again, and what makes it compile anew.
 
-Compiled code is kept on disk in two layers, both in TORCHINDUCTOR_CACHE_DIR: AOTAutogradCache holds how to call a graph
-of Dynamo's, forward and backward, FxGraphCache the code of both. (Triton's cache is in there too, unless
-TRITON_CACHE_DIR names another folder.) The key is the graph with its shapes, dtypes and constants, the compiler's
-settings and versions, not the source; AOTAutogradCache's has names too. torch.compiler.save_cache_artifacts() packs
-what a process compiled into bytes, for a machine without such a folder.
+Compiled code is kept on disk in two layers, both in TORCHINDUCTOR_CACHE_DIR: AOTAutogradCache holds how a graph is
+called, FxGraphCache its code. (Triton's is there too, unless TRITON_CACHE_DIR names another folder.) The key is the
+graph with its shapes, dtypes, constants and (AOTAutogradCache's) names, the compiler's settings and versions, not the
+source. torch.compiler.save_cache_artifacts() packs what a process compiled into bytes, for other machines.
 
 Each row is a process of its own: cold, on the warm folder, with the bytes and an empty folder (mega-cache). They start
 together; the first call of each, and the imports of one, are timed while the others wait. On a CPU the quick run sets

@@ -4,9 +4,8 @@ A GEMM of two n x n matrices in bf16 is 2 n^3 FLOPs on 6 n^2 bytes: compute-boun
 program computes a BLOCK_M x BLOCK_N tile of C. A step along K loads BLOCK_M + BLOCK_N values for 2 BLOCK_M * BLOCK_N
 FLOPs: 32 a byte for a 64 x 64 tile, 85 for 128 x 256. Larger tiles load less, until registers or shared memory run out.
 
-Most of these loads hit L2, if programs that run together share rows of A and columns of B. Row by row, the tiles in
-flight are a few rows of C, and read all of B. In groups of GROUP_M rows of tiles (grouped rasterization) they are a
-patch of C, and read fewer rows and columns in all. Large tiles hide this, on an H100 up to 8192.
+Most of these loads hit L2, if tiles in flight share rows of A and columns of B. Row by row they read all of B; in
+groups of GROUP_M rows (grouped rasterization) they are a patch of C, and read less. Large tiles hide it (H100: up to 8192).
 
 Question   How close to cuBLAS does a page of Triton get, and how much does the order of tiles matter?
 Needs      triton
@@ -89,10 +88,9 @@ def matmul(a: torch.Tensor, b: torch.Tensor, input_precision: str = "ieee", grou
     """a @ b for a [M, K] and b [K, N] of any strides and sizes (0 too): c [M, N], contiguous, in the dtype of a.
 
     Both are float16, bfloat16 or float32; the accumulator is float32. `input_precision` is for float32, and ignored
-    otherwise: "ieee" (on the CUDA cores), "tf32" (Triton's own default; not ours) or "tf32x3", on the tensor cores.
-    `group_m` is the number of rows of tiles in a group. The first call with new sizes or strides searches. Raises
-    TypeError for another dtype or two dtypes; ValueError for rank, inner sizes, input_precision or group_m;
-    RuntimeError for a device without Triton or an input that requires grad.
+    otherwise: "ieee" (on the CUDA cores), "tf32" or "tf32x3" (tensor cores). A group has `group_m` rows of tiles. New
+    sizes or strides are searched for. Raises TypeError for another dtype or two dtypes; ValueError for rank, inner
+    sizes, input_precision or group_m; RuntimeError for a device without Triton or an input that requires grad.
     """
     M, N, K = check_gemm("matmul", a, b, DTYPES)
     check_choice("matmul", ("ieee", "tf32", "tf32x3"), input_precision=input_precision)

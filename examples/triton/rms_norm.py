@@ -80,12 +80,9 @@ def rms_norm(x: torch.Tensor, weight: torch.Tensor, residual: torch.Tensor | Non
 
     With a residual, like x, the norm of x + residual as rounded: returns (y, x + residual). x: float32, float16 or
     bfloat16, last dimension contiguous; y has its dtype. weight: x's dtype or float32. The arithmetic is float32, in
-    which squares of values beyond 1e19 overflow. Beyond 32 KiB a row, in backward beyond 8192 columns, programs wait
-    for each other, as layer_norm's do.
-
-    Raises TypeError for another dtype, a missing weight or an eps that is no number; ValueError for a residual of
-    another shape or dtype, or sizes, strides or an eps that do not fit; RuntimeError for a device without Triton and a
-    second derivative.
+    which squares of values beyond 1e19 overflow. Programs wait for each other beyond 32 KiB a row, in backward beyond
+    8192 columns. Raises TypeError for another dtype, a missing weight or an eps that is no number; ValueError for a
+    residual unlike x, or sizes, strides or an eps that do not fit; RuntimeError without Triton, in a second derivative.
     """
     with torch.no_grad():  # this one has a backward
         check_input("rms_norm", x, residual)
