@@ -5,7 +5,7 @@ program computes a BLOCK_M x BLOCK_N tile of C. A step along K loads BLOCK_M + B
 FLOPs: 32 a byte for a 64 x 64 tile, 85 for 128 x 256. Larger tiles load less, until registers or shared memory run out.
 
 Most of these loads hit L2, if tiles in flight share rows of A and columns of B. Row by row they read all of B; in
-groups of GROUP_M rows (grouped rasterization) they are a patch of C, and read less. Large tiles hide it (H100: up to 8192).
+groups of GROUP_M rows (grouped rasterization) they are a patch of C, and read less. Large tiles hide it to 8192 (H100).
 
 Question   How close to cuBLAS does a page of Triton get, and how much does the order of tiles matter?
 Needs      triton
