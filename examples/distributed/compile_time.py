@@ -3,8 +3,8 @@
 Ranks of one program compile the same graphs at the same time, on the cores of one host. With one cache folder the first
 call still finds nothing, as all of them look before any has finished. After rank 0, on CPUs, the others find it. But a
 graph's key names its GPU: rank 1, on cuda:1, finds nothing of what rank 0 compiled for cuda:0, neither in one folder
-nor in artifacts that it is sent, and only waits longer. (Not tried: torch.compiler.config.compile_on_one_rank and, for
-many hosts, TORCHINDUCTOR_FX_GRAPH_REMOTE_CACHE, in Redis.)
+nor in artifacts that it is sent, and only waits longer. (Not tried: compile_on_one_rank in torch.compiler.config, of
+newer torch, and, for many hosts, TORCHINDUCTOR_FX_GRAPH_REMOTE_CACHE, in Redis.)
 
 A rank whose batch has another size compiles again, alone, while the others wait in a collective, up to their timeout.
 Counting graphs finds it; one shape, a dynamic one, or torch.compiler.set_enable_guard_collectives(True) avoids it.

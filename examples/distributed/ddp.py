@@ -57,7 +57,7 @@ class Step:
 
     def __init__(self, model: LanguageModel, ranks: int, rank: int, how: str, bucket_mib: float = 0) -> None:
         self.ranks, self.rank, self.how, self.norms = ranks, rank, how, first_and_last_norm(model)
-        self.bucket_mib = bucket_mib or (25 if model.body.cos.is_cuda else 1)  # DDP's default on GPUs
+        self.bucket_mib = bucket_mib or (25 if model.body.cos.is_cuda else 1)  # 25 is DDP's default
         self.compiler = Compiler(model.body.cos.is_cuda)
         with self.settings():
             self.model = model

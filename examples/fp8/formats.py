@@ -65,7 +65,7 @@ class Layout(NamedTuple):
     exponent_bits: int
     mantissa_bits: int
     bias: int
-    infinities: bool  # else the codes of the top exponent are numbers, but for one of each sign
+    infinities: bool  # else the codes of the top exponent are numbers, but for one NaN of each sign
 
 
 LAYOUTS = {E4M3: Layout(4, 3, 7, False), E5M2: Layout(5, 2, 15, True)}

@@ -137,7 +137,8 @@ USE = {
     "prefill": {"ours": ("attention", "linear", "swiglu"), "FP8": ("norm", "attention", "swiglu")},
     "training": {"ours": ("norm", "linear"), "FP8": ()},
 }
-EAGER, COMPILED, OURS, FP8 = "torch eager", "torch.compile", "our kernels", "FP8"  # the last two with USE
+# What is timed; the last two have kernels of USE, each its own.
+EAGER, COMPILED, OURS, FP8 = "torch eager", "torch.compile", "our kernels", "FP8"
 # The relative rms error that FP8 may have, of any result of a phase: twice what a small block on a CPU shows. The other
 # rows are held to twice eager's.
 FP8_ERROR = {"prefill": 0.08, "training": 0.2}

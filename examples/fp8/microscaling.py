@@ -8,7 +8,8 @@ A group of 32 or 16 values along K shares a scale of 8 bits:
 
 tl.dot_scaled hands values and scales to the instruction: tcgen05.mma with block_scale on sm_100, mma.sync with
 block_scale on sm_120. Before those the same kernel decodes both to 16-bit operands (in the interpreter to float32,
-where those would be bfloat16): an emulation, in which no block-scaled instruction runs.
+where those would be bfloat16). That is exact, save for mxfp8 groups below 2**-119, but an emulation: no block-scaled
+instruction runs.
 
 Question   What do mxfp8, mxfp4 and nvfp4 lose, and what does a GPU without their instructions gain by them?
 Needs      triton, sm_90

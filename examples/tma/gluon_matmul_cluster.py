@@ -4,7 +4,7 @@ Each CTA has a producer and two consumers, as in gluon_matmul, and 128 rows of a
 of the block of b. Of that, CTA 0 loads one copy from L2, and TMA writes it into the shared memory of both (multicast)
 and tells the barrier `full` of both: a step of K takes 64 KiB from L2 for 8.4 MFLOP, where two programs take 96 KiB.
 On an H200 it is not faster than gluon_matmul, nor quite as fast at 4096 (studies/tma/gluon_matmul.py, with Triton 3.9):
-a third less from L2 saves no time where L2 keeps up, and two CTAs wait for the slower one.
+a third less from L2 saves no time there.
 
 A slot of b may then be loaded again only when the consumers of both CTAs have released it. `empty` tells a producer
 about its own CTA's, which is enough for a. For b each slot has one more barrier, `pair`, which lies in CTA 0 and at

@@ -72,7 +72,7 @@ def matmul_late_kernel(
     # not do: on an H200 a store to a negative row ends as an illegal instruction.)
     done = tl.zeros((BLOCK_M, BLOCK_N), dtype=c_desc.dtype)
     done_row, done_col = M, 0
-    # The two loops written as one: flatten=True would round a tile beside the stores of the one before, and hold both.
+    # The two loops written as one: flatten=True would move the rounding beside the stores, and hold its result twice.
     for _ in tl.range(0, own * steps, num_stages=STAGES):
         step = tl.where(step == steps - 1, 0, step + 1)
         if step == 0:
@@ -121,7 +121,7 @@ def prepare_matmul(
 
     (A cache by data_ptr would have to keep every output it has seen, or describe memory that has since gone to another
     tensor.) It launches on the current stream, and raises RuntimeError where the current device is not that of a.
-    What a, b, out or the schedule may be wrong in is refused here, as by matmul_tma_persistent.
+    prepare_matmul itself raises what matmul_tma_persistent does.
     """
     c, launch = launch_of("prepare_matmul", matmul_late_kernel, a, b, out, schedule)
     run_again = c.zero_ if launch is None else prepare_launch(*launch)

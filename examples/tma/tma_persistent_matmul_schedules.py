@@ -54,7 +54,7 @@ def matmul_flattened_kernel(
         row, col = tile_coords(tile, M, N, BLOCK_M, BLOCK_N, GROUP_M)
         a_desc, b_desc, c_desc = a, b, c
         if DESCRIPTORS == "tile":
-            # Of what begins at the tile: one of the whole matrix is the same for all, and would leave the loop.
+            # Of what begins at the tile: one of the whole matrix would be the same for all, and be hoisted.
             first_b = col.to(tl.int64) * stride_b if B_COLUMNS else col
             a_rows, c_rows = a + row.to(tl.int64) * stride_a, c + row.to(tl.int64) * stride_c + col
             left_b0, left_b1 = (N - col, K) if B_COLUMNS else (K, N - col)

@@ -12,7 +12,7 @@ and its results are kept on disk, so that the next process neither compiles nor 
 Question   What does a search over configurations buy, when has it paid for itself, and what must its key name?
 Needs      triton
 Wins when  shapes differ and each runs many times. Where one fixed tile is already right, a search buys nothing; nor
-           does it find what no candidate does: 512 x 512 with a long K wants K split, which cuBLAS does.
+           does it find what no candidate does: none splits K, and at 512 x 512 with a long K cuBLAS is ahead.
 Variants   autotune_pruned.py (which of 192 configurations are worth timing)
 Study      studies/triton/autotune.py
 Source     chapter section "Autotuning", whose key, n_elements, starts a search for every new length; triton.autotune,
