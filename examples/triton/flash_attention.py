@@ -16,8 +16,9 @@ these do not overlap, so two programs (of 4 warps) share an SM: one can multiply
 Question   How fast is attention without stored scores in Triton, by length and mask, beside the fastest library?
 Needs      triton, sm_90
 Wins when  the GPU is a Hopper and attention is long, or cuDNN has no kernel for the variant; FlexAttention states most
-           variants in two lines. Not for training, where cuDNN is faster (study), nor for decoding (decode_attention).
-Variants   flash_attention_hopper.py (in Gluon, the default on sm_90), flash_attention_backward.py (the gradients)
+           variants in two lines. In training cuDNN is a little faster (study); for decoding see decode_attention.
+Variants   flash_attention_hopper.py (in Gluon, the default on sm_90), flash_attention_backward.py (the gradients),
+           flash_attention_hopper_backward.py (the same in Gluon)
 Study      studies/triton/flash_attention.py
 Source     goes beyond the chapter; FlashAttention (Dao et al. 2022), 3 (Shah et al. 2024); Milakov, Gimelshein 2018.
 """
@@ -93,8 +94,7 @@ def flash_attention_kernel(
         # and every block would read it again; after an addition it is in registers. (-0.0 becomes 0.0, which no score
         # shows.) At D = 128 it would take 64 of a thread's 255, and a causal kernel would spill more than it does.
         q = q + 0.0
-    # Not -inf: no mask hides a row's first block, but with infinite inputs all its scores may be -inf, and -inf - -inf
-    # is NaN.
+    # Not -inf: with infinite inputs all scores of a row's first block may be -inf, and -inf - -inf is NaN.
     row_max = tl.full((BLOCK_M,), -3.4e38, tl.float32)
     row_sum = tl.zeros((BLOCK_M,), tl.float32)
     acc = tl.zeros((BLOCK_M, D), tl.float32)
@@ -164,7 +164,7 @@ def flash_attention(
         require_wgmma(name, q.device, "the variant 'tiles'")
     forward = functools.partial(_forward, causal=causal, scale=scale, variant=variant)
     if torch.is_grad_enabled() and any(x.requires_grad for x in (q, k, v)):
-        o, lse = FlashAttention.apply(q, k, v, scale, causal, forward)
+        o, lse = FlashAttention.apply(q, k, v, scale, causal, forward, variant == VARIANTS[1])
     else:
         o, lse = forward(q, k, v, return_lse)
     return (o, lse) if return_lse else o

@@ -20,6 +20,7 @@ import triton
 import triton.language as tl
 
 from examples.common.tma import require_tma_layout, tma_descriptor
+from examples.triton.flash_attention_hopper_backward import launch_hopper_backward
 
 LOG2_E, LN_2 = tl.constexpr(math.log2(math.e)), tl.constexpr(math.log(2))
 # Head dim -> BLOCK_M (queries), BLOCK_N (keys) and warps, of the kernel for dQ and of that for dK and dV.
@@ -135,12 +136,18 @@ def flash_attention_dkdv_kernel(
     dv_desc.store([b, h_kv, start_n, 0], dv.to(dv_desc.dtype).reshape(1, 1, BLOCK_N, D))
 
 
-def launch_backward(q, k, v, o, lse, do, scale: float, causal: bool) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """dq, dk and dv, contiguous, of operands that are checked; `scale` includes log2(e), lse is float32 [B, H, S]."""
+def launch_backward(
+    q, k, v, o, lse, do, scale: float, causal: bool, hopper: bool = False
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """dq, dk and dv, contiguous, of operands that are checked, the last three of them contiguous; `scale` includes
+    log2(e), lse is float32 [B, H, S]. hopper: by flash_attention_hopper_backward.py."""
     (B, H, S, D), (_, H_kv, S_kv, _) = q.shape, k.shape
     dq, dk, dv = (torch.empty(x.shape, dtype=x.dtype, device=x.device) for x in (q, k, v))
     if not q.numel():  # no query asks for a key
         return dq, dk.zero_(), dv.zero_()
+    if hopper:
+        launch_hopper_backward(q, k, v, o, lse, do, dq, dk, dv, scale, causal)
+        return dq, dk, dv
     delta = torch.empty_like(lse)
     (dq_m, dq_n, dq_warps), (kv_m, kv_n, kv_warps) = DQ_TILES[D], DKDV_TILES[D]
     of_q, of_kv = (lambda x: tma_descriptor(x, [1, 1, dq_m, D])), (lambda x: tma_descriptor(x, [1, 1, dq_n, D]))
@@ -161,26 +168,26 @@ class FlashAttention(torch.autograd.Function):
     """What autograd calls; `forward` is flash_attention's own, on operands that need no gradient."""
 
     @staticmethod
-    def forward(ctx, q, k, v, scale, causal, forward):
+    def forward(ctx, q, k, v, scale, causal, forward, hopper):
         o, lse = forward(q, k, v)
         ctx.save_for_backward(q, k, v, o, lse)
-        ctx.scale, ctx.causal = scale, causal
+        ctx.options = scale, causal, hopper
         ctx.mark_non_differentiable(lse)
         return o, lse
 
     @staticmethod
     def backward(ctx, do, _):
-        return *FlashAttentionBackward.apply(do, *ctx.saved_tensors, ctx.scale, ctx.causal), None, None, None
+        return *FlashAttentionBackward.apply(do, *ctx.saved_tensors, *ctx.options), None, None, None, None
 
 
 class FlashAttentionBackward(torch.autograd.Function):
     """A node of its own, so that differentiating again is an error, as LayerNormBackward is."""
 
     @staticmethod
-    def forward(ctx, do, q, k, v, o, lse, scale, causal):
+    def forward(ctx, do, q, k, v, o, lse, scale, causal, hopper):
         do = do.contiguous()  # the gradient of a sum is one number expanded, which TMA cannot load
         require_tma_layout("flash_attention", do=do)
-        return launch_backward(q, k, v, o, lse, do, scale, causal)
+        return launch_backward(q, k, v, o, lse, do, scale, causal, hopper)
 
     @staticmethod
     def backward(ctx, *grads):

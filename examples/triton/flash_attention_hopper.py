@@ -42,7 +42,7 @@ LN_2 = gl.constexpr(0.6931471805599453)
 
 
 @gluon.jit
-def _tile(tile, sizes, TILE_M: gl.constexpr, CAUSAL: gl.constexpr, group_h):
+def tile_of(tile, sizes, TILE_M: gl.constexpr, CAUSAL: gl.constexpr, group_h):
     """Batch, head and first query of a tile, in flash_attention_kernel's order."""
     H, S, _, heads = sizes
     tiles = gl.cdiv(S, TILE_M)
@@ -84,7 +84,7 @@ def _produce(rings, q_desc, k_desc, v_desc, q_per_kv, sizes, CAUSAL: gl.constexp
     v_phase = 1
     tiles = gl.cdiv(sizes[1], CONSUMERS * ROWS) * sizes[3]
     for tile in range(gl.program_id(0), tiles, gl.num_programs(0)):
-        b, h, start = _tile(tile, sizes, CONSUMERS * ROWS, CAUSAL, group_h)
+        b, h, start = tile_of(tile, sizes, CONSUMERS * ROWS, CAUSAL, group_h)
         blocks = _blocks(start + CONSUMERS * ROWS, sizes[2], BLOCK_N, CAUSAL)
         h_kv = h // q_per_kv
         for step in range(blocks + 1):
@@ -102,7 +102,7 @@ def _produce(rings, q_desc, k_desc, v_desc, q_per_kv, sizes, CAUSAL: gl.constexp
 
 
 @gluon.jit
-def _start_scores(q, k_bufs, slot, LAYOUT: gl.constexpr):
+def start_scores(q, k_bufs, slot, LAYOUT: gl.constexpr):
     """Start Q K^T of a block; nothing is added to, so the zeros are never read."""
     ROWS: gl.constexpr = q.shape[0]
     BLOCK_N: gl.constexpr = k_bufs.shape[3]
@@ -112,7 +112,7 @@ def _start_scores(q, k_bufs, slot, LAYOUT: gl.constexpr):
 
 
 @gluon.jit
-def _start_values(weights, v_bufs, slot, acc):
+def start_values(weights, v_bufs, slot, acc):
     """Start acc += P V of a block. P, the weights, comes from registers."""
     v = v_bufs.index(slot).reshape([v_bufs.shape[3], acc.shape[1]])
     return warpgroup_mma(weights, v, acc, is_async=True)
@@ -145,7 +145,7 @@ def _consume(
     v_phase = 0
     tiles = gl.cdiv(sizes[1], CONSUMERS * ROWS) * sizes[3]
     for tile in range(gl.program_id(0), tiles, gl.num_programs(0)):
-        b, h, start = _tile(tile, sizes, CONSUMERS * ROWS, CAUSAL, group_h)
+        b, h, start = tile_of(tile, sizes, CONSUMERS * ROWS, CAUSAL, group_h)
         start += CONSUMER * ROWS
         blocks = _blocks(start + ROWS, sizes[2], BLOCK_N, CAUSAL)
         if CAUSAL:  # what only consumers of later queries see: of two none, of three one block at most
@@ -160,7 +160,7 @@ def _consume(
         # The last block alone, masked. Rows of K and V beyond the end arrive as zeros, so 0 * v is 0 there, not NaN.
         mbarrier.wait(q_ring[1].index(CONSUMER), q_phase)
         mbarrier.wait(k_full.index(k_slot), k_phase)
-        scores = _start_scores(q, k_bufs, k_slot, SCORES)
+        scores = start_scores(q, k_bufs, k_slot, SCORES)
         scores = warpgroup_mma_wait(0, deps=(scores,))
         mbarrier.arrive(k_empty.index(k_slot))
         k_slot, k_phase = next_slot(k_slot, k_phase, STAGES)
@@ -176,9 +176,9 @@ def _consume(
         acc = gl.zeros((ROWS, D), gl.float32, OUT)
         for _step in range(1, blocks):
             mbarrier.wait(k_full.index(k_slot), k_phase)
-            scores = _start_scores(q, k_bufs, k_slot, SCORES)
+            scores = start_scores(q, k_bufs, k_slot, SCORES)
             mbarrier.wait(v_full.index(v_slot), v_phase)
-            acc = _start_values(p, v_bufs, v_slot, acc)
+            acc = start_values(p, v_bufs, v_slot, acc)
             scores = warpgroup_mma_wait(1, deps=(scores,))
             mbarrier.arrive(k_empty.index(k_slot))
             k_slot, k_phase = next_slot(k_slot, k_phase, STAGES)
@@ -198,7 +198,7 @@ def _consume(
         mbarrier.arrive(q_ring[2].index(CONSUMER))  # the next tile's queries may be loaded
         q_phase ^= 1
         mbarrier.wait(v_full.index(v_slot), v_phase)
-        acc = _start_values(p, v_bufs, v_slot, acc)
+        acc = start_values(p, v_bufs, v_slot, acc)
         if lse_ptr is not None:
             lse = (row_max + gl.log2(row_sum)) * LN_2
             gl.store(lse_ptr + ((b * sizes[0] + h) * sizes[1] + rows), lse, mask=rows < sizes[1])

@@ -1,7 +1,8 @@
 """Study of flash attention: training, what FlexAttention gains by tuning, and where wgmma finds its left operand.
 
-Forward + backward is one call: 3.5 times the FLOPs of forward. Its backward computes 7 products where one kernel needs
-5 (flash_attention_backward.py), so that every run gives the same bits.
+Forward + backward is one call: 3.5 times the FLOPs of forward; backward alone is 2.5 of them. It computes 7 products
+where one kernel needs 5 (flash_attention_backward.py), so that every run gives the same bits. The tensor cores do 1.4
+times the TFLOP/s that its rows show.
 
 FlexAttention's own options and torch.compile's max-autotune take some 10 s of compiling a case: they are timed here, at
 one size, and not in the lesson. The generated code says how many programs share an SM, and whether the left operands
@@ -75,9 +76,12 @@ def gradient_budget(dtype: torch.dtype, terms: int) -> dict:
 
 def blocks_of_rows(x: torch.Tensor) -> torch.Tensor:
     """[B, H, S, D] as [B, H, blocks, 16 * D], the last row repeated: an error counts in units of 16 rows. Where the few
-    keys of a row cancel, what is left is the rounding of o; and causal gradients shrink from block to block."""
-    rows = torch.arange(-(-x.shape[-2] // 16) * 16, device=x.device).clamp(max=x.shape[-2] - 1)
-    return x[..., rows, :].unflatten(-2, (-1, 16)).flatten(-2)
+    keys of a row cancel, what is left is the rounding of o; and causal gradients shrink from block to block. Of whole
+    blocks this is a view, which costs a timed call nothing, but for the gradients of torch's flash attention: they lie
+    otherwise in memory and are copied."""
+    if x.shape[-2] % 16:
+        x = x[..., torch.arange(-(-x.shape[-2] // 16) * 16, device=x.device).clamp(max=x.shape[-2] - 1), :]
+    return x.unflatten(-2, (-1, 16)).flatten(-2)
 
 
 def in_blocks(fn):
@@ -97,11 +101,31 @@ def training(h: Harness, B: int, H: int, S: int, D: int, causal: bool) -> None:
     )  # fmt: skip
 
 
+def backward(h: Harness, B: int, H: int, S: int, D: int, causal: bool) -> None:
+    """The backward alone, of graphs that forward has built: cuDNN, torch's flash attention and both of ours."""
+    q, k, v, do = (h.randn(B, H, S, D, dtype=h.half) for _ in range(4))
+
+    def gradients(fn):
+        inputs = [x.detach().requires_grad_() for x in (q, k, v)]
+        o = fn(*inputs)
+        return in_blocks(lambda q, k, v, do: torch.autograd.grad(o, inputs, do, retain_graph=True))
+
+    calls = {name: fn for name, fn in variants(h, S, causal).items() if name != "FlexAttention"}
+    h.compare(
+        {name: gradients(fn) for name, fn in calls.items()},
+        in_blocks(lambda q, k, v, do: reference_backward(q, k, v, do, causal)[1:]), q, k, v, do,
+        baseline=next(iter(calls)), title="backward", case=f"{B}x{H}x{S}x{D}{' causal' * causal}", default="triton",
+        work=Work(bytes=8 * q.nbytes, flops=5 * attention_flops(q, k, causal) // 2, dtype=h.half),
+        **gradient_budget(h.half, S),
+    )  # fmt: skip
+
+
 def study(h: Harness) -> None:
     full = [(4, 32, 4096, 64), (4, 32, 4096, 128), (1, 32, 16384, 128)]
     cases = h.pick(interpreted=[(1, 2, 130, 64)], quick=[(1, 16, 4096, 128)], full=full)
     for case, causal in itertools.product(cases, (False, True)):
         training(h, *case, causal)
+        backward(h, *case, causal)
     if h.device.type == "cuda":
         for causal in (False, True):
             tuned_flex(h, *h.pick(quick=(1, 16, 4096, 128), full=(4, 32, 4096, 128)), causal)

@@ -412,7 +412,7 @@ class SM:
 
     def wgmma_wait(self, pendings, deps):
         self.wait_for_all_but(pendings, self.now.issued)
-        return deps[0]
+        return deps[0] if len(deps) == 1 else deps
 
     def tcgen05(self, operands, acc, product, use_acc, mbarriers):
         def begin():

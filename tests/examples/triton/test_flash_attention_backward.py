@@ -18,11 +18,11 @@ from tests.examples.triton.helpers import NAN, harness, meta
 from tests.examples.triton.test_flash_attention import qkv
 
 
-def check(h, q, k, v, causal=False, scale=None, what="", do=None):
+def check(h, q, k, v, causal=False, scale=None, what="", do=None, fn=flash_attention):
     """Against float64, in units of the size of 16 rows."""
     do = h.randn(*q.shape, dtype=q.dtype) if do is None else do
     what = what or f"{tuple(q.shape)} {q.stride()}, {tuple(k.shape)} {k.stride()}{', causal' * causal}, scale {scale}"
-    got = forward_backward(functools.partial(flash_attention, causal=causal, scale=scale))(q, k, v, do)
+    got = forward_backward(functools.partial(fn, causal=causal, scale=scale))(q, k, v, do)
     wants = reference_backward(q, k, v, do, causal, scale)
     eps = torch.finfo(q.dtype).eps
     for name, x, want in zip(("o", "dq", "dk", "dv"), got, wants, strict=True):
