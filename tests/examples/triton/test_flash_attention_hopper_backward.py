@@ -1,4 +1,4 @@
-"""The gradients of flash_attention, warp specialized: the kernel on a model of an SM, in any order of events; its code."""
+"""The gradients of flash_attention, warp specialized: on a model of an SM, in any order of events; the code."""
 
 import functools
 import re
@@ -87,13 +87,13 @@ def test_generated_code(D, S, causal):
     of_q, of_kv = (each for each in compile_for(launch, call, sms=(90,)) if each.kernel == KERNEL)
     for kernel, most, (block, stages), outs, rows in (
         (of_q, 0, module.DQ_BLOCKS[D], consumers, 2 * consumers),
-        (of_kv, 0 if consumers == 2 and D == 64 else 512, module.DKDV_BLOCKS[D], 2 * consumers, 2 * module.DKDV_BLOCKS[D][1]),
+        (of_kv, 0 if (D, consumers) == (64, 2) else 512, module.DKDV_BLOCKS[D], 2 * consumers, 0),
     ):
         assert not kernel.error
         assert kernel.warps == 4 * (consumers + 1)
         assert kernel.spills <= most
         operands = 2 * D * (2 * consumers * module.ROWS + 2 * stages * block + outs * module.ROWS)
-        assert 0 <= kernel.shared - operands - 4 * 64 * rows < 512
+        assert 0 <= kernel.shared - operands - 4 * 64 * (rows or 2 * stages) < 512
     text = dump(launch, call, kernel=KERNEL, sm=90)  # of the later launch, for dK and dV
     assert not re.search(r"serialized|C75\d\d", text["log"]), "the assembler waits after each MMA"
 
