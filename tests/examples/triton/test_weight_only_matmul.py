@@ -258,12 +258,15 @@ def test_generated_code(format, sm, mma):
 
 
 @by_format
-def test_generated_code_of_one_row(format):
-    """One kernel; words go from shared memory to the MMA as those of tiles do, with 96 KiB in flight on an SM."""
-    N = 8192
-    (kernel,) = compile_for(weight_only_matmul, (meta(1, N), packed_meta(N, N, format)), sms=(90,))
+@pytest.mark.parametrize(("N", "stages"), [(4224, 3), (8192, 2), (28672, 3)])
+def test_generated_code_of_one_row(format, N, stages):
+    """One kernel of mma.sync, whatever the version; eight programs to an SM, or all, have 60 KiB in flight."""
+    (kernel,) = compile_for(weight_only_matmul, (meta(1, 8192), packed_meta(N, 8192, format)), sms=(90,))
     assert (kernel.error, kernel.too_much, kernel.spills) == (None, None, 0)
     assert kernel.found.get("cp.async")
-    assert kernel.found.get("mma.sync") or kernel.found.get("wgmma")
+    assert kernel.found.get("mma.sync")
+    assert not kernel.found.get("wgmma")
     per_sm = min(SHARED_LIMIT[90] // (kernel.shared + 1024), 65536 // (-(-kernel.registers // 8) * 8 * 32 * gemv.WARPS))
-    assert per_sm * (gemv.STAGES - 1) * gemv.OUTPUTS * 1024 >= 96 * 1024
+    assert per_sm >= gemv.RESIDENT
+    assert (kernel.shared > 16 * 1024) == (stages == 3)
+    assert min(gemv.RESIDENT, N / gemv.OUTPUTS / 132) * (stages - 1) * gemv.OUTPUTS >= 60
