@@ -5,6 +5,8 @@
 3. FlexAttention tuned by max-autotune, at one size.
 4. More queries and more heads to a head of keys: until the tensor cores take longer than memory.
 5. Pages of 1 to 256 keys, keys of a head adjacent in memory or not; lengths of which most are short.
+6. The keys and values read and added up, by a kernel that does nothing else: a few tens of MiB do not reach the speed
+   of a long copy, whoever reads them.
 """
 
 from __future__ import annotations
@@ -14,6 +16,8 @@ from functools import partial
 from harness import Harness, Table, Work
 
 import torch
+import triton
+import triton.language as tl
 from torch.nn.attention.flex_attention import create_block_mask, flex_attention
 from torch.nn.functional import scaled_dot_product_attention
 
@@ -92,6 +96,34 @@ def ragged(h: Harness, B: int, S: int) -> None:
     compare(h, "lengths", case, calls, q, k, v, lengths, read=S + (B - 1) * (S // 8))
 
 
+@triton.jit
+def read_kernel(k_ptr, v_ptr, out_ptr, tiles, TILE: tl.constexpr):
+    acc = tl.zeros((TILE,), tl.float32)
+    for tile in tl.range(tl.program_id(0), tiles, tl.num_programs(0), num_stages=4):
+        at = tile.to(tl.int64) * TILE + tl.arange(0, TILE)
+        acc += tl.load(k_ptr + at).to(tl.float32) + tl.load(v_ptr + at).to(tl.float32)
+    tl.store(out_ptr + tl.program_id(0), tl.sum(acc, 0))
+
+
+def reading(h: Harness, B: int, S: int) -> None:
+    """As few instructions as reading takes, from 256 programs of which each has its tiles; one row, and its ceiling."""
+    k, v = (h.randn(B, HEADS[1], S, HEADS[2], dtype=h.half) for _ in range(2))
+    programs, tile = h.pick(interpreted=8, quick=256, full=256), 4096
+
+    def read(k, v):
+        sums = torch.empty(programs, device=k.device)
+        read_kernel[(programs,)](k, v, sums, k.numel() // tile, tile)
+        return sums
+
+    def sums(k, v):
+        return (k.double() + v.double()).view(-1, programs, tile).sum((0, 2))
+
+    h.compare(
+        {"read": read}, sums, k, v, baseline="read", title="reading alone", case=f"{B}x{S} keys",
+        work=Work(bytes=2 * k.nbytes, flops=2 * k.numel(), dtype=torch.float32), terms=2 * k.numel() // programs,
+    )  # fmt: skip
+
+
 def study(h: Harness) -> None:
     code = {}
     for D in TILES:
@@ -112,6 +144,8 @@ def study(h: Harness) -> None:
     full = [(B, S) for S in (1024, 4096, 16384, 131072) for B in (1, 8, 64) if B * S <= 2**21]
     for B, S in h.pick(interpreted=[(1, 640)], quick=[(1, 4096), (8, 16384)], full=full):
         parts(h, B, S)
+    for B, S in h.pick(interpreted=[(1, 64)], quick=[(1, 16384)], full=[(1, 16384), (16, 16384), (1, 131072)]):
+        reading(h, B, S)
     B, S = h.pick(interpreted=(1, 256), quick=(8, 4096), full=(16, 16384))
     if h.device.type == "cuda":
         tuned_flex(h, B, S)
