@@ -100,7 +100,7 @@ def ragged(h: Harness, B: int, S: int) -> None:
 def read_kernel(k_ptr, v_ptr, out_ptr, tiles, TILE: tl.constexpr):
     acc = tl.zeros((TILE,), tl.float32)
     for tile in tl.range(tl.program_id(0), tiles, tl.num_programs(0), num_stages=4):
-        at = tile.to(tl.int64) * TILE + tl.arange(0, TILE)
+        at = tile * TILE + tl.arange(0, TILE)
         acc += tl.load(k_ptr + at).to(tl.float32) + tl.load(v_ptr + at).to(tl.float32)
     tl.store(out_ptr + tl.program_id(0), tl.sum(acc, 0))
 
