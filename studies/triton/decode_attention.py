@@ -121,6 +121,7 @@ def reading(h: Harness, B: int, S: int) -> None:
     h.compare(
         {"read": read}, sums, k, v, baseline="read", title="reading alone", case=f"{B}x{S} keys",
         work=Work(bytes=2 * k.nbytes, flops=2 * k.numel(), dtype=torch.float32), terms=2 * k.numel() // programs,
+        dtype=torch.float32,
     )  # fmt: skip
 
 
