@@ -19,6 +19,7 @@ import torch
 import triton
 import triton.language as tl
 
+from examples.common.gluon import gluon_architecture
 from examples.common.tma import require_tma_layout, tma_descriptor
 from examples.triton.flash_attention_hopper_backward import launch_hopper_backward
 
@@ -137,15 +138,15 @@ def flash_attention_dkdv_kernel(
 
 
 def launch_backward(
-    q, k, v, o, lse, do, scale: float, causal: bool, hopper: bool = False
+    q, k, v, o, lse, do, scale: float, causal: bool, hopper: bool | None = None
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """dq, dk and dv, contiguous, of operands that are checked, the last three of them contiguous; `scale` includes
-    log2(e), lse is float32 [B, H, S]. hopper: by flash_attention_hopper_backward.py."""
+    """dq, dk and dv, contiguous, of operands that are checked, o, lse and do contiguous; `scale` includes log2(e), lse
+    is float32 [B, H, S]. `hopper`: by flash_attention_hopper_backward.py, where it is None on sm_90."""
     (B, H, S, D), (_, H_kv, S_kv, _) = q.shape, k.shape
     dq, dk, dv = (torch.empty(x.shape, dtype=x.dtype, device=x.device) for x in (q, k, v))
     if not q.numel():  # no query asks for a key
         return dq, dk.zero_(), dv.zero_()
-    if hopper:
+    if hopper or (hopper is None and gluon_architecture(q.device) == 90):
         launch_hopper_backward(q, k, v, o, lse, do, dq, dk, dv, scale, causal)
         return dq, dk, dv
     delta = torch.empty_like(lse)
