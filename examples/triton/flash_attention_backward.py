@@ -7,7 +7,8 @@ With P = exp(S - lse), of S = scale * Q K^T, and delta = sum of o * do of each r
 dQ sums over keys, dK and dV over queries. One kernel for all three would add to dQ from many programs, in any order:
 another result in every run, or programs that wait for each other. Here are two kernels, one for dQ, which also stores
 delta, and one for dK and dV. Each computes S and dO V^T for itself: 7 MMAs where one kernel needs 5, and every run
-gives the same bits. Gradients of heads that share keys are summed by the program of those keys.
+gives the same bits. Gradients of heads that share keys are summed by the program of those keys. On sm_90 the kernels of
+flash_attention_hopper_backward.py are called instead, which do the same in Gluon.
 """
 
 from __future__ import annotations
