@@ -643,6 +643,45 @@ warp specialized, a tile is written where TMA still reads the one before  [gpu]
   - tma.store_wait(0)
   - acc = warpgroup_mma_wait(0, deps=(acc,))
   + acc = warpgroup_mma_wait(0, deps=(acc,))
+backward, warp specialized, with three consumers a block that the diagonal crosses has no mask
+  - masked = min(blocks, TILE // BLOCK)
+  + masked = min(blocks, 2)
+backward, warp specialized, a slot that three consumers read is free when two have released it
+  - init_ring(ring[2], ring[3], STAGES, CONSUMERS)
+  + init_ring(ring[2], ring[3], STAGES, 2)
+backward, warp specialized, keys beyond the end of a half-full block count where all other scores are far below 0
+  - S_kv % block > 0, consumers
+  + S_kv % ROWS > 0, consumers
+backward, warp specialized, a slot is released while the last MMAs still read it
+  - if KEYS:
+  -     dx, dy = warpgroup_mma_wait(0, deps=(dx, dy))
+  - else:
+  -     dx = warpgroup_mma_wait(0, deps=(dx,))
+  - mbarrier.arrive(empty.index(slot))
+  + mbarrier.arrive(empty.index(slot))
+  + if KEYS:
+  +     dx, dy = warpgroup_mma_wait(0, deps=(dx, dy))
+  + else:
+  +     dx = warpgroup_mma_wait(0, deps=(dx,))
+backward, warp specialized, a consumer does not wait for what its tile owns
+  - mbarrier.wait(own[2].index(CONSUMER), own_phase)
+  + pass
+backward, warp specialized, what the next tile owns is loaded over what this one still reads
+  - _load(own_descs, own, i, own_phase, b
+  + _load(own_descs, own, i, 1, b
+backward, warp specialized, lse is taken for delta
+  - row_bufs.index(2 * row_slot + 1).reshape
+  + row_bufs.index(2 * row_slot).reshape
+backward, warp specialized, keys get the gradient of the first of the heads that share them, once for each
+  - b, head + step // blocks, row
+  + b, head, row
+backward, warp specialized, every batch has the delta of the first
+  - heads[1] + b * heads[0] + h, row
+  + heads[1] + h, row
+backward, warp specialized, a result is written where TMA still reads the one before
+  - tma.store_wait(0)
+  - buf.reshape
+  + buf.reshape
 
 # triton/decode_attention
 a query sees the key after its own
