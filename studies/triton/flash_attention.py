@@ -106,7 +106,7 @@ def backward(h: Harness, B: int, H: int, S: int, D: int, causal: bool) -> None:
     q, k, v, do = (h.randn(B, H, S, D, dtype=h.half) for _ in range(4))
 
     def gradients(fn):
-        inputs = [x.detach().requires_grad_() for x in (q, k, v)]
+        inputs = [x.clone().requires_grad_() for x in (q, k, v)]
         o = fn(*inputs)
         return in_blocks(lambda q, k, v, do: torch.autograd.grad(o, inputs, do, retain_graph=True))
 
