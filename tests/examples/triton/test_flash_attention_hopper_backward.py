@@ -35,7 +35,7 @@ def on_model(monkeypatch, seed=0, sms=1, long=module.LONG, group_bytes=module.GR
 
 @pytest.mark.parametrize("causal", [False, True])
 @pytest.mark.parametrize(("D", "long"), [(64, 1000), (64, 1), (128, 1000)])
-@settings(no_shrinking, max_examples=7)
+@settings(no_shrinking, max_examples=5)
 @given(
     B=st.integers(1, 2), H_kv=st.integers(1, 2), group=st.integers(1, 2), S=st.integers(16, 400),
     S_kv=st.integers(16, 400), sms=st.integers(1, 3), seed=st.integers(0, 10**6),
