@@ -146,11 +146,12 @@ def _block(
     dweights = start_scores(b, y_bufs, slot, SCORES)
     lse = row_bufs.index(2 * row_slot).reshape([QUERIES]).load(BY_QUERY)
     scores = warpgroup_mma_wait(1, deps=(scores,))
-    if MASKED:
-        other = row + gl.arange(0, BLOCK, gl.SliceLayout(0, SCORES))
-        seen = (mine[:, None] <= other[None, :]) if KEYS else (other[None, :] <= mine[:, None])
-        scores = gl.where(seen if CAUSAL else (other < S_KV)[None, :], scores, -float("inf"))
     weights = gl.exp2(scores * scale - (lse[None, :] if KEYS else lse[:, None]))
+    if MASKED:  # weights and their gradients: either may be NaN where it is hidden
+        other = row + gl.arange(0, BLOCK, gl.SliceLayout(0, SCORES))
+        below = (mine[:, None] <= other[None, :]) if KEYS else (other[None, :] <= mine[:, None])
+        seen = below if CAUSAL else (other < S_KV)[None, :]
+        weights = gl.where(seen, weights, 0.0)
     dx, dy = grads
     if KEYS:
         dy = start_values(gl.convert_layout(weights.to(a.dtype), LEFT), y_bufs, slot, dy)
@@ -159,6 +160,8 @@ def _block(
         dweights = warpgroup_mma_wait(0, deps=(dweights,))
     delta = row_bufs.index(2 * row_slot + 1).reshape([QUERIES]).load(BY_QUERY)
     dscores = weights * (dweights - (delta[None, :] if KEYS else delta[:, None]))
+    if MASKED:
+        dscores = gl.where(seen, dscores, 0.0)
     dx = start_values(gl.convert_layout(dscores.to(a.dtype), LEFT), x_bufs, slot, dx)
     if KEYS:
         dx, dy = warpgroup_mma_wait(0, deps=(dx, dy))
@@ -169,9 +172,9 @@ def _block(
 
 
 @gluon.jit
-def _store(desc, buf, grad, b, h, row):
-    """Start a TMA store of a consumer's rows, once the last has left the buffer. TMA drops rows beyond the end."""
-    tma.store_wait(0)
+def _store(desc, buf, grad, b, h, row, BUFFERS: gl.constexpr):
+    """Start a TMA store of a consumer's rows from one of its buffers, in turn. TMA drops rows beyond the end."""
+    tma.store_wait(BUFFERS - 1)  # all but the latest stores have been read: this buffer too
     buf.reshape([grad.shape[0], grad.shape[1]]).store(grad.to(desc.dtype))
     fence_async_shared()
     async_store(desc, [b, h, row, 0], buf)
@@ -224,9 +227,9 @@ def _consume(
                 slot, phase = next_slot(slot, phase, STAGES)
         mbarrier.arrive(own[3].index(CONSUMER))  # what the next tile owns may be loaded
         own_phase ^= 1
-        _store(out_descs[0], out_bufs.index(CONSUMER), grads[0] * (scale * LN_2), b, h, start)
+        _store(out_descs[0], out_bufs.index(CONSUMER), grads[0] * (scale * LN_2), b, h, start, 2 if KEYS else 1)
         if KEYS:
-            _store(out_descs[1], out_bufs.index(CONSUMERS + CONSUMER), grads[1], b, h, start)
+            _store(out_descs[1], out_bufs.index(CONSUMERS + CONSUMER), grads[1], b, h, start, 2)
     tma.store_wait(0)  # shared memory must outlive its last reader
 
 
@@ -269,7 +272,7 @@ def launch_hopper_backward(q, k, v, o, lse, do, dq, dk, dv, scale: float, causal
     flash_attention_rows_kernel[(B * H * padded // ROWS,)](o, do, lse, rows, S, padded, ROWS, D)
     sms = device_limits(q.device).sms
 
-    def launch(keys: bool, heads: int, length: int, walked: int, block: int, stages: int, *out):
+    def launch(keys: bool, heads: int, length: int, in_group: int, block: int, stages: int, *out):
         consumers = 3 if D == 64 and length >= LONG else 2
         q_rows, kv_rows = (block, ROWS) if keys else (ROWS, block)
         programs = min(triton.cdiv(length, consumers * ROWS) * B * heads, sms)
@@ -277,9 +280,10 @@ def launch_hopper_backward(q, k, v, o, lse, do, dq, dk, dv, scale: float, causal
             *(gluon_descriptor(x, [1, 1, q_rows, D]) for x in (q, do)),
             *(gluon_descriptor(x, [1, 1, kv_rows, D]) for x in (k, v)),
             *(gluon_descriptor(x, [1, 1, ROWS, D]) for x in out), gluon_descriptor(rows, [1, q_rows]),
-            scale, heads, H // H_kv, S, S_kv, B * heads, max(1, GROUP_BYTES // (4 * D * walked)) if causal else 1,
+            scale, heads, H // H_kv, S, S_kv, B * heads, in_group if causal else 1,
             keys, causal, S_kv % block > 0, consumers, stages, *REGISTERS[consumers], num_warps=4,
         )  # fmt: skip
 
-    launch(False, H, S, S_kv, *DQ_BLOCKS[D], dq, dq)
-    launch(True, H_kv, S_kv, S * (H // H_kv), *DKDV_BLOCKS[D], dk, dv)
+    # Heads whose tiles run side by side: L2 is to hold what they walk over, of which K and V serve H // H_kv heads.
+    launch(False, H, S, max(1, GROUP_BYTES // (4 * S_kv * D)) * (H // H_kv), *DQ_BLOCKS[D], dq, dq)
+    launch(True, H_kv, S_kv, max(1, GROUP_BYTES // (4 * S * D * (H // H_kv))), *DKDV_BLOCKS[D], dk, dv)
