@@ -108,12 +108,12 @@ def backward(h: Harness, B: int, H: int, S: int, D: int, causal: bool) -> None:
     def gradients(fn):
         inputs = [x.clone().requires_grad_() for x in (q, k, v)]
         o = fn(*inputs)
-        return in_blocks(lambda q, k, v, do: torch.autograd.grad(o, inputs, do, retain_graph=True))
+        return in_blocks(lambda do, *_: torch.autograd.grad(o, inputs, do, retain_graph=True))
 
     calls = {name: fn for name, fn in variants(h, S, causal).items() if name != "FlexAttention"}
     h.compare(
         {name: gradients(fn) for name, fn in calls.items()},
-        in_blocks(lambda q, k, v, do: reference_backward(q, k, v, do, causal)[1:]), q, k, v, do,
+        in_blocks(lambda do, q, k, v: reference_backward(q, k, v, do, causal)[1:]), do, q, k, v,
         baseline=next(iter(calls)), title="backward", case=f"{B}x{H}x{S}x{D}{' causal' * causal}", default="triton",
         work=Work(bytes=8 * q.nbytes, flops=5 * attention_flops(q, k, causal) // 2, dtype=h.half),
         **gradient_budget(h.half, S),
