@@ -679,9 +679,8 @@ backward, warp specialized, every batch has the delta of the first
   - heads[1] + b * heads[0] + h, row
   + heads[1] + h, row
 backward, warp specialized, a result is written where TMA still reads the one before
-  - tma.store_wait(0)
-  - buf.reshape
-  + buf.reshape
+  - tma.store_wait(BUFFERS - 1)
+  + tma.store_wait(BUFFERS)
 
 # triton/decode_attention
 a query sees the key after its own
