@@ -7,8 +7,8 @@ With P = exp(S - lse), of S = scale * Q K^T, and delta = sum of o * do of each r
 dQ sums over keys, dK and dV over queries. One kernel for all three would add to dQ from many programs, in any order:
 another result in every run, or programs that wait for each other. Here are two kernels, one for dQ, which also stores
 delta, and one for dK and dV. Each computes S and dO V^T for itself: 7 MMAs where one kernel needs 5, and every run
-gives the same bits. Gradients of heads that share keys are summed by the program of those keys. On sm_90 the kernels of
-flash_attention_hopper_backward.py are called instead, which do the same in Gluon.
+gives the same bits. Gradients of heads that share keys are summed by the program of those keys. By default on sm_90,
+those of flash_attention_hopper_backward.py are launched instead: the same two in Gluon, and a third for delta.
 """
 
 from __future__ import annotations
@@ -141,8 +141,9 @@ def flash_attention_dkdv_kernel(
 def launch_backward(
     q, k, v, o, lse, do, scale: float, causal: bool, hopper: bool | None = None
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """dq, dk and dv, contiguous, of operands that are checked, o, lse and do contiguous; `scale` includes log2(e), lse
-    is float32 [B, H, S]. `hopper`: by flash_attention_hopper_backward.py, where it is None on sm_90."""
+    """dq, dk and dv, contiguous, of operands that are checked: q, o and do [B, H, S, D], k and v [B, H_kv, S_kv, D] and
+    lse float32 [B, H, S]; o, do and lse are contiguous, and `scale` includes log2(e). `hopper`: whether to launch the
+    kernels of flash_attention_hopper_backward.py; None: on sm_90."""
     (B, H, S, D), (_, H_kv, S_kv, _) = q.shape, k.shape
     dq, dk, dv = (torch.empty(x.shape, dtype=x.dtype, device=x.device) for x in (q, k, v))
     if not q.numel():  # no query asks for a key

@@ -8,12 +8,12 @@ dV, and walks over blocks of the others:
   queries    Q, dO    K, V         Q K^T    dQ += dS K
   keys       K, V     Q, dO        K Q^T    dV += P^T dO,  dK += dS^T Q
 
-A tile of keys has its scores transposed, so in both kernels P and dS are the left operand of the next MMA, which wgmma
-takes from the registers where they are: neither is ever written to shared memory. The exponentials of a block run under
-its dO V^T, and what else is not an MMA under the MMAs of the other consumers.
+A tile of keys has its scores transposed, so the left operands of what is added, dS and P^T, are results of the same
+warpgroup, which wgmma takes from its registers: neither is ever written to shared memory. The exponentials of a block
+run under its dO V^T, dS of a tile of keys under its P^T dO, and the rest under the MMAs of the other consumers.
 
-Two numbers of each query, its lse in powers of 2 and delta, come from a small kernel that runs first; wherever queries
-are loaded, TMA loads these too.
+Two numbers of each query, lse * log2(e) and delta (flash_attention_backward.py), come from a small kernel that runs
+first; TMA loads them with the queries.
 """
 
 from __future__ import annotations
@@ -46,7 +46,8 @@ from examples.triton.flash_attention_hopper import (
     tile_of,
 )
 
-# Head dim -> rows of a block and stages of the ring; of keys, for dQ, and of queries, for dK and dV.
+# Head dim -> rows of a block and stages of the ring; of keys, for dQ, and of queries, for dK and dV: chosen by timing
+# on an H200. A tile is a multiple of a block.
 DQ_BLOCKS = {64: (64, 6), 128: (128, 2)}
 DKDV_BLOCKS = {64: (64, 6), 128: (64, 3)}
 LOG2_E = tl.constexpr(math.log2(math.e))
@@ -54,7 +55,10 @@ LOG2_E = tl.constexpr(math.log2(math.e))
 
 @triton.jit
 def flash_attention_rows_kernel(o_ptr, do_ptr, lse_ptr, rows_ptr, S, PADDED, ROWS: tl.constexpr, D: tl.constexpr):
-    """Of each query lse * log2(e), infinite beyond S, so that weights are 0 there; and delta, the sum of o * do."""
+    """Of each query lse * log2(e), infinite beyond S, so that its weights are 0; and delta, the sum of o * do.
+
+    rows_ptr: float32 [2 * B * H, PADDED], first every lse, then every delta.
+    """
     blocks = PADDED // ROWS
     heads = tl.num_programs(0) // blocks
     bh, block = (tl.program_id(0) // blocks).to(tl.int64), tl.program_id(0) % blocks
@@ -69,7 +73,7 @@ def flash_attention_rows_kernel(o_ptr, do_ptr, lse_ptr, rows_ptr, S, PADDED, ROW
 
 @gluon.jit
 def _walk(start, h, sizes, TILE: gl.constexpr, BLOCK: gl.constexpr, KEYS: gl.constexpr, CAUSAL: gl.constexpr):
-    """What a tile walks over: the first head, heads, the first row, and blocks of a head."""
+    """What a tile walks over: the first head, how many heads, the first row, and blocks of each head."""
     _, q_per_kv, S, S_KV, _ = sizes
     if KEYS:
         first = start if CAUSAL else 0
@@ -80,7 +84,8 @@ def _walk(start, h, sizes, TILE: gl.constexpr, BLOCK: gl.constexpr, KEYS: gl.con
 
 @gluon.jit
 def _row(first, step, blocks, BLOCK: gl.constexpr, KEYS: gl.constexpr):
-    """First row of a block: keys from the last, queries from the first on, so that what a mask may cut comes first."""
+    """First row of a block: keys go from the last block to the first, queries from the first on, so that blocks with a
+    mask come first."""
     return first + (step if KEYS else blocks - 1 - step) * BLOCK
 
 
@@ -94,14 +99,14 @@ def _load(descs, ring, slot, phase, b, h, row, rows, heads, QUERIES: gl.constexp
     mbarrier.expect(ready, 2 * descs[0].block_type.nbytes + (2 * rows_desc.block_type.nbytes if QUERIES else 0))
     async_load(descs[0], at, ready, x_bufs.index(slot))
     async_load(descs[1], at, ready, y_bufs.index(slot))
-    if QUERIES:  # heads: of queries, in a batch and in all
+    if QUERIES:  # heads: query heads in a batch, and in all batches
         async_load(rows_desc, [b * heads[0] + h, row], ready, row_bufs.index(2 * slot))
         async_load(rows_desc, [heads[1] + b * heads[0] + h, row], ready, row_bufs.index(2 * slot + 1))
 
 
 @gluon.jit
 def _produce(own, ring, own_descs, ring_descs, rows, sizes, group_h, KEYS: gl.constexpr, CAUSAL: gl.constexpr):
-    """One warp: what each tile owns, and what it walks over."""
+    """One warp loads what each tile owns and what it walks over."""
     H, q_per_kv, S, S_KV, tile_heads = sizes
     CONSUMERS: gl.constexpr = own[0].shape[0]
     ROWS: gl.constexpr = own_descs[0].block_shape[2]
@@ -121,7 +126,7 @@ def _produce(own, ring, own_descs, ring_descs, rows, sizes, group_h, KEYS: gl.co
             row = _row(first, step % blocks, blocks, BLOCK, KEYS)
             _load(ring_descs, ring, slot, phase, b, head + step // blocks, row, rows, q_heads, KEYS)
             slot, phase = next_slot(slot, phase, STAGES)
-            if step == 0:  # after a block, whose slot is free before the tile before is done
+            if step == 0:  # after the first block, whose slot is free before the tile before is done
                 for i in gl.static_range(CONSUMERS):
                     _load(own_descs, own, i, own_phase, b, h, start + i * ROWS, rows, q_heads, not KEYS)
         own_phase ^= 1
@@ -132,7 +137,8 @@ def _block(
     a, b, ring, slot, phase, row_bufs, row_slot, grads, mine, row, S_KV, scale, KEYS: gl.constexpr,
     CAUSAL: gl.constexpr, MASKED: gl.constexpr,
 ):  # fmt: skip
-    """Add a block to dQ / scale, or to dK / scale and dV. a and b are a consumer's rows of what its tile owns."""
+    """Add a block to dQ, or to dK and dV; dQ and dK are scaled at the end. a and b are this consumer's rows of Q and dO
+    (of K and V); the slot has a block of K and V (of Q and dO)."""
     x_bufs, y_bufs, full, empty = ring
     D: gl.constexpr = a.shape[1]
     BLOCK: gl.constexpr = x_bufs.shape[3]
@@ -147,7 +153,7 @@ def _block(
     lse = row_bufs.index(2 * row_slot).reshape([QUERIES]).load(BY_QUERY)
     scores = warpgroup_mma_wait(1, deps=(scores,))
     weights = gl.exp2(scores * scale - (lse[None, :] if KEYS else lse[:, None]))
-    if MASKED:  # weights and their gradients: either may be NaN where it is hidden
+    if MASKED:  # P and dS each: either may be NaN where it is hidden
         other = row + gl.arange(0, BLOCK, gl.SliceLayout(0, SCORES))
         below = (mine[:, None] <= other[None, :]) if KEYS else (other[None, :] <= mine[:, None])
         seen = below if CAUSAL else (other < S_KV)[None, :]
@@ -173,8 +179,8 @@ def _block(
 
 @gluon.jit
 def _store(desc, buf, grad, b, h, row, BUFFERS: gl.constexpr):
-    """Start a TMA store of a consumer's rows from one of its buffers, in turn. TMA drops rows beyond the end."""
-    tma.store_wait(BUFFERS - 1)  # all but the latest stores have been read: this buffer too
+    """Start a TMA store of a consumer's rows from one of its BUFFERS, used in turn. TMA drops rows beyond the end."""
+    tma.store_wait(BUFFERS - 1)  # of two buffers all stores but the latest have been read: this buffer is free
     buf.reshape([grad.shape[0], grad.shape[1]]).store(grad.to(desc.dtype))
     fence_async_shared()
     async_store(desc, [b, h, row, 0], buf)
@@ -185,7 +191,7 @@ def _consume(
     own, ring, row_bufs, out_descs, out_bufs, sizes, scale, group_h, KEYS: gl.constexpr, CAUSAL: gl.constexpr,
     RAGGED: gl.constexpr, CONSUMER: gl.constexpr,
 ):  # fmt: skip
-    """A warpgroup: ROWS rows of every tile. Why no partition waits for ever: docs/memory_ordering.md."""
+    """A warpgroup computes ROWS rows of every tile. Why no partition waits for ever: docs/memory_ordering.md."""
     H, _, S, S_KV, tile_heads = sizes
     CONSUMERS: gl.constexpr = own[0].shape[0]
     ROWS: gl.constexpr = out_descs[0].block_shape[2]
@@ -239,7 +245,11 @@ def flash_attention_hopper_backward_kernel(
     KEYS: gl.constexpr, CAUSAL: gl.constexpr, RAGGED: gl.constexpr, CONSUMERS: gl.constexpr, STAGES: gl.constexpr,
     CONSUMER_REGISTERS: gl.constexpr, PRODUCER_REGISTERS: gl.constexpr,
 ):  # fmt: skip
-    """Tiles p, p + programs, ... of queries, for dQ in dx; or of keys, for dK in dx and dV in dy. H is the tiles'."""
+    """Tiles p, p + programs, ... of queries, for dQ in dx; or of keys, for dK in dx and dV in dy.
+
+    H counts the heads of queries, or of keys, in a batch, tile_heads those in all batches. rows_desc is of float32
+    [2 * query heads, S rounded up]; with tiles of queries dy is not used.
+    """
     own_descs, ring_descs = ((k_desc, v_desc), (q_desc, do_desc)) if KEYS else ((q_desc, do_desc), (k_desc, v_desc))
     own = (buffers(own_descs[0], CONSUMERS), buffers(own_descs[1], CONSUMERS), barriers(CONSUMERS), barriers(CONSUMERS))
     ring = (buffers(ring_descs[0], STAGES), buffers(ring_descs[1], STAGES), barriers(STAGES), barriers(STAGES))
@@ -265,7 +275,8 @@ def flash_attention_hopper_backward_kernel(
 
 
 def launch_hopper_backward(q, k, v, o, lse, do, dq, dk, dv, scale: float, causal: bool) -> None:
-    """dq, dk and dv of operands that are checked, on sm_90; `scale` includes log2(e), o and do are contiguous."""
+    """Write dq, dk and dv on sm_90, of operands that are checked; `scale` includes log2(e); o, do and lse, float32
+    [B, H, S], are contiguous."""
     (B, H, S, D), (_, H_kv, S_kv, _) = q.shape, k.shape
     padded = triton.cdiv(S, ROWS) * ROWS
     rows = torch.empty(2 * B * H, padded, dtype=torch.float32, device=q.device)
@@ -284,6 +295,6 @@ def launch_hopper_backward(q, k, v, o, lse, do, dq, dk, dv, scale: float, causal
             keys, causal, S_kv % block > 0, consumers, stages, *REGISTERS[consumers], num_warps=4,
         )  # fmt: skip
 
-    # Heads whose tiles run side by side: L2 is to hold what they walk over, of which K and V serve H // H_kv heads.
+    # Causal: heads whose tiles run side by side. L2 is to hold what they walk over; H // H_kv of queries share K and V.
     launch(False, H, S, max(1, GROUP_BYTES // (4 * S_kv * D)) * (H // H_kv), *DQ_BLOCKS[D], dq, dq)
     launch(True, H_kv, S_kv, max(1, GROUP_BYTES // (4 * S * D * (H // H_kv))), *DKDV_BLOCKS[D], dk, dv)

@@ -18,9 +18,9 @@ from examples.common.device import device_limits
 from examples.triton.weight_only_matmul_packing import WORDS, PackedWeight, check_packed, two_parts
 
 SLICES = tl.constexpr(8)  # columns of the smallest MMA
-OUTPUTS, WARPS = 8, 2  # so small a tile is multiplied by mma.sync, whichever the version of Triton
-PER_SM = 4  # programs, at least: with fewer outputs, K is better split
-RESIDENT = 8  # programs that the registers of a Hopper SM hold
+OUTPUTS, WARPS = 8, 2  # of a program; so small a tile is multiplied by mma.sync, whichever the version of Triton
+PER_SM = 4  # fewest programs to an SM: with fewer outputs, K is better split
+RESIDENT = 8  # programs to an SM that the registers of a Hopper SM allow
 
 
 @triton.jit
@@ -81,6 +81,6 @@ def fills_gpu(N: int, device: torch.device) -> bool:
 
 
 def count_stages(N: int, device: torch.device) -> int:
-    """Two where all programs run at once and are nearly as many as fit, else three: chosen by timing on an H200."""
+    """Stages of the pipeline: 2 where the programs are 75 to 100 % of one wave, else 3: chosen by timing on an H200."""
     per_sm = N / (OUTPUTS * device_limits(device).sms)
     return 2 if 0.75 * RESIDENT <= per_sm <= RESIDENT else 3

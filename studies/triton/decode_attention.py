@@ -6,7 +6,7 @@
 4. More queries and more heads to a head of keys: until the tensor cores take longer than memory.
 5. Pages of 1 to 256 keys, keys of a head adjacent in memory or not; lengths of which most are short.
 6. The keys and values read and added up, by a kernel that does nothing else: a few tens of MiB do not reach the speed
-   of a long copy, whoever reads them.
+   of a long copy.
 """
 
 from __future__ import annotations
@@ -98,6 +98,7 @@ def ragged(h: Harness, B: int, S: int) -> None:
 
 @triton.jit
 def read_kernel(k_ptr, v_ptr, out_ptr, tiles, TILE: tl.constexpr):
+    """Of each program the sum of its tiles in out_ptr, float32; k_ptr and v_ptr have tiles * TILE elements each."""
     acc = tl.zeros((TILE,), tl.float32)
     for tile in tl.range(tl.program_id(0), tiles, tl.num_programs(0), num_stages=4):
         at = tile * TILE + tl.arange(0, TILE)
@@ -106,7 +107,7 @@ def read_kernel(k_ptr, v_ptr, out_ptr, tiles, TILE: tl.constexpr):
 
 
 def reading(h: Harness, B: int, S: int) -> None:
-    """As few instructions as reading takes, from 256 programs of which each has its tiles; one row, and its ceiling."""
+    """K and V summed by programs that stride over tiles, with few other instructions: what reading alone takes."""
     k, v = (h.randn(B, HEADS[1], S, HEADS[2], dtype=h.half) for _ in range(2))
     programs, tile = h.pick(interpreted=8, quick=256, full=256), 4096
 

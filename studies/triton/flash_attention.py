@@ -75,10 +75,9 @@ def gradient_budget(dtype: torch.dtype, terms: int) -> dict:
 
 
 def blocks_of_rows(x: torch.Tensor) -> torch.Tensor:
-    """[B, H, S, D] as [B, H, blocks, 16 * D], the last row repeated: an error counts in units of 16 rows. Where the few
-    keys of a row cancel, what is left is the rounding of o; and causal gradients shrink from block to block. Of whole
-    blocks this is a view, which costs a timed call nothing, but for the gradients of torch's flash attention: they lie
-    otherwise in memory and are copied."""
+    """[B, H, S, D] as [B, H, blocks, 16 * D], the last row repeated, so that an error is measured against 16 rows: a
+    causal row may cancel to the rounding of o, and gradients shrink with their position. Of whole blocks this is a
+    view, which costs a timed call nothing, unless the gradients are [B, S, H, D] in memory: then they are copied."""
     if x.shape[-2] % 16:
         x = x[..., torch.arange(-(-x.shape[-2] // 16) * 16, device=x.device).clamp(max=x.shape[-2] - 1), :]
     return x.unflatten(-2, (-1, 16)).flatten(-2)
@@ -102,7 +101,8 @@ def training(h: Harness, B: int, H: int, S: int, D: int, causal: bool) -> None:
 
 
 def backward(h: Harness, B: int, H: int, S: int, D: int, causal: bool) -> None:
-    """The backward alone, of graphs that forward has built: cuDNN, torch's flash attention and both of ours."""
+    """The backward alone, of graphs built once: cuDNN, torch's flash attention and ours. FlexAttention's graph is gone
+    after its first call. The reference alone reads q, k and v; the graphs have copies."""
     q, k, v, do = (h.randn(B, H, S, D, dtype=h.half) for _ in range(4))
 
     def gradients(fn):
