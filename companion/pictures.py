@@ -254,7 +254,9 @@ def _timeline(figure: Figure, chart: Chart, mine: Chart | None) -> tuple[float, 
     axes.set(xlabel=chart.x)
     lines = [name.split("\n") for name in names]
     figure.set_figheight(0.65 + max(0.42, 0.17 * max(map(len, lines)) + 0.08) * len(lanes))
-    return 0.25 + 0.077 * max(len(line) for each in lines for line in each), 0.15, handles
+    latest = max(end for series, _ in shown for spans in series.points.values() for _, end in spans)
+    right = 0.15 + 0.077 * len(f"{latest:,.0f}") / 2  # half of the last number, should it stand at the end
+    return 0.25 + 0.077 * max(len(line) for each in lines for line in each), right, handles
 
 
 def _map(figure: Figure, chart: Chart, mine: Chart | None) -> tuple[float, float, list]:
