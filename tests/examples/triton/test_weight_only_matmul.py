@@ -227,8 +227,8 @@ def packed_meta(N: int, K: int, format: str) -> PackedWeight:
 
 @by_format
 def test_it_compiles_for_sizes_of_1(format):
-    """Triton makes a constant of each; where it can tell that no tile is shared, as K is one step, 3.6 crashes. (It also
-    spills two registers there, of one row.)"""
+    """Triton makes a constant of each; where it can tell that no tile is shared, as K is one step, 3.6 crashes. Of one
+    row it spills two registers there."""
     for fn, M, N, K in [
         (weight_only_matmul, 1, 1, 1),
         (weight_only_matmul, 5, 9000, 100),
