@@ -103,6 +103,14 @@ def h() -> Harness:
 
 
 @pytest.fixture
+def hopper(h) -> Harness:
+    """h, where Gluon's kernels for sm_90 run."""
+    if h.interpreted or h.machine.sm != 90:
+        pytest.skip("needs sm_90, and Gluon is not interpreted")
+    return h
+
+
+@pytest.fixture
 def cli():
     """Run a script as a user would, in a process of its own; returns the finished process."""
 

@@ -149,13 +149,6 @@ def test_a_cluster_with_nothing_to_add_up_or_to_write(h, monkeypatch):
         check(h, h.randn(M, K, dtype=h.half), h.randn(N, K, dtype=h.half).t(), "cluster")
 
 
-@pytest.fixture
-def hopper(h):
-    if h.interpreted or h.machine.sm != 90:
-        pytest.skip("needs sm_90, and Gluon is not interpreted")
-    return h
-
-
 # One row, one tile and one more in each dimension, nothing to add up, nothing; more rows of tiles than a group has, and
 # a last group that is not full.
 SHAPES = [(1, 8, 8), (129, 264, 72), (5, 136, 8), (5, 16, 0), (0, 16, 8), (5, 0, 8),

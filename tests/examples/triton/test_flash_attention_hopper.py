@@ -113,13 +113,6 @@ def test_what_is_refused(h, monkeypatch):
     refused(flash_attention, RuntimeError, "needs sm_90, ", q[:, :0], k[:, :1], v[:, :1], *call)
 
 
-@pytest.fixture
-def hopper(h):
-    if h.interpreted or h.machine.sm != 90:
-        pytest.skip("needs sm_90, and Gluon is not interpreted")
-    return h
-
-
 @pytest.mark.gpu
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_on_the_gpu(hopper, monkeypatch, dtype):

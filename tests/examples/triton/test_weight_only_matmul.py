@@ -8,6 +8,7 @@ from harness.codegen import compile_for
 
 import pytest
 import torch
+import triton
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -238,7 +239,9 @@ def test_it_compiles_for_sizes_of_1(format):
         (weight_only_matmul_gemv, 1, 9000, 100),
     ]:
         kernels = compile_for(fn, (meta(M, K), packed_meta(N, K, format)), sms=(90,))
-        assert all(each.error is None and each.spills <= 8 for each in kernels), (M, N, K, kernels)
+        one_step = (fn, N, format) == (weight_only_matmul_gemv, 9000, "int4")
+        spilled = 8 if one_step and triton.__version__.startswith("3.6.") else 0
+        assert all(each.error is None and each.spills <= spilled for each in kernels), (M, N, K, kernels)
 
 
 @by_format
@@ -261,7 +264,8 @@ def test_generated_code(format, sm, mma):
 @by_format
 @pytest.mark.parametrize(("N", "stages"), [(4224, 3), (8192, 2), (28672, 3)])
 def test_generated_code_of_one_row(format, N, stages):
-    """One kernel of mma.sync, whatever the version; eight programs to an SM, or all, have 60 KiB in flight."""
+    """One kernel of mma.sync, whatever the version. Of three stages an SM's programs have 96 KiB in flight; of two,
+    where all programs of the launch run at once, 60 KiB."""
     (kernel,) = compile_for(weight_only_matmul, (meta(1, 8192), packed_meta(N, 8192, format)), sms=(90,))
     assert (kernel.error, kernel.too_much, kernel.spills) == (None, None, 0)
     assert kernel.found.get("cp.async")
@@ -270,4 +274,5 @@ def test_generated_code_of_one_row(format, N, stages):
     per_sm = min(SHARED_LIMIT[90] // (kernel.shared + 1024), 65536 // (-(-kernel.registers // 8) * 8 * 32 * gemv.WARPS))
     assert per_sm >= gemv.RESIDENT
     assert (kernel.shared > 16 * 1024) == (stages == 3)
-    assert min(gemv.RESIDENT, N / gemv.OUTPUTS / 132) * (stages - 1) * gemv.OUTPUTS >= 60
+    running = per_sm if stages == 3 else N / gemv.OUTPUTS / 132
+    assert min(per_sm, running) * (stages - 1) * gemv.OUTPUTS * 1024 >= (96 if stages == 3 else 60) * 1024
