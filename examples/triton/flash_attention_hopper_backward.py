@@ -153,11 +153,12 @@ def _block(
     lse = row_bufs.index(2 * row_slot).reshape([QUERIES]).load(BY_QUERY)
     scores = warpgroup_mma_wait(1, deps=(scores,))
     weights = gl.exp2(scores * scale - (lse[None, :] if KEYS else lse[:, None]))
-    if MASKED:  # P and dS each: either may be NaN where it is hidden
+    if MASKED:  # P and dS each, as either may be NaN where it is hidden; only tiles of keys use P
         other = row + gl.arange(0, BLOCK, gl.SliceLayout(0, SCORES))
         below = (mine[:, None] <= other[None, :]) if KEYS else (other[None, :] <= mine[:, None])
         seen = below if CAUSAL else (other < S_KV)[None, :]
-        weights = gl.where(seen, weights, 0.0)
+        if KEYS:
+            weights = gl.where(seen, weights, 0.0)
     dx, dy = grads
     if KEYS:
         dy = start_values(gl.convert_layout(weights.to(a.dtype), LEFT), y_bufs, slot, dy)
@@ -217,8 +218,8 @@ def _consume(
         mbarrier.wait(own[2].index(CONSUMER), own_phase)
         for _head in range(heads):
             masked = 0
-            if CAUSAL or (RAGGED and not KEYS):  # blocks that the diagonal crosses, or the last one
-                masked = min(blocks, TILE // BLOCK)
+            if CAUSAL or RAGGED:  # blocks that the diagonal crosses, or the last one
+                masked = min(blocks, TILE // BLOCK if CAUSAL else 1)
                 for step in range(masked):
                     grads = _block(
                         x, y, ring, slot, phase, row_bufs, slot if KEYS else CONSUMER, grads, mine,
@@ -281,18 +282,17 @@ def launch_hopper_backward(q, k, v, o, lse, do, dq, dk, dv, scale: float, causal
     padded = triton.cdiv(S, ROWS) * ROWS
     rows = torch.empty(2 * B * H, padded, dtype=torch.float32, device=q.device)
     flash_attention_rows_kernel[(B * H * padded // ROWS,)](o, do, lse, rows, S, padded, ROWS, D)
-    sms = device_limits(q.device).sms
 
     def launch(keys: bool, heads: int, length: int, in_group: int, block: int, stages: int, *out):
         consumers = 3 if D == 64 and length >= LONG else 2
         q_rows, kv_rows = (block, ROWS) if keys else (ROWS, block)
-        programs = min(triton.cdiv(length, consumers * ROWS) * B * heads, sms)
+        programs = min(triton.cdiv(length, consumers * ROWS) * B * heads, device_limits(q.device).sms)
         flash_attention_hopper_backward_kernel[(programs,)](
             *(gluon_descriptor(x, [1, 1, q_rows, D]) for x in (q, do)),
             *(gluon_descriptor(x, [1, 1, kv_rows, D]) for x in (k, v)),
             *(gluon_descriptor(x, [1, 1, ROWS, D]) for x in out), gluon_descriptor(rows, [1, q_rows]),
-            scale, heads, H // H_kv, S, S_kv, B * heads, in_group if causal else 1,
-            keys, causal, S_kv % block > 0, consumers, stages, *REGISTERS[consumers], num_warps=4,
+            scale, heads, H // H_kv, S, S_kv, B * heads, in_group if causal else 1, keys, causal,
+            not (keys or causal) and S_kv % block > 0, consumers, stages, *REGISTERS[consumers], num_warps=4,
         )  # fmt: skip
 
     # Causal: heads whose tiles run side by side. L2 is to hold what they walk over; H // H_kv of queries share K and V.

@@ -644,8 +644,8 @@ warp specialized, a tile is written where TMA still reads the one before  [gpu]
   - acc = warpgroup_mma_wait(0, deps=(acc,))
   + acc = warpgroup_mma_wait(0, deps=(acc,))
 backward, warp specialized, with three consumers a block that the diagonal crosses has no mask
-  - masked = min(blocks, TILE // BLOCK)
-  + masked = min(blocks, 2)
+  - TILE // BLOCK if CAUSAL
+  + 2 if CAUSAL
 backward, warp specialized, a slot that three consumers read is free when two have released it
   - init_ring(ring[2], ring[3], STAGES, CONSUMERS)
   + init_ring(ring[2], ring[3], STAGES, 2)
