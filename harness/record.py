@@ -30,8 +30,8 @@ from pathlib import Path
 from harness.catalog import ROOT
 
 SCHEMA = 2
-# The folders of results/ in which a recorded answer is looked for. Of pairs that of H100s: the H200s' is of older code.
-REFERENCES = ("h200", "h100-x2", "cpu")
+# The folders of results/ in which a recorded answer is looked for.
+REFERENCES = ("h200", "h200-x2", "cpu")
 
 
 @dataclass
