@@ -146,7 +146,7 @@ def test_both_streams_of_a_step():
 def test_speed_by_the_size_of_a_message():
     example = next(each for each in examples() if each["name"] == "one_shot_allreduce")
     (chart,) = charts.charts_of("one_shot_allreduce", example)
-    sizes = [2**10 * kib for kib in (1, 4, 16, 64, 256, 1024)]
+    sizes = [2**10 * kib for kib in (1, 4, 16, 64, 256, 1024, 4096, 16384)]
     assert all(list(each.points) == sizes for each in chart.series)
     assert chart.series[0].points[65536] == pytest.approx(charts.timed(example)[3].over("torch NCCL", "dispatcher"))
 
