@@ -16,7 +16,7 @@ these do not overlap, so two programs (of 4 warps) share an SM: one can multiply
 Question   How fast is attention without stored scores in Triton, by length and mask, beside the fastest library?
 Needs      triton, sm_90
 Wins when  the GPU is a Hopper and attention is long, or cuDNN has no kernel for the variant; FlexAttention states most
-           variants in two lines. In training cuDNN is still a little faster (study); for decoding see decode_attention.
+           variants in two lines. In training cuDNN is a little faster (study); for decoding see decode_attention.
 Variants   flash_attention_hopper.py (in Gluon, the default on sm_90), flash_attention_backward.py (the gradients),
            flash_attention_hopper_backward.py (the same in Gluon)
 Study      studies/triton/flash_attention.py

@@ -249,7 +249,7 @@ def flash_attention_hopper_backward_kernel(
     """Tiles p, p + programs, ... of queries, for dQ in dx; or of keys, for dK in dx and dV in dy.
 
     H counts the heads of queries, or of keys, in a batch, tile_heads those in all batches. rows_desc is of float32
-    [2 * query heads, S rounded up]; with tiles of queries dy is not used.
+    [2 * query heads, S rounded up]; with tiles of queries dy is not used. RAGGED: the last block of keys is not full.
     """
     own_descs, ring_descs = ((k_desc, v_desc), (q_desc, do_desc)) if KEYS else ((q_desc, do_desc), (k_desc, v_desc))
     own = (buffers(own_descs[0], CONSUMERS), buffers(own_descs[1], CONSUMERS), barriers(CONSUMERS), barriers(CONSUMERS))
