@@ -17,7 +17,8 @@ Question   How much faster is attention in FP8 than in bfloat16, and what does i
 Needs      triton, sm_90
 Wins when  K and V are quantized once and read often (a cache), or their producer writes FP8. Where bfloat16 must be
            quantized for each call, that pass over memory belongs to the price: the study times it.
-Variants   fp8_attention_operands.py (how Q, K and V are quantized and V is packed)
+Variants   fp8_attention_hopper.py (in Gluon, the default on sm_90), fp8_attention_operands.py (how Q, K and V are
+           quantized and V is packed)
 Study      studies/fp8/fp8_attention.py
 Source     goes beyond the chapter; Shah et al. 2024 (FlashAttention-3); Dao et al. 2022
 """
@@ -37,14 +38,16 @@ from torch.nn.attention import SDPBackend
 from examples.common.attention import attention_budget, attention_flops, attention_reference, check_attention, sdpa
 from examples.common.compiled import over_library
 from examples.common.device import require_triton_device
-from examples.common.fp8 import E4M3, require_fp8, require_scales
-from examples.common.tma import require_tma_layout, tma_descriptor
+from examples.common.fp8 import E4M3
+from examples.common.gluon import gluon_architecture, require_wgmma
+from examples.common.operands import check_choice
+from examples.common.tma import tma_descriptor
 from examples.common.untraced import untraced
-from examples.fp8.fp8_attention_operands import GROUP, dequantize, prepare
+from examples.fp8.fp8_attention_hopper import launch_hopper
+from examples.fp8.fp8_attention_operands import check_dtypes, check_operands, dequantize, off_by, prepare, reference
 
-OUT_DTYPES = (torch.bfloat16, torch.float16)
-# Head dim -> BLOCK_M, BLOCK_N, warps, stages. Causal: BLOCK_N a multiple of BLOCK_M.
-# Chosen by timing on an H200: two programs share an SM.
+OUT_DTYPES, VARIANTS = (torch.bfloat16, torch.float16), ("tiles", "warp specialized")
+# Head dim -> BLOCK_M, BLOCK_N (causal: a multiple of it), warps, stages, by timing on an H200: two programs an SM.
 TILES = {64: (64, 64, 4, 3), 128: (64, 128, 4, 3)}
 HEADS = 8  # causal: heads whose tiles run side by side; K and V of 8 heads of 4096 x 128 are 8 MiB of L2
 
@@ -134,57 +137,46 @@ def fp8_attention(
     q: torch.Tensor, k: torch.Tensor, v: torch.Tensor,
     q_scale: torch.Tensor, k_scale: torch.Tensor, v_scale: torch.Tensor,
     causal: bool = False, scale: float | None = None,
-    *, out_dtype: torch.dtype = torch.bfloat16, check_scales: bool = True,
+    *, out_dtype: torch.dtype = torch.bfloat16, check_scales: bool = True, variant: str | None = None,
 ) -> torch.Tensor:  # fmt: skip
     """Attention over what q, k and v stand for, q * q_scale and so on; prepare() makes all six from 16-bit data.
 
     q [B, H, S, D], k [B, H_kv, S_kv, D], v [B, H_kv, D, S_kv rounded up to 16] as pack_values() makes it, all
     float8_e4m3fn, H a multiple of H_kv; float32 scales [] or [B, H] for q, [] or [B, H_kv] for k and v. D is 64 or 128;
     any S and S_kv from 1 up; causal needs S == S_kv. Returns [B, H, S, D], contiguous, in bfloat16 or float16.
+    `variant`: one of VARIANTS, by default the second on sm_90.
 
-    Raises TypeError for another dtype, or a causal that is no bool; ValueError for sizes that do not fit, a layout of V
-    or one that TMA cannot load, and what require_scales refuses (check_scales=False does not read them, which waits for
-    the GPU); RuntimeError for no Triton or an input that requires grad.
+    Raises TypeError for another dtype, or a causal that is no bool; ValueError for sizes that do not fit, an unknown
+    variant, V's layout or one that TMA cannot load, and what require_scales refuses (check_scales=False reads none and
+    does not wait for the GPU); RuntimeError for no Triton, grad and, warp specialized, all but sm_90.
     """
     name = "fp8_attention"
     require_triton_device(name, q, k, v)
-    require_fp8(name, q=q, k=k, v=v)
-    if not q.dtype == k.dtype == v.dtype == E4M3:
-        raise TypeError(f"{name}: dtypes {q.dtype}, {k.dtype}, {v.dtype}; quantize all three to {E4M3}")
+    check_dtypes(name, q, k, v)
     if out_dtype not in OUT_DTYPES:
         raise TypeError(f"{name}: out_dtype {out_dtype} is not one of {OUT_DTYPES}")
-    scale = check_attention(name, q, k, v, TILES, causal, scale)
+    scale = check_attention(name, q, k, v, TILES, causal, scale) * math.log2(math.e)
     (B, H, S, D), (_, H_kv, S_kv, _) = q.shape, k.shape
-    packed = (B, H_kv, D, triton.cdiv(S_kv, GROUP) * GROUP)
-    if v.shape != packed:
-        raise ValueError(f"{name}: v has shape {tuple(v.shape)}; v must be {packed}, as pack_values() makes it")
-    scales = {"q_scale": (q_scale, [(), (B, H)])}
-    scales |= {"k_scale": (k_scale, [(), (B, H_kv)]), "v_scale": (v_scale, [(), (B, H_kv)])}
-    require_scales(name, q, check_scales, **scales)
-    require_tma_layout(name, q=q, k=k, v=v)
+    check_operands(name, q, k, v, q_scale, k_scale, v_scale, check_scales)
+    variant = variant or VARIANTS[gluon_architecture(q.device) == 90]
+    check_choice(name, VARIANTS, variant=variant)
+    if variant == "warp specialized":
+        require_wgmma(name, q.device, "the variant 'tiles'")
+    q_scale, k_scale, v_scale = q_scale.expand(B, H), k_scale.expand(B, H_kv), v_scale.expand(B, H_kv)  # or 0 apart
     o = torch.empty(q.shape, dtype=out_dtype, device=q.device)
-    if o.numel():
+    if variant == "warp specialized" and o.numel():
+        launch_hopper(q, k, v, o, q_scale, k_scale, v_scale, scale, causal)
+    elif o.numel():
         block_m, block_n, num_warps, stages = TILES[D]
-        # A scale of the whole tensor is one of every head, 0 apart.
-        q_scale, k_scale, v_scale = q_scale.expand(B, H), k_scale.expand(B, H_kv), v_scale.expand(B, H_kv)
         fp8_attention_kernel[(triton.cdiv(S, block_m) * B * H,)](
             tma_descriptor(q, [1, 1, block_m, D]), tma_descriptor(k, [1, 1, block_n, D]),
             tma_descriptor(v, [1, 1, D, block_n]), tma_descriptor(o, [1, 1, block_m, D]), q_scale, k_scale, v_scale,
             *q_scale.stride(), *k_scale.stride(), *v_scale.stride(),
-            scale * math.log2(math.e), H, H // H_kv, S, S_kv,
+            scale, H, H // H_kv, S, S_kv,
             BLOCK_M=block_m, BLOCK_N=block_n, D=D, CAUSAL=causal, RAGGED=S_kv % block_n > 0,
             HEADS=HEADS if causal else 1, STAGES=stages, num_warps=num_warps,
         )  # fmt: skip
     return o
-
-
-def reference(q, k, v, q_scale, k_scale, v_scale, causal: bool = False, scale: float | None = None) -> torch.Tensor:
-    return attention_reference(*dequantize(q, k, v, q_scale, k_scale, v_scale), causal, scale)
-
-
-def off_by(got: torch.Tensor, want: torch.Tensor) -> float:
-    """Root mean square of a head's error over that of its answer, the mean over heads."""
-    return ((got.double() - want).norm(dim=(2, 3)) / want.norm(dim=(2, 3))).mean().item()
 
 
 def compare(h: Harness, bf16, B: int, H: int, S: int, D: int, causal: bool):
@@ -199,12 +191,15 @@ def compare(h: Harness, bf16, B: int, H: int, S: int, D: int, causal: bool):
         "torch flash bf16": sdpa(SDPBackend.FLASH_ATTENTION, causal),
     }
     variants = {name: lambda *data, fn=fn: fn(*data[6:]) for name, fn in in_half.items()}
-    variants["triton"] = lambda *data: fp8_attention(*data[:6], causal, out_dtype=h.half, check_scales=False)
+    ours = functools.partial(fp8_attention, causal=causal, out_dtype=h.half, check_scales=False)
+    variants["triton"] = lambda *data: ours(*data[:6])
+    if h.machine.sm == 90 and not h.interpreted:
+        variants["tiles"] = lambda *data: ours(*data[:6], variant="tiles")
     moved = sum(x.nbytes for x in data) + exact[0].nbytes
     half = attention_budget(h.half, S)
     return h.compare(
         variants, lambda *data: reference(*data[:6], causal), *data, *exact, baseline=peer if h.interpreted else best,
-        case=f"{B}x{H}x{S}x{D}{' causal' * causal}", peers=[peer], dtype=h.half,
+        default="triton", case=f"{B}x{H}x{S}x{D}{' causal' * causal}", peers=[peer], dtype=h.half,
         work=Work(bytes=moved, flops=attention_flops(*data[:2], causal), dtype=E4M3), **attention_budget(E4M3, S),
         library=half, budgets={peer: half}, references={peer: lambda *data: attention_reference(*data[6:], causal)},
         wrong={"without its last keys": lambda q, k, *x: reference(q, k[:, :, : -(S // 32 + 96)], *x[:4], causal)},
@@ -227,13 +222,15 @@ def demo(h: Harness) -> None:
         for S, S_kv, causal in [(1, 1, False), (130, 67, False), (129, 129, True)]:
             q = h.randn(1, 2, S, D, dtype=h.half)
             k, v = (h.randn(1, 1, S_kv, D, dtype=h.half) for _ in range(2))
-            ours, what = functools.partial(fp8_attention, out_dtype=h.half), f"{S}x{S_kv}x{D}{' causal' * causal}"
-            how = {"what": what, "dtype": h.half} | attention_budget(E4M3, S_kv)
-            h.check(ours, reference, *prepare(q, k, v), causal, **how)
+            for variant in VARIANTS[: 1 + (h.machine.sm == 90 and not h.interpreted)]:
+                ours = functools.partial(fp8_attention, out_dtype=h.half, variant=variant)
+                how = {"what": f"{variant} {S}x{S_kv}x{D}{' causal' * causal}", "dtype": h.half}
+                h.check(ours, reference, *prepare(q, k, v), causal, **how | attention_budget(E4M3, S_kv))
     x, s = h.meta(4, 32, 4096, 128, dtype=E4M3), h.meta(4, 32, dtype=torch.float32)
-    tma = ("cp.async.bulk.tensor", "mbarrier", "mma f8")
+    tma, data = ("cp.async.bulk.tensor", "mbarrier", "mma f8"), (x, x, x.transpose(2, 3).contiguous(), s, s, s)
     find = {90: (*tma, "wgmma"), 100: (*tma, "tcgen05.mma"), 120: (*tma, "mma.sync")}
-    h.codegen(fp8_attention, x, x, x.transpose(2, 3).contiguous(), s, s, s, find=find)
+    h.codegen(fp8_attention, *data, variant="tiles", find=find)
+    h.codegen(fp8_attention, *data, find={90: (*tma, "wgmma", "setmaxnreg")})
 
     bf16 = h.peer("triton/flash_attention").flash_attention
     quick, full = [(1, 16, 4096, 128), (1, 16, 4096, 64)], [(4, 32, 4096, 128), (1, 32, 16384, 128)]

@@ -1,12 +1,35 @@
-"""Q, K and V for fp8_attention: quantized with a scale for each head or tensor, V transposed and its keys reordered."""
+"""Q, K and V for fp8_attention: quantized with a scale for each head or tensor, V transposed and its keys reordered.
+
+Also their checks, and what an answer is held to.
+"""
 
 from __future__ import annotations
 
 import torch
 
-from examples.common.fp8 import E4M3, quantize_reference
+from examples.common.attention import attention_reference
+from examples.common.fp8 import E4M3, quantize_reference, require_fp8, require_scales
+from examples.common.tma import require_tma_layout
 
 GROUP = 16  # keys that share one order in V
+
+
+def check_dtypes(name: str, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> None:
+    require_fp8(name, q=q, k=k, v=v)
+    if not q.dtype == k.dtype == v.dtype == E4M3:
+        raise TypeError(f"{name}: dtypes {q.dtype}, {k.dtype}, {v.dtype}; quantize all three to {E4M3}")
+
+
+def check_operands(name: str, q, k, v, q_scale, k_scale, v_scale, check_scales: bool) -> None:
+    """What check_attention leaves: V's sizes, the scales, and that TMA can load all three."""
+    (B, H, _, D), (_, H_kv, S_kv, _) = q.shape, k.shape
+    packed = (B, H_kv, D, -(-S_kv // GROUP) * GROUP)
+    if v.shape != packed:
+        raise ValueError(f"{name}: v has shape {tuple(v.shape)}; v must be {packed}, as pack_values() makes it")
+    scales = {"q_scale": (q_scale, [(), (B, H)])}
+    scales |= {"k_scale": (k_scale, [(), (B, H_kv)]), "v_scale": (v_scale, [(), (B, H_kv)])}
+    require_scales(name, q, check_scales, **scales)
+    require_tma_layout(name, q=q, k=k, v=v)
 
 
 def pack_values(v: torch.Tensor) -> torch.Tensor:
@@ -50,3 +73,12 @@ def dequantize(q, k, v, q_scale, k_scale, v_scale) -> tuple[torch.Tensor, torch.
         x.double() * (s if s.ndim == 0 else s[..., None, None]).double()
         for x, s in zip(data, (q_scale, k_scale, v_scale), strict=True)
     )
+
+
+def reference(q, k, v, q_scale, k_scale, v_scale, causal: bool = False, scale: float | None = None) -> torch.Tensor:
+    return attention_reference(*dequantize(q, k, v, q_scale, k_scale, v_scale), causal, scale)
+
+
+def off_by(got: torch.Tensor, want: torch.Tensor) -> float:
+    """Root mean square of a head's error over that of its answer, the mean over heads."""
+    return ((got.double() - want).norm(dim=(2, 3)) / want.norm(dim=(2, 3))).mean().item()
