@@ -1,19 +1,20 @@
 """FP8 attention in Gluon for Hopper: three warpgroups take turns at the tensor cores, which also add up the weights.
 
 In FP8 a block of 128 keys costs a warpgroup of 64 queries 512 clocks of the SM's tensor cores at D = 128, and 512 of
-its exponential units. For each block a warp also issues more than 400 instructions, most of which wait for the one
-before: alone it is twice as slow as those units. So it takes many warps, and few instructions in each.
+its exponential units. For each block a warp also issues about 400 instructions, most of which wait for the one before,
+so that one warpgroup keeps those units busy for a fraction of its time. It takes several, with few instructions each:
 
-  consumers   are three warpgroups of 64 queries, as in flash_attention_hopper.py. They have the registers for it as P V
-              of a block ends before Q K^T of the next one starts: the scores are written where the weights were.
-  turns       they start their MMAs one after the other. Left alone they fall into step: all wait for the tensor
-              cores, then for the exponential units. A turn is a named barrier: one warpgroup comes, the next waits.
-  sums        of the weights are 8 more columns of P V, by ones: 64 additions less for a thread. They are sums of the
-              rounded weights, so what rounding adds to all weights of a row is divided out.
-  weights     are packed into the 4 bytes of an int32 by two instructions, and so become the operand without a move: V
-              has its keys in the order that this needs (fp8_attention_operands.py).
-  the ring    has in a slot what one step multiplies: K of a block and V of the block before. There is no K after the
-              last block and no V before the first: TMA fills those with zeros, which nothing reads.
+  consumers   are three warpgroups of 64 queries, as in flash_attention_hopper.py. They fit the registers as P V of a
+              block ends before Q K^T of the next one starts: the scores take over P's registers.
+  turns       they start their MMAs one after the other. Left alone they fall into step: all wait for the tensor cores,
+              then for the exponential units. A turn is a named barrier of the hardware: a warpgroup arrives when its
+              Q K^T has started, and the next one waits there before its P V. It orders no memory.
+  sums        of the weights are an MMA of P by 8 columns of ones, for 64 additions of each thread. They are sums of
+              the rounded weights, so an error that all weights of a row share is divided out.
+  weights     are packed into the 4 bytes of an int32 by two instructions, and so become the operand without moving
+              between threads: V has its keys in the order that this needs (fp8_attention_operands.py).
+  the ring    has in a slot what one step multiplies: K of a block, and V of the block before. The first step has no V
+              to multiply and the last no K: what is loaded there, zeros where it lies outside the tensor, nobody reads.
 
 K and V are walked from the last block to the first: only the last can need a mask.
 """
@@ -193,7 +194,7 @@ def _consume(
                 slot, phase = next_slot(slot, phase, STAGES)
                 take_turn(CONSUMER)
                 pass_turn(CONSUMER, CONSUMERS)
-        # The last block alone, masked. Rows of K and V beyond the end arrive as zeros, so 0 * v is 0 there, not NaN.
+        # The last block alone, masked. K and V beyond the end are zeros, of TMA or pack_values(): 0 * v is 0, not NaN.
         mbarrier.wait(q_full.index(CONSUMER), q_phase)
         mbarrier.wait(full.index(slot), phase)
         scores = start_scores(q, k_bufs, slot, SCORES)

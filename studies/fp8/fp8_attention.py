@@ -1,10 +1,10 @@
 """Study of fp8_attention: where its error comes from, what quantizing for each call costs, and the code of both masks.
 
 1. The code for each head dim and mask.
-2. The error on normal data, on outlier channels and on heads of unequal size, with a scale a head and with one scale;
-   and the part that exact arithmetic on the FP8 inputs would leave. The arithmetic adds weights of three bits and,
-   on Hopper, an accumulator that keeps about 14 bits: beside one large weight, many small ones lose part of what they
-   add.
+2. The error on normal data, on outlier channels, on heads of unequal size and on values around 1, with a scale a head
+   and with one scale; and the part that exact arithmetic on the FP8 inputs would leave. The arithmetic adds weights of
+   three bits and, on Hopper, an accumulator that keeps about 14 bits and rounds towards zero: beside a large sum, small
+   products lose part of what they add. Values of both signs keep the sum small; those around 1 do not.
 3. prepare() in eager torch next to the attention, and next to a copy of its bytes.
 """
 
@@ -30,13 +30,15 @@ def show_accuracy(h: Harness) -> None:
     """What FP8 costs, apart: quantizing the inputs, and the arithmetic after it."""
     B, H, S, D = h.pick(interpreted=(1, 3, 70, 64), quick=(1, 4, 2048, 128), full=(1, 4, 4096, 128))
     rows, shares = {}, []
-    for kind in ("normal data", "outlier channels", "heads of unequal size"):
+    for kind in ("normal data", "outlier channels", "heads of unequal size", "values around 1"):
         q, k, v = (h.randn(B, H, S, D, dtype=h.half) for _ in range(3))
         if kind == "outlier channels":  # one of 32, ten times as large
             k[..., ::32] *= 10
             v[..., ::32] *= 10
         elif kind == "heads of unequal size":  # each 1/30 of the one before
             v *= (30.0 ** -torch.arange(H, device=v.device)).to(v.dtype)[:, None, None]
+        elif kind == "values around 1":
+            v += 1
         want, row = attention_reference(q, k, v), rows.setdefault(kind, {})
         for label, per_head in (("one scale", False), ("a scale a head", True)):
             data = prepare(q, k, v, per_head)
