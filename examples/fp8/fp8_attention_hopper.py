@@ -127,7 +127,7 @@ def pack_weights(weights):
 
 @gluon.jit
 def unpack_weights(packed, LAYOUT: gl.constexpr):
-    """The weights as an operand. It takes no instruction: the operand's registers are the int32, of 4 bytes each."""
+    """The weights as an operand, whose registers are the int32, of 4 bytes each: nothing is moved between threads."""
     ROWS: gl.constexpr = packed.shape[0]
     BLOCK_N: gl.constexpr = packed.shape[1] * 16
     twice = gl.join(packed, packed)

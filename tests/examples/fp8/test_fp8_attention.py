@@ -11,8 +11,8 @@ import torch
 
 from examples.common.attention import attention_budget
 from examples.common.fp8 import E4M3
-from examples.fp8.fp8_attention import TILES, fp8_attention, off_by, reference
-from examples.fp8.fp8_attention_operands import dequantize, pack_values, prepare, unpack_values
+from examples.fp8.fp8_attention import TILES, fp8_attention
+from examples.fp8.fp8_attention_operands import dequantize, off_by, pack_values, prepare, reference, unpack_values
 from tests.examples.fp8.helpers import NAN, code, meta, refused
 
 
@@ -105,7 +105,7 @@ def test_packing_and_preparing(h):
 @pytest.mark.filterwarnings("ignore:All-NaN slice encountered:RuntimeWarning")  # numpy, in the interpreter
 def test_nan_goes_where_it_must(h):
     data = qkv(h, 1, 1, 300, 64)
-    fn = functools.partial(fp8_attention, causal=True, out_dtype=h.half)
+    fn = functools.partial(fp8_attention, causal=True, out_dtype=h.half, variant="tiles")
     clean = fn(*data)
 
     def poisoned(which, *place):
@@ -163,12 +163,12 @@ def test_what_hopper_is_given():
     the next weights."""
     q, scale = meta(4, 32, 4096, 128), meta(4, 32, dtype=torch.float32)
     args = (q, q, q.transpose(2, 3).contiguous(), scale, scale, scale, True)
-    kernel = code(90, (), fp8_attention, *args)
+    kernel = code(90, (), fp8_attention, *args, variant="tiles")
     assert kernel.warps == TILES[128][2]
     assert 2 * (kernel.shared + 1024) <= 228 * 1024
     assert 2 * 32 * kernel.warps * kernel.registers <= 65536
     assert kernel.found["mma f8"] == kernel.found["wgmma"], "both products in FP8"
-    texts = dump(fp8_attention, args, sm=90)
+    texts = dump(fp8_attention, args, {"variant": "tiles"}, sm=90)
     ptx = texts["ptx"]
     assert "erializ" not in texts["log"], "ptxas would wait for every wgmma by itself"
     # Maximum and sum of two rows a thread over the four threads that share them, in the opening and in the loop.

@@ -29,6 +29,7 @@ from triton.runtime.jit import JITFunction
 from examples.common.device import SHARED_LIMIT, Limits
 from examples.common.fp8 import E4M3
 from examples.common.microscaling import FORMATS, dequantize
+from examples.fp8.fp8_attention_operands import pack_values
 from tests.examples.tma.helpers import Launcher
 
 no_shrinking = settings(phases=[Phase.generate])  # it takes minutes, and what is drawn from a seed has nothing smaller
@@ -48,8 +49,8 @@ class Value:
 
     type = property(lambda self: SimpleNamespace(layout=None))
 
-    def to(self, dtype):
-        return Value(self.sm, lambda: self.get().to(dtype.torch), self.shape)
+    def to(self, dtype, bitcast=False):
+        return Value(self.sm, lambda: getattr(self.get(), "view" if bitcast else "to")(dtype.torch), self.shape)
 
     def then(self, fn, *others):
         """fn of this and other values, computed where the partition is now."""
@@ -221,9 +222,11 @@ def of_a_cta(shape, layout):
     return [*outer, rows // 2 if splits and splits[0][0] else rows, cols]
 
 
-def part_of(desc, at, box):
-    """What there is of a box: slices end where the tensor does."""
-    return desc.base[tuple(slice(i, i + n) for i, n in zip(at, box, strict=True))]
+def inside(desc, at, box):
+    """What there is of a box, as slices of the tensor and of the box: it may begin before the tensor and end after."""
+    spans = [(i, max(i, 0), min(i + n, size)) for i, n, size in zip(at, box, desc.base.shape, strict=True)]
+    spans = [(i, start, max(start, end)) for i, start, end in spans]
+    return tuple(slice(a, b) for _, a, b in spans), tuple(slice(a - i, b - i) for i, a, b in spans)
 
 
 def at_least(a, b):
@@ -233,6 +236,11 @@ def at_least(a, b):
 def fused_multiply_add(text, constraints, args, dtype, is_pure, pack):
     assert text.startswith("fma.rn.f32 $0, $1, $2, $3")
     return args[0] * args[1] + args[2]
+
+
+def in_order_of_values(weights):
+    """In e4m3, each 16 keys in the order of pack_values(): by its own code, of a matrix whose rows are keys."""
+    return pack_values(weights.clamp(-448, 448).to(E4M3).T[None, None])[0, 0]
 
 
 def all_landed(flights):
@@ -251,7 +259,7 @@ class SM:
         self.speeds = collections.defaultdict(lambda: self.random.choice((0.02, 1.0, 20.0)))
         self.flights, self.partitions, self.waits = [], [], collections.Counter()
         self.barriers, self.columns, self.fenced = 0, 0, True
-        self.rank, self.ctas, self.playing, self.met = 0, [[]], [], False
+        self.rank, self.ctas, self.playing, self.met, self.turns = 0, [[]], [], False, set()
 
     def record(self, name, fn, args, kwargs):
         """What a partition will do."""
@@ -277,6 +285,7 @@ class SM:
                 chosen.land()
                 chosen.landed = True
         assert not any(each.todo for each in partitions), "locked: all that is left waits"
+        assert not self.turns, "an arrival at a named barrier is left for whoever comes next"
 
     def reach(self, target, rank):
         """A CTA of this rank is to change `target`, of whichever CTA."""
@@ -316,6 +325,18 @@ class SM:
         if pred:
             self.does(run)
 
+    def take_turn(self, consumer):
+        """A named barrier, for one who waits and one who does not."""
+        self.does(lambda: self.turns.remove(consumer), lambda: consumer in self.turns)
+
+    def pass_turn(self, consumer, consumers):
+        def run():
+            assert after not in self.turns, "two arrivals at a named barrier are a phase, though nobody waited"
+            self.turns.add(after)
+
+        after = (consumer + 1) % consumers
+        self.does(run)
+
     def fence(self):
         def run():
             while written:
@@ -348,9 +369,9 @@ class SM:
         def land():
             self.reach(to, rank)
             assert self.met or any(each.todo for each in self.playing), "a load lands after the program's end"
-            part = part_of(desc, at, to.shape)
+            there, here = inside(desc, at, to.shape)
             to.tensor.zero_()
-            to.tensor[tuple(map(slice, part.shape))] = part
+            to.tensor[here] = desc.base[there]
             to.state.writes -= 1
             barrier.signal(nbytes=-to.tensor.nbytes)
 
@@ -367,8 +388,8 @@ class SM:
             source.state.reads += 1
 
         def land():
-            part = part_of(desc, at, source.shape)
-            part.copy_(source.tensor[tuple(map(slice, part.shape))])
+            there, here = inside(desc, at, source.shape)
+            desc.base[there] = source.tensor[here]
             source.state.reads -= 1
 
         at = self.rows_of(desc, at)
@@ -386,6 +407,7 @@ class SM:
     def multiply(self, operands, acc, product, use_acc, after):
         def start():
             assert not any(each.state.writes for each in operands), "an MMA reads an operand that is still written"
+            assert all(each.state.fenced for each in operands), "an MMA reads what was written without a fence between"
             for each in operands:
                 each.state.reads += 1
             acc.state.writes += 1
@@ -486,6 +508,9 @@ class SM:
         memory = self.fresh(dtype, shape, layout)
         return Value(self, memory.read, tuple(memory.shape), memory)
 
+    def full(self, shape, value, dtype, layout):
+        return Value(self, lambda: torch.full(shape, value, dtype=dtype.torch), tuple(shape))
+
     def load_elements(self, pointer, mask=None, other=None):
         """What does not change while the kernel runs: when it is read makes no difference."""
         if mask is None:
@@ -511,6 +536,7 @@ class SM:
             program_id=lambda axis: program, num_programs=lambda axis: programs, num_warps=lambda: kwargs["num_warps"],
             allocate_shared_memory=self.allocate, zeros=self.zeros, load=self.load_elements, int64=None,
             float32=Dtype(torch.float32), zeros_like=lambda x: 0.0, inline_asm_elementwise=fused_multiply_add,
+            int8=Dtype(torch.int8), full=self.full,
             NVMMADistributedLayout=lambda *args, cga_layout=(), **more: SimpleNamespace(cga_layout=cga_layout),
             warp_specialize=lambda partitions, warps, registers: self.partitions.extend(partitions),
         )  # fmt: skip
@@ -526,6 +552,8 @@ class SM:
             "allocate_tensor_memory": self.allocate_columns, "tcgen05_mma": self.mma, "tcgen05_copy": self.copy,
             "tcgen05_mma_scaled": self.mma_scaled, "tcgen05_commit": self.commit, "TensorMemoryLayout": nothing,
             "TensorMemoryScalesLayout": nothing, "split_columns": Value.halves,
+            "pack_weights": lambda weights: weights.then(in_order_of_values), "unpack_weights": lambda p, layout: p,
+            "take_turn": self.take_turn, "pass_turn": self.pass_turn,
             "view_as": view_as, "load_columns": lambda acc, start, width: acc.slice(start, width).load(None),
         }  # fmt: skip
         scopes = {}
@@ -544,16 +572,17 @@ class SM:
 
         options = {name: value for name, value in kwargs.items() if name not in ("num_warps", "num_ctas")}
         self.ctas = [[] for _ in range(kwargs.get("num_ctas", 1))]
-        partitions = []
+        wholes, partitions = [], []
         for rank in range(len(self.ctas)):
             self.rank, self.partitions, self.barriers, self.columns, self.met = rank, [], 0, 0, False
-            whole = self.record("whole", as_python(kernel), list(map(described, args)), options)
+            wholes.append(self.record("whole", as_python(kernel), list(map(described, args)), options))
             partitions += [(rank, *each) for each in self.partitions]
         recorded = []
         for i, (rank, fn, arguments) in enumerate(partitions):
             self.rank = rank
             recorded.append(self.record(i, fn, arguments, {}))
-        self.play(recorded or [whole])
+        self.play(wholes)  # all there is, or what comes before the partitions
+        self.play(recorded)
 
 
 def use_model(monkeypatch, kernels, seed=0, sms=None):
