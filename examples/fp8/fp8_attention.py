@@ -11,7 +11,9 @@ float32, and its weights are rounded to e4m3 for the second product:
   order       a thread holds the scores of keys 0 1 8 9 where the second product wants the weights of 0 1 2 3. The order
               of the keys is free, so V has those of every 16 as 0 1 8 9 2 3 10 11 ...: no weight moves;
   overlap     in FP8 the MMAs take no longer than the exponentials. Here the second product of a block is issued after
-              the scores of the next one, and runs while the weights of that one are computed.
+              the scores of the next one, and runs while the weights of that one are computed;
+  sums        Hopper's tensor cores keep about 14 bits of a sum and cut off the rest. Where V has both signs the sum is
+              small; where all of V is around 1, the result of a long row is too small (study).
 
 Question   How much faster is attention in FP8 than in bfloat16, and what does it cost in accuracy?
 Needs      triton, sm_90
