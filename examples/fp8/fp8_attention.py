@@ -12,8 +12,8 @@ float32, and its weights are rounded to e4m3 for the second product:
               of the keys is free, so V has those of every 16 as 0 1 8 9 2 3 10 11 ...: no weight moves;
   overlap     in FP8 the MMAs take no longer than the exponentials. Here the second product of a block is issued after
               the scores of the next one, and runs while the weights of that one are computed;
-  sums        Hopper's tensor cores keep about 14 bits of a sum and cut off the rest. Where V has both signs the sum is
-              small; where all of V is around 1, the result of a long row is too small (study).
+  sums        Hopper's tensor cores keep about 14 bits of a sum and cut off the rest. Where V has a mean of 0 the sum is
+              small; where its mean is as large as its spread, long rows lose accuracy (study).
 
 Question   How much faster is attention in FP8 than in bfloat16, and what does it cost in accuracy?
 Needs      triton, sm_90
@@ -149,8 +149,9 @@ def fp8_attention(
     `variant`: one of VARIANTS, by default the second on sm_90.
 
     Raises TypeError for another dtype, or a causal that is no bool; ValueError for sizes that do not fit, an unknown
-    variant, V's layout or one that TMA cannot load, and what require_scales refuses (check_scales=False reads none and
-    does not wait for the GPU); RuntimeError for no Triton, grad and, warp specialized, all but sm_90.
+    variant, a layout of V or one that TMA cannot load, and what require_scales refuses (check_scales=False does not
+    read them, which waits for the GPU); RuntimeError for no Triton, an input that requires grad and, warp specialized,
+    any architecture but sm_90, and the interpreter.
     """
     name = "fp8_attention"
     require_triton_device(name, q, k, v)

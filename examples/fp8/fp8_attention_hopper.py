@@ -109,7 +109,8 @@ def _produce(rings, q_desc, k_desc, v_desc, q_per_kv, sizes, CAUSAL: gl.constexp
 def pack_weights(weights):
     """Four weights of a row as e4m3 in each int32, with the keys in V's order: no value moves from its thread.
 
-    As tensors of bytes they would be taken apart where a loop carries them.
+    As tensors of bytes they would be taken apart where a loop carries them. Where the compiler knows that all four are
+    equal, the assembler of CUDA 12.9 takes garbage for one pair: of {x, x} it computes one half alone.
     """
     ROWS: gl.constexpr = weights.shape[0]
     GROUPS: gl.constexpr = weights.shape[1] // 16
@@ -246,8 +247,7 @@ def _consume(
     tma.store_wait(0)  # shared memory must outlive its last reader
 
 
-# With S_KV a constant of 1 all masked weights are one register, and of cvt.e4m3x2.f32 of a register and itself, as the
-# upper pair, the assembler of CUDA 12.9 makes garbage.
+# With S_KV a constant of 1 all masked weights are one register, which pack_weights() must not be given.
 @gluon.jit(do_not_specialize=["S_KV"])
 def fp8_attention_hopper_kernel(
     q_desc, k_desc, v_desc, o_desc, q_scale_ptr, k_scale_ptr, v_scale_ptr,
@@ -263,7 +263,7 @@ def fp8_attention_hopper_kernel(
     init_ring(kv_ring[2], kv_ring[3], STAGES, CONSUMERS)
     SHAPE: gl.constexpr = [8, k_desc.block_shape[2]]
     ones = gl.allocate_shared_memory(q_desc.dtype, SHAPE, gl.NVMMASharedLayout.get_default_for(SHAPE, q_desc.dtype))
-    # As bits: the conversion of a constant meets the same fault.
+    # As bits: a constant that is converted would be two equal pairs too (see pack_weights).
     bits = gl.full(SHAPE, ONE, gl.int8, gl.BlockedLayout([1, 4], [1, 32], [gl.num_warps(), 1], [1, 0]))
     ones.store(bits.to(q_desc.dtype, bitcast=True))
     fence_async_shared()

@@ -4,7 +4,7 @@
 2. The error on normal data, on outlier channels, on heads of unequal size and on values around 1, with a scale a head
    and with one scale; and the part that exact arithmetic on the FP8 inputs would leave. The arithmetic adds weights of
    three bits and, on Hopper, an accumulator that keeps about 14 bits and rounds towards zero: beside a large sum, small
-   products lose part of what they add. Values of both signs keep the sum small; those around 1 do not.
+   products lose part of what they add. Values with a mean of 0 keep the sum small; those around 1 do not.
 3. prepare() in eager torch next to the attention, and next to a copy of its bytes.
 """
 

@@ -160,6 +160,14 @@ what sums the weights is 2
 the ones have as many columns as half of the values
   - SHAPE: gl.constexpr = [8, k_desc.block_shape[2]]
   + SHAPE: gl.constexpr = [32, k_desc.block_shape[2]]
+one key is a constant: all masked weights are one register, and CUDA 12.9 packs garbage
+  - @gluon.jit(do_not_specialize=["S_KV"])
+  + @gluon.jit
+the ones are converted from a constant: CUDA 12.9 packs garbage
+  - bits = gl.full(SHAPE, ONE, gl.int8, gl.BlockedLayout([1, 4], [1, 32], [gl.num_warps(), 1], [1, 0]))
+  - ones.store(bits.to(q_desc.dtype, bitcast=True))
+  + bits = gl.full(SHAPE, 1.0, gl.float32, gl.BlockedLayout([1, 4], [1, 32], [gl.num_warps(), 1], [1, 0]))
+  + ones.store(bits.to(q_desc.dtype))
 the ones are fenced before they are written
   - ones.store(bits.to(q_desc.dtype, bitcast=True))
   - fence_async_shared()

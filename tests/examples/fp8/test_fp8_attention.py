@@ -11,7 +11,7 @@ import torch
 
 from examples.common.attention import attention_budget
 from examples.common.fp8 import E4M3
-from examples.fp8.fp8_attention import TILES, fp8_attention
+from examples.fp8.fp8_attention import TILES, VARIANTS, fp8_attention
 from examples.fp8.fp8_attention_operands import dequantize, off_by, pack_values, prepare, reference, unpack_values
 from tests.examples.fp8.helpers import NAN, code, meta, refused
 
@@ -23,8 +23,9 @@ def qkv(h, B, H, S, D, H_kv=None, S_kv=None, **options):
 
 
 def check(h, *data, what="fp8 attention", dtype=None):
-    fn = functools.partial(fp8_attention, out_dtype=dtype or h.half)
-    h.check(fn, reference, *data, what=what, dtype=dtype or h.half, **attention_budget(E4M3, data[1].shape[2]))
+    for variant in VARIANTS[: 1 + (h.machine.sm == 90 and not h.interpreted)]:
+        fn = functools.partial(fp8_attention, out_dtype=dtype or h.half, variant=variant)
+        h.check(fn, reference, *data, what=what, dtype=dtype or h.half, **attention_budget(E4M3, data[1].shape[2]))
 
 
 # One query, one key, around 16 keys, around a block, several blocks with and without a rest.
