@@ -69,7 +69,7 @@ def _operand(weights, dtype: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.co
     return pairs.permute(0, 1, 3, 2, 4).reshape(BLOCK_M, BLOCK_N)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["S", "S_KV"])  # see fp8_attention_hopper_kernel
 def fp8_attention_kernel(
     q_desc, k_desc, v_desc, o_desc, q_scale_ptr, k_scale_ptr, v_scale_ptr,
     stride_qsb, stride_qsh, stride_ksb, stride_ksh, stride_vsb, stride_vsh, scale, H, GROUP_SIZE, S, S_KV,

@@ -35,7 +35,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 from examples.common.device import device_limits
 from examples.common.gluon import async_load, async_store, barriers, buffers, init_ring, next_slot
 from examples.common.tma import gluon_descriptor
-from examples.triton.flash_attention_hopper import start_scores, tile_of
+from examples.triton.flash_attention_hopper import _blocks, start_scores, tile_of
 
 ROWS, BLOCK_N, CONSUMERS, STAGES = 64, 128, 3, 3  # queries of a consumer, keys of a block
 REGISTERS = 160, 32  # of a consumer's thread, of the producer's
@@ -65,12 +65,6 @@ def pass_turn(CONSUMER: gl.constexpr, CONSUMERS: gl.constexpr):
     """Let the next consumer start its MMAs; the first comes after the last."""
     TEXT: gl.constexpr = f"bar.arrive {BARRIER + (CONSUMER + 1) % CONSUMERS}, 256; mov.b32 $0, $1;"
     _at_barrier(TEXT)
-
-
-@gluon.jit
-def _blocks(end, S_KV, BLOCK_N: gl.constexpr, CAUSAL: gl.constexpr):
-    """How many blocks of keys the queries before `end` see."""
-    return gl.cdiv(min(S_KV, end) if CAUSAL else S_KV, BLOCK_N)
 
 
 @gluon.jit
@@ -187,14 +181,14 @@ def _consume(
         factor = scale * _head_scale(scales[0], b, h) * _head_scale(scales[1], b, h_kv)
         factor = gl.where(factor < 1.1754944e-38, 1.1754944e-38, factor)
         start += CONSUMER * ROWS
-        blocks = _blocks(start + ROWS, sizes[2], BLOCK_N, CAUSAL)
-        if CAUSAL:  # at most one block, which only consumers of later queries see
-            for _step in range(blocks, _blocks(start + (CONSUMERS - CONSUMER) * ROWS, sizes[2], BLOCK_N, CAUSAL)):
-                mbarrier.wait(full.index(slot), phase)
-                mbarrier.arrive(empty.index(slot))
-                slot, phase = next_slot(slot, phase, STAGES)
-                take_turn(CONSUMER)
-                pass_turn(CONSUMER, CONSUMERS)
+        # Only other consumers see the first blocks: their queries are later ones, or all of these lie beyond the end.
+        blocks = gl.where(start < sizes[1], _blocks(start + ROWS, sizes[2], BLOCK_N, CAUSAL), 1)
+        for _step in range(blocks, _blocks(start + (CONSUMERS - CONSUMER) * ROWS, sizes[2], BLOCK_N, CAUSAL)):
+            mbarrier.wait(full.index(slot), phase)
+            mbarrier.arrive(empty.index(slot))
+            slot, phase = next_slot(slot, phase, STAGES)
+            take_turn(CONSUMER)
+            pass_turn(CONSUMER, CONSUMERS)
         # The last block alone, masked. K and V beyond the end are zeros, of TMA or pack_values(): 0 * v is 0, not NaN.
         mbarrier.wait(q_full.index(CONSUMER), q_phase)
         mbarrier.wait(full.index(slot), phase)
@@ -247,8 +241,8 @@ def _consume(
     tma.store_wait(0)  # shared memory must outlive its last reader
 
 
-# With S_KV a constant of 1 all masked weights are one register, which pack_weights() must not be given.
-@gluon.jit(do_not_specialize=["S_KV"])
+# With S or S_KV a constant of 1 masked weights are one register, which pack_weights() must not be given.
+@gluon.jit(do_not_specialize=["S", "S_KV"])
 def fp8_attention_hopper_kernel(
     q_desc, k_desc, v_desc, o_desc, q_scale_ptr, k_scale_ptr, v_scale_ptr,
     stride_qsb, stride_qsh, stride_ksb, stride_ksh, stride_vsb, stride_vsh, scale, H, q_per_kv, S, S_KV, heads,

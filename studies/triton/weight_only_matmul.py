@@ -1,7 +1,9 @@
-"""weight_only_matmul, measured: what quantization loses, every number of rows, programs to an SM.
+"""weight_only_matmul, measured: what quantization loses, every number of rows, programs to an SM, reading alone.
 
 A GEMM is checked against the weights as they are packed; what packing them lost is a table of its own, of normal
-weights and of such with heavy tails. Real weights differ, and so does what a model makes of the loss.
+weights and of such with heavy tails. Real weights differ, and so does what a model makes of the loss. One row takes no
+less time than its weights are read in, by a kernel that only adds their words up: so few bytes do not reach the speed
+of a long copy.
 """
 
 from __future__ import annotations
@@ -13,7 +15,11 @@ from unittest.mock import patch
 from harness import Harness, Work
 
 import torch
+import triton
+import triton.language as tl
+from torch.nn.functional import pad
 
+from examples.common.device import device_limits
 from examples.triton import weight_only_matmul as lesson
 from examples.triton.weight_only_matmul import compare, reference, weight_only_matmul_stream_k
 from examples.triton.weight_only_matmul_packing import FORMATS, dequantized, quantize_weight
@@ -26,6 +32,9 @@ def study(h: Harness) -> None:
         for M in rows:
             compare(h, M, N, K, title="every number of rows")
     programs(h)
+    for N, K in h.pick(interpreted=[(72, 264)], quick=[(4096, 4096)], full=[(8192, 8192), (28672, 8192)]):
+        for format in FORMATS:
+            reading(h, N, K, format)
 
 
 def what_is_lost(h: Harness) -> None:
@@ -65,3 +74,36 @@ def programs(h: Harness) -> None:
 def at_most(per_sm: int, x: torch.Tensor, packed) -> torch.Tensor:
     with patch.object(lesson, "PER_SM", per_sm):
         return weight_only_matmul_stream_k(x, packed)
+
+
+@triton.jit
+def read_kernel(words_ptr, out_ptr, words, TILE: tl.constexpr):
+    """Each program adds up the int32 of its tiles, with wrap-around, into its element of out_ptr."""
+    acc = tl.zeros((TILE,), tl.int32)
+    for start in tl.range(tl.program_id(0) * TILE, words, tl.num_programs(0) * TILE, num_stages=4):
+        at = start + tl.arange(0, TILE)
+        acc += tl.load(words_ptr + at, mask=at < words, other=0)
+    tl.store(out_ptr + tl.program_id(0), tl.sum(acc, 0))
+
+
+def reading(h: Harness, N: int, K: int, format: str) -> None:
+    """The words of packed weights read by as many programs as an SM runs, with as few other instructions as can be."""
+    words = quantize_weight(h.randn(N, K, dtype=h.half), format).words.view(torch.int32)
+    tile, sms = 4096, device_limits(h.device).sms
+
+    def read(words, per_sm: int):
+        sums = torch.empty(per_sm * sms, dtype=torch.int32, device=words.device)
+        read_kernel[(per_sm * sms,)](words, sums, words.numel(), tile)
+        return sums
+
+    def sums(words, per_sm: int):
+        tiles = pad(words.view(-1).long(), (0, -words.numel() % (per_sm * sms * tile)))
+        return tiles.view(-1, per_sm * sms, tile).sum((0, 2)).to(torch.int32).double()
+
+    variants = {f"{n} to an SM": n for n in (1, 2, 4, 8)}
+    references = {name: partial(sums, per_sm=n) for name, n in variants.items()}
+    h.compare(
+        {name: partial(read, per_sm=n) for name, n in variants.items()}, references["1 to an SM"], words,
+        baseline="1 to an SM", references=references, title="reading alone", case=f"{format} {N}x{K}",
+        dtype=torch.int32, work=Work(bytes=words.nbytes, flops=0, dtype=torch.int32),
+    )  # fmt: skip
