@@ -166,6 +166,9 @@ one key is a constant: all masked weights are one register, and CUDA 12.9 packs 
 one query is a constant, and with it what some consumers mask
   - @gluon.jit(do_not_specialize=["S", "S_KV"])
   + @gluon.jit(do_not_specialize=["S_KV"])
+who has no queries multiplies all blocks
+  - blocks = gl.where(start < sizes[1], _blocks(start + ROWS, sizes[2], BLOCK_N, CAUSAL), 1)
+  + blocks = _blocks(start + ROWS, sizes[2], BLOCK_N, CAUSAL)
 who has no queries takes a turn more than the others
   - blocks = gl.where(start < sizes[1], _blocks(start + ROWS, sizes[2], BLOCK_N, CAUSAL), 1)
   + blocks = gl.where(start < sizes[1], _blocks(start + ROWS, sizes[2], BLOCK_N, CAUSAL), 0)

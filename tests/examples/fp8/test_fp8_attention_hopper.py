@@ -20,7 +20,7 @@ from examples.fp8.fp8_attention import TILES, fp8_attention
 from examples.fp8.fp8_attention_operands import off_by, prepare, reference
 from tests.examples.fp8.helpers import code, meta, refused
 from tests.examples.fp8.test_fp8_attention import qkv
-from tests.examples.tma.model import often, use_model
+from tests.examples.tma.model import SM, often, use_model
 from tests.examples.triton.helpers import harness
 
 specialized = functools.partial(fp8_attention, variant="warp specialized")
@@ -57,6 +57,16 @@ def test_blocks_that_only_some_consumers_see(h, monkeypatch, seed):
     on_model(monkeypatch, seed)
     for S in (100, 400, 700):
         check(h, *qkv(h, 1, 1, S, 64), True)
+
+
+@pytest.mark.parametrize(("S", "blocks"), [(64, 7), (65, 11), (129, 15)])
+def test_consumers_without_queries_multiply_one_block(h, monkeypatch, S, blocks):
+    """Of 600 keys there are five, for each of the three consumers with queries."""
+    multiply, calls = SM.wgmma, []
+    monkeypatch.setattr(SM, "wgmma", lambda self, *args, **how: calls.append(1) or multiply(self, *args, **how))
+    on_model(monkeypatch)
+    check(h, *qkv(h, 1, 1, S, 64, S_kv=600))
+    assert len(calls) == 3 * blocks  # Q K^T, P V and the sums
 
 
 def test_heads_meet_their_own_keys_and_scales(h, monkeypatch):
