@@ -1,9 +1,9 @@
 """weight_only_matmul, measured: what quantization loses, other sizes, programs to an SM, reading alone.
 
 A GEMM is checked against the weights as they are packed; what packing them lost is a table of its own, of normal
-weights and of such with heavy tails. Real weights differ, and so does what a model makes of the loss. One row takes no
-less time than its weights are read in, by a kernel that only adds their words up: so few bytes do not reach the speed
-of a long copy.
+weights and of such with heavy tails. Real weights differ, and so does what a model makes of the loss. The last tables
+are the floor for one row: a kernel that reads the same words and only adds them up. Where these are a few tens of MB it
+does not reach the speed of a long copy either.
 """
 
 from __future__ import annotations
@@ -86,7 +86,7 @@ def read_kernel(words_ptr, out_ptr, words, TILE: tl.constexpr):
 
 
 def reading(h: Harness, N: int, K: int, format: str) -> None:
-    """The words of packed weights read by as many programs as an SM runs, with as few other instructions as can be."""
+    """The words of packed weights read by 1 to 8 programs to an SM, with as few other instructions as can be."""
     words = quantize_weight(h.randn(N, K, dtype=h.half), format).words.view(torch.int32)
     tile, sms = 4096, device_limits(h.device).sms
 
