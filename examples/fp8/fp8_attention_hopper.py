@@ -6,9 +6,8 @@ so that one warpgroup keeps those units busy for a fraction of its time. It take
 
   consumers   are three warpgroups of 64 queries, as in flash_attention_hopper.py. They fit the registers as P V of a
               block ends before Q K^T of the next one starts: the scores take over P's registers.
-  turns       they start their MMAs one after the other. Left alone they fall into step: all wait for the tensor cores,
-              then for the exponential units. A turn is a named barrier of the hardware: a warpgroup arrives when its
-              Q K^T has started, and the next one waits there before its P V. It orders no memory.
+  turns       they start their MMAs one after the other (examples/common/turns.py). Left alone they fall into step: all
+              wait for the tensor cores, then for the exponential units.
   sums        of the weights are an MMA of P by 8 columns of ones, for 64 additions of each thread. They are sums of
               the rounded weights, so an error that all weights of a row share is divided out.
   weights     are packed into the 4 bytes of an int32 by two instructions, and so become the operand without moving
@@ -35,36 +34,14 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 from examples.common.device import device_limits
 from examples.common.gluon import async_load, async_store, barriers, buffers, init_ring, next_slot
 from examples.common.tma import gluon_descriptor
-from examples.triton.flash_attention_hopper import _blocks, start_scores, tile_of
+from examples.common.turns import pass_turn, take_turn
+from examples.triton.flash_attention_hopper import blocks_before, start_scores, tile_of
 
 ROWS, BLOCK_N, CONSUMERS, STAGES = 64, 128, 3, 3  # queries of a consumer, keys of a block
 REGISTERS = 160, 32  # of a consumer's thread, of the producer's
 # Causal: K and V of the heads whose tiles run side by side, which L2 is to hold.
 GROUP_BYTES = 32 * 2**20
-# Named barriers of the hardware: Triton takes the first of the 16. To one come the threads of two warpgroups.
-BARRIER = gl.constexpr(8)
 ONE = gl.constexpr(0x38)  # 1.0 in e4m3
-
-
-@gluon.jit
-def _at_barrier(TEXT: gl.constexpr):
-    """Run TEXT once in each thread of a warpgroup."""
-    each = gl.arange(0, 128, gl.BlockedLayout([1], [32], [4], [0]))
-    gl.inline_asm_elementwise(TEXT, "=r,r", [each], gl.int32, False, 1)
-
-
-@gluon.jit
-def take_turn(CONSUMER: gl.constexpr):
-    """Wait until the MMAs of the consumer before have started."""
-    TEXT: gl.constexpr = f"bar.sync {BARRIER + CONSUMER}, 256; mov.b32 $0, $1;"
-    _at_barrier(TEXT)
-
-
-@gluon.jit
-def pass_turn(CONSUMER: gl.constexpr, CONSUMERS: gl.constexpr):
-    """Let the next consumer start its MMAs; the first comes after the last."""
-    TEXT: gl.constexpr = f"bar.arrive {BARRIER + (CONSUMER + 1) % CONSUMERS}, 256; mov.b32 $0, $1;"
-    _at_barrier(TEXT)
 
 
 @gluon.jit
@@ -82,7 +59,7 @@ def _produce(rings, q_desc, k_desc, v_desc, q_per_kv, sizes, CAUSAL: gl.constexp
     tiles = gl.cdiv(sizes[1], CONSUMERS * ROWS) * sizes[3]
     for tile in range(gl.program_id(0), tiles, gl.num_programs(0)):
         b, h, start = tile_of(tile, sizes, CONSUMERS * ROWS, CAUSAL, group_h)
-        blocks = _blocks(start + CONSUMERS * ROWS, sizes[2], BLOCK_N, CAUSAL)
+        blocks = blocks_before(start + CONSUMERS * ROWS, sizes[2], BLOCK_N, CAUSAL)
         h_kv = h // q_per_kv
         for step in range(blocks + 1):
             key = (blocks - 1 - step) * BLOCK_N
@@ -182,8 +159,8 @@ def _consume(
         factor = gl.where(factor < 1.1754944e-38, 1.1754944e-38, factor)
         start += CONSUMER * ROWS
         # Only other consumers see the first blocks: their queries are later ones, or all of these lie beyond the end.
-        blocks = gl.where(start < sizes[1], _blocks(start + ROWS, sizes[2], BLOCK_N, CAUSAL), 1)
-        for _step in range(blocks, _blocks(start + (CONSUMERS - CONSUMER) * ROWS, sizes[2], BLOCK_N, CAUSAL)):
+        blocks = gl.where(start < sizes[1], blocks_before(start + ROWS, sizes[2], BLOCK_N, CAUSAL), 1)
+        for _step in range(blocks, blocks_before(start + (CONSUMERS - CONSUMER) * ROWS, sizes[2], BLOCK_N, CAUSAL)):
             mbarrier.wait(full.index(slot), phase)
             mbarrier.arrive(empty.index(slot))
             slot, phase = next_slot(slot, phase, STAGES)

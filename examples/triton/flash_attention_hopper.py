@@ -6,12 +6,14 @@ What overlaps them:
 
   a producer  one warp loads Q, and K and V into rings of their own, as in gluon_matmul.py. The kernel is persistent, so
               the first K and V of the next tile are loaded while this one ends.
-  consumers   two warpgroups, or three at D = 64 from 2048 queries on, for which the registers suffice: one computes
-              weights while another multiplies. Nothing makes them take turns, as a ping-pong schedule would.
-  in flight   a consumer starts Q K^T of the next block before P V of this one, under which the next softmax runs.
+  consumers   two warpgroups that nothing makes take turns: each starts Q K^T of the next block before P V of this one,
+              under which its own next softmax runs.
+  or three    at D = 64 from 2048 queries on. With fewer registers each, P V ends before Q K^T starts, and they take
+              turns (examples/common/turns.py): the softmax of one runs under the MMAs of the others. The weights are
+              added up by an MMA of P and 8 columns of ones, which saves a thread 64 additions. The sums are of the
+              rounded weights, so a call that returns their logarithms adds up the exact ones.
 
-K and V are walked from the last block to the first. Only the last that a consumer sees can need a mask, and it is the
-one before the loop.
+K and V are walked from the last block to the first: only the last that a consumer sees can need a mask.
 """
 
 from __future__ import annotations
@@ -30,6 +32,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 from examples.common.device import device_limits
 from examples.common.gluon import async_load, async_store, barriers, buffers, init_ring, next_slot
 from examples.common.tma import gluon_descriptor
+from examples.common.turns import pass_turn, take_turn
 
 ROWS, BLOCK_N = 64, 128  # queries of a consumer, keys of a block
 # Consumers -> registers of a consumer's thread and of the producer's. A thread holds 64 scores, D / 2 of the result and
@@ -56,7 +59,7 @@ def tile_of(tile, sizes, TILE_M: gl.constexpr, CAUSAL: gl.constexpr, group_h):
 
 
 @gluon.jit
-def _blocks(end, S_KV, BLOCK_N: gl.constexpr, CAUSAL: gl.constexpr):
+def blocks_before(end, S_KV, BLOCK_N: gl.constexpr, CAUSAL: gl.constexpr):
     """How many blocks of keys the queries before `end` see."""
     return gl.cdiv(min(S_KV, end) if CAUSAL else S_KV, BLOCK_N)
 
@@ -85,7 +88,7 @@ def _produce(rings, q_desc, k_desc, v_desc, q_per_kv, sizes, CAUSAL: gl.constexp
     tiles = gl.cdiv(sizes[1], CONSUMERS * ROWS) * sizes[3]
     for tile in range(gl.program_id(0), tiles, gl.num_programs(0)):
         b, h, start = tile_of(tile, sizes, CONSUMERS * ROWS, CAUSAL, group_h)
-        blocks = _blocks(start + CONSUMERS * ROWS, sizes[2], BLOCK_N, CAUSAL)
+        blocks = blocks_before(start + CONSUMERS * ROWS, sizes[2], BLOCK_N, CAUSAL)
         h_kv = h // q_per_kv
         for step in range(blocks + 1):
             row = (blocks - 1 - step) * BLOCK_N
@@ -120,7 +123,7 @@ def start_values(weights, v_bufs, slot, acc):
 
 @gluon.jit
 def _consume(
-    rings, o_desc, o_bufs, lse_ptr, sizes, scale, CAUSAL: gl.constexpr, RAGGED: gl.constexpr, group_h,
+    rings, ones, o_desc, o_bufs, lse_ptr, sizes, scale, CAUSAL: gl.constexpr, RAGGED: gl.constexpr, group_h,
     CONSUMER: gl.constexpr,
 ):  # fmt: skip
     """A warpgroup: ROWS queries of every tile. Why no partition waits for ever: docs/memory_ordering.md."""
@@ -135,7 +138,10 @@ def _consume(
     SCORES: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [gl.num_warps(), 1], [16, BLOCK_N, 16])
     OUT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [gl.num_warps(), 1], [16, D, 16])
     WEIGHTS: gl.constexpr = gl.DotOperandLayout(0, OUT, 2)  # P stays in its registers: the scores' layout, packed
-    BY_ROW: gl.constexpr = gl.SliceLayout(1, OUT)  # each thread has the same rows of scores and result
+    BY_ROW: gl.constexpr = gl.SliceLayout(1, OUT)  # each thread has the same rows of scores, sums and result
+    SUMS: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [gl.num_warps(), 1], [16, 8, 16])
+    TURNS: gl.constexpr = CONSUMERS == 3
+    EXACT: gl.constexpr = not TURNS or lse_ptr is not None
     q = q_ring[0].index(CONSUMER).reshape([ROWS, D])
     o_buf = o_bufs.index(CONSUMER)
     q_phase = 0
@@ -143,19 +149,24 @@ def _consume(
     k_phase = 0
     v_slot = 0
     v_phase = 0
+    if TURNS and CONSUMER == CONSUMERS - 1:
+        pass_turn(CONSUMER, CONSUMERS)  # the first turn is the first consumer's
     tiles = gl.cdiv(sizes[1], CONSUMERS * ROWS) * sizes[3]
     for tile in range(gl.program_id(0), tiles, gl.num_programs(0)):
         b, h, start = tile_of(tile, sizes, CONSUMERS * ROWS, CAUSAL, group_h)
         start += CONSUMER * ROWS
-        blocks = _blocks(start + ROWS, sizes[2], BLOCK_N, CAUSAL)
-        if CAUSAL:  # what only consumers of later queries see: of two none, of three one block at most
-            for _step in range(blocks, _blocks(start + (CONSUMERS - CONSUMER) * ROWS, sizes[2], BLOCK_N, CAUSAL)):
+        blocks = blocks_before(start + ROWS, sizes[2], BLOCK_N, CAUSAL)
+        if TURNS:  # only other consumers see the first blocks: their queries are later, or all of these beyond the end
+            blocks = gl.where(start < sizes[1], blocks, 1)
+            for _step in range(blocks, blocks_before(start + (CONSUMERS - CONSUMER) * ROWS, sizes[2], BLOCK_N, CAUSAL)):
                 mbarrier.wait(k_full.index(k_slot), k_phase)
                 mbarrier.arrive(k_empty.index(k_slot))
                 k_slot, k_phase = next_slot(k_slot, k_phase, STAGES)
                 mbarrier.wait(v_full.index(v_slot), v_phase)
                 mbarrier.arrive(v_empty.index(v_slot))
                 v_slot, v_phase = next_slot(v_slot, v_phase, STAGES)
+                take_turn(CONSUMER)
+                pass_turn(CONSUMER, CONSUMERS)
         rows = start + gl.arange(0, ROWS, gl.SliceLayout(1, SCORES))
         # The last block alone, masked. Rows of K and V beyond the end arrive as zeros, so 0 * v is 0 there, not NaN.
         mbarrier.wait(q_ring[1].index(CONSUMER), q_phase)
@@ -171,27 +182,45 @@ def _consume(
         # Clamped: where all scores of a row are -inf, -inf - -inf would be NaN.
         row_max = gl.maximum(gl.max(scores, 1) * scale, -3.4e38)
         weights = gl.exp2(scores * scale - row_max[:, None])
-        row_sum = gl.sum(weights, 1)
+        if TURNS:
+            sums = gl.zeros((ROWS, 8), gl.float32, SUMS)
+        if EXACT:
+            row_sum = gl.sum(weights, 1)
         p = gl.convert_layout(weights.to(o_desc.dtype), WEIGHTS)
         acc = gl.zeros((ROWS, D), gl.float32, OUT)
         for _step in range(1, blocks):
             mbarrier.wait(k_full.index(k_slot), k_phase)
-            scores = start_scores(q, k_bufs, k_slot, SCORES)
-            mbarrier.wait(v_full.index(v_slot), v_phase)
-            acc = start_values(p, v_bufs, v_slot, acc)
-            scores = warpgroup_mma_wait(1, deps=(scores,))
+            if TURNS:
+                mbarrier.wait(v_full.index(v_slot), v_phase)
+                take_turn(CONSUMER)
+                acc = start_values(p, v_bufs, v_slot, acc)
+                sums = warpgroup_mma(p, ones.permute((1, 0)), sums, is_async=True)
+                acc, sums = warpgroup_mma_wait(0, deps=(acc, sums))
+                scores = start_scores(q, k_bufs, k_slot, SCORES)
+                pass_turn(CONSUMER, CONSUMERS)
+                mbarrier.arrive(v_empty.index(v_slot))
+                scores = warpgroup_mma_wait(0, deps=(scores,))
+            else:
+                scores = start_scores(q, k_bufs, k_slot, SCORES)
+                mbarrier.wait(v_full.index(v_slot), v_phase)
+                acc = start_values(p, v_bufs, v_slot, acc)
+                scores = warpgroup_mma_wait(1, deps=(scores,))
             mbarrier.arrive(k_empty.index(k_slot))
             k_slot, k_phase = next_slot(k_slot, k_phase, STAGES)
             new_max = gl.maximum(row_max, gl.max(scores, 1) * scale)
             weights = gl.exp2(scores * scale - new_max[:, None])
             alpha = gl.exp2(row_max - new_max)
-            row_sum = row_sum * alpha + gl.sum(weights, 1)
             row_max = new_max
-            # That phase is complete, so nothing waits; but a branch lies here, and the assembler, which would move the
-            # wait for P V in front of the exponentials, moves nothing across it.
-            mbarrier.wait(v_full.index(v_slot), v_phase)
-            acc = warpgroup_mma_wait(0, deps=(acc,))
-            mbarrier.arrive(v_empty.index(v_slot))
+            if TURNS:
+                sums = sums * gl.convert_layout(alpha, gl.SliceLayout(1, SUMS))[:, None]
+            if EXACT:
+                row_sum = row_sum * alpha + gl.sum(weights, 1)
+            if not TURNS:
+                # That phase is complete, so nothing waits; but a branch lies here, and the assembler, which would move
+                # the wait for P V in front of the exponentials, moves nothing across it.
+                mbarrier.wait(v_full.index(v_slot), v_phase)
+                acc = warpgroup_mma_wait(0, deps=(acc,))
+                mbarrier.arrive(v_empty.index(v_slot))
             v_slot, v_phase = next_slot(v_slot, v_phase, STAGES)
             acc = acc * gl.convert_layout(alpha, BY_ROW)[:, None]
             p = gl.convert_layout(weights.to(o_desc.dtype), WEIGHTS)
@@ -199,6 +228,8 @@ def _consume(
         q_phase ^= 1
         mbarrier.wait(v_full.index(v_slot), v_phase)
         acc = start_values(p, v_bufs, v_slot, acc)
+        if TURNS:
+            sums = warpgroup_mma(p, ones.permute((1, 0)), sums, is_async=True)
         if lse_ptr is not None:
             lse = (row_max + gl.log2(row_sum)) * LN_2
             gl.store(lse_ptr + ((b * sizes[0] + h) * sizes[1] + rows), lse, mask=rows < sizes[1])
@@ -206,10 +237,14 @@ def _consume(
         acc = warpgroup_mma_wait(0, deps=(acc,))
         mbarrier.arrive(v_empty.index(v_slot))
         v_slot, v_phase = next_slot(v_slot, v_phase, STAGES)
+        if TURNS:
+            row_sum = gl.max(warpgroup_mma_wait(0, deps=(sums,)), 1)  # of 8 equal ones
         acc = acc * gl.convert_layout(1.0 / row_sum, BY_ROW)[:, None]
         o_buf.reshape([ROWS, D]).store(acc.to(o_desc.dtype))
         fence_async_shared()
         async_store(o_desc, [b, h, start, 0], o_buf)  # TMA drops rows beyond S
+    if TURNS and CONSUMER == 0:
+        take_turn(CONSUMER)  # nobody is left at a barrier
     tma.store_wait(0)  # shared memory must outlive its last reader
 
 
@@ -227,20 +262,24 @@ def flash_attention_hopper_kernel(
     init_ring(q_ring[1], q_ring[2], CONSUMERS, 1)
     init_ring(k_ring[1], k_ring[2], STAGES, CONSUMERS)
     init_ring(v_ring[1], v_ring[2], STAGES, CONSUMERS)
+    if CONSUMERS == 3:
+        SHAPE: gl.constexpr = [8, k_desc.block_shape[2]]
+        ones = gl.allocate_shared_memory(q_desc.dtype, SHAPE, gl.NVMMASharedLayout.get_default_for(SHAPE, q_desc.dtype))
+        ones.store(gl.full(SHAPE, 1.0, q_desc.dtype, gl.BlockedLayout([1, 4], [1, 32], [gl.num_warps(), 1], [1, 0])))
     fence_async_shared()
     sizes = (H, S, S_KV, heads)
     rings = (q_ring, k_ring, v_ring)
     if CONSUMERS == 3:
         gl.warp_specialize([
-            (_consume, (rings, o_desc, o_bufs, lse_ptr, sizes, scale, CAUSAL, RAGGED, group_h, 0)),
-            (_consume, (rings, o_desc, o_bufs, lse_ptr, sizes, scale, CAUSAL, RAGGED, group_h, 1)),
-            (_consume, (rings, o_desc, o_bufs, lse_ptr, sizes, scale, CAUSAL, RAGGED, group_h, 2)),
+            (_consume, (rings, ones, o_desc, o_bufs, lse_ptr, sizes, scale, CAUSAL, RAGGED, group_h, 0)),
+            (_consume, (rings, ones, o_desc, o_bufs, lse_ptr, sizes, scale, CAUSAL, RAGGED, group_h, 1)),
+            (_consume, (rings, ones, o_desc, o_bufs, lse_ptr, sizes, scale, CAUSAL, RAGGED, group_h, 2)),
             (_produce, (rings, q_desc, k_desc, v_desc, q_per_kv, sizes, CAUSAL, group_h)),
         ], [4, 4, 1], [CONSUMER_REGISTERS, CONSUMER_REGISTERS, PRODUCER_REGISTERS])  # fmt: skip
     else:
         gl.warp_specialize([
-            (_consume, (rings, o_desc, o_bufs, lse_ptr, sizes, scale, CAUSAL, RAGGED, group_h, 0)),
-            (_consume, (rings, o_desc, o_bufs, lse_ptr, sizes, scale, CAUSAL, RAGGED, group_h, 1)),
+            (_consume, (rings, None, o_desc, o_bufs, lse_ptr, sizes, scale, CAUSAL, RAGGED, group_h, 0)),
+            (_consume, (rings, None, o_desc, o_bufs, lse_ptr, sizes, scale, CAUSAL, RAGGED, group_h, 1)),
             (_produce, (rings, q_desc, k_desc, v_desc, q_per_kv, sizes, CAUSAL, group_h)),
         ], [4, 1], [CONSUMER_REGISTERS, PRODUCER_REGISTERS])  # fmt: skip
 

@@ -21,7 +21,7 @@ from examples.fp8.fp8_attention_operands import off_by, prepare, reference
 from tests.examples.fp8.helpers import code, meta, refused
 from tests.examples.fp8.test_fp8_attention import qkv
 from tests.examples.tma.model import SM, often, use_model
-from tests.examples.triton.helpers import harness
+from tests.examples.triton.helpers import harness, loops_in_turns
 
 specialized = functools.partial(fp8_attention, variant="warp specialized")
 
@@ -185,26 +185,16 @@ def test_generated_code(D, causal):
     assert kernel.warps == 4 * (module.CONSUMERS + 1)
     # Q K^T before the loop and in it, P V and the sums in it and after it.
     assert kernel.found["wgmma"] == kernel.found["mma f8"] == module.CONSUMERS * 2 * (steps[0] + 2 * steps[1])
-    # The barriers of the turns are no one else's.
-    turns = re.findall(r"bar(?:rier)?\.(?:sync|arrive)\S*\s+(\d+)(, 256)?", text["ptx"])
-    assert {int(number) for number, both in turns if both} == {8, 9, 10}
-    assert all(int(number) < 8 for number, both in turns if not both)
-    assert int(re.search(r"used (\d+) barriers", text["log"])[1]) <= 16
-    # A pass begins with its turn. P V and the sums are done when Q K^T starts, whose scores are done when the
-    # exponentials start: 64, and two of alpha. 64 weights are packed by 32 instructions, and no other moves a byte.
-    # Additions: two elements of the sums for each of two rows, the maximum less 8, the exponents of alpha; no weights.
-    loops = [part for part in re.split(r"\bBRA\b", text["sass"]) if "BAR.ARV" in part and "MUFU.EX2" in part]
-    assert len(loops) in {2, module.CONSUMERS}, "the disassembly of Triton 3.6 ends within the third consumer"
-    for loop in loops:
-        order = re.findall(r"QGMMA\.64x(\d+)|(BAR\.ARV)|(DEPBAR\.LE gsb0, 0x0|MUFU)", loop)
-        wanted = [str(D)] * steps[1] + ["8"] * steps[1] + ["DEPBAR.LE gsb0, 0x0"] + [str(module.BLOCK_N)] * steps[0]
-        wanted += ["BAR.ARV", "DEPBAR.LE gsb0, 0x0", *["MUFU"] * (module.BLOCK_N // 2 + 2)]
-        assert ["".join(each) for each in order] == wanted
-        (taken,), (passed,) = (re.findall(rf"BAR\.{how}\S* 0x(\w+), 0x100", loop) for how in ("SYNC", "ARV"))
-        assert int(passed, 16) == 8 + (int(taken, 16) - 8 + 1) % module.CONSUMERS
+    # P V and the sums are done when Q K^T starts, whose scores are done when the exponentials start: 64, and two of
+    # alpha. 64 weights are packed by 32 instructions, and no other moves a byte. Additions: two elements of the sums
+    # for each of two rows, the maximum less 8, the exponents of alpha; no weights.
+    wanted = [str(D)] * steps[1] + ["8"] * steps[1] + ["wait"] + [str(module.BLOCK_N)] * steps[0]
+    wanted += ["pass", "wait", *["exp"] * (module.BLOCK_N // 2 + 2)]
+    for loop, order in loops_in_turns(text, module.CONSUMERS):
+        assert order == wanted
         assert loop.count("F2FP.SATFINITE.E4M3") == module.BLOCK_N // 4
         assert loop.count("FADD") == 2 * 2 + 2 + 2
-        assert not re.search("STL|LDL|PRMT", loop)
+        assert "PRMT" not in loop
     # K and V in their slots, Q, O and the ones.
     rows = 2 * module.STAGES * module.BLOCK_N + 3 * module.CONSUMERS * module.ROWS
     assert 0 <= kernel.shared - rows * D - 8 * module.BLOCK_N < 1024

@@ -14,8 +14,8 @@ from examples.common import gluon as common
 from examples.common.device import SHARED_LIMIT, Limits
 from examples.triton import flash_attention_hopper as module
 from examples.triton.flash_attention import DTYPES, TILES, flash_attention
-from tests.examples.tma.model import no_shrinking, use_model
-from tests.examples.triton.helpers import INF, NAN, code, harness, meta, refused
+from tests.examples.tma.model import SM, no_shrinking, use_model
+from tests.examples.triton.helpers import INF, NAN, code, harness, loops_in_turns, meta, refused
 from tests.examples.triton.test_flash_attention import check, check_lse, qkv
 
 specialized = functools.partial(flash_attention, variant="warp specialized")
@@ -42,14 +42,27 @@ def test_any_order_of_events_is_right(B, H_kv, group, S, S_kv, D, causal, sms, s
         check(h, *qkv(h, B, H_kv * group, S, D, H_kv=H_kv, S_kv=S if causal else S_kv), causal, fn=specialized)
 
 
-@pytest.mark.parametrize("seed", range(2))
-def test_three_consumers_release_the_blocks_that_only_some_of_them_see(h, monkeypatch, seed):
+@pytest.mark.parametrize("seed", range(3))
+def test_blocks_that_only_some_of_three_consumers_see(h, monkeypatch, seed):
+    """They release them, and let the next have its turn: also where a tile's last consumers have no queries."""
     on_model(monkeypatch, seed, long=1)
-    check(h, *qkv(h, 1, 1, 900, 64), True, fn=specialized)
+    for S in (100, 400, 900):
+        check(h, *qkv(h, 1, 1, S, 64), True, fn=specialized)
 
 
-def test_logarithms_and_infinities(h, monkeypatch):
-    on_model(monkeypatch, sms=2)
+@pytest.mark.parametrize(("S", "blocks"), [(64, 7), (65, 11), (129, 15)])
+def test_consumers_without_queries_multiply_one_block(h, monkeypatch, S, blocks):
+    """Of 600 keys there are five, for each of the three consumers with queries."""
+    multiply, calls = SM.wgmma, []
+    monkeypatch.setattr(SM, "wgmma", lambda self, *args, **how: calls.append(1) or multiply(self, *args, **how))
+    on_model(monkeypatch, long=1)
+    check(h, *qkv(h, 1, 1, S, 64, S_kv=600), fn=specialized)
+    assert len(calls) == 3 * blocks  # Q K^T, P V and the sums
+
+
+@pytest.mark.parametrize("long", [1, 1000])
+def test_logarithms_and_infinities(h, monkeypatch, long):
+    on_model(monkeypatch, sms=2, long=long)
     check_lse(h, specialized)
     check_infinities(h)
 
@@ -66,27 +79,47 @@ def check_infinities(h):
         check(h, q, k, v, causal, fn=specialized)
 
 
-@pytest.mark.parametrize(("D", "S"), [(64, 4096), (64, 1024), (128, 4096)])
+@pytest.mark.parametrize(("D", "S"), [(64, 1024), (128, 4096)])
 @pytest.mark.parametrize("causal", [False, True])
-def test_generated_code(D, S, causal):
-    x, consumers = meta(4, 32, S, D), 3 if (D, S) == (64, 4096) else 2
-    call = x, x, x, causal
-    spills = 256 if causal and consumers == 3 else 0
+def test_code_of_two_consumers(D, S, causal):
+    kernel, text = generated(D, S, causal)
+    # Q K^T and P V, before the loop, in it and after it.
+    assert kernel.found["wgmma"] == 2 * (2 * D // 16 + 2 * module.BLOCK_N // 16)
+    # The exponentials of a block run while its P V does: between the wait for the scores and that for P V. (That the
+    # waits are there in PTX says nothing: the assembler moves them.)
+    loops = re.findall(r"DEPBAR\.LE gsb0, 0x1(?:(?!DEPBAR).)*", text["sass"], re.DOTALL)
+    assert len(loops) == 2
+    assert {each.count("MUFU.EX2") for each in loops} == {module.BLOCK_N // 2 + 2}
+
+
+@pytest.mark.parametrize("causal", [False, True])
+@pytest.mark.parametrize("return_lse", [False, True])
+def test_code_of_three_consumers(causal, return_lse):
+    D, steps = 64, module.BLOCK_N // 16
+    # Triton 3.9 spills registers of a causal kernel, once a tile.
+    kernel, text = generated(D, 4096, causal, None, return_lse, spills=24 * causal)
+    assert kernel.found["wgmma"] == 3 * 2 * (D // 16 + 2 * steps)
+    # P V and the sums are done when Q K^T starts, whose scores are done when the exponentials start: 64, and two of
+    # alpha. Additions are two of alpha's exponents, and those of the exact sums of two rows.
+    wanted = [str(D)] * steps + ["8"] * steps + ["wait"] + [str(module.BLOCK_N)] * (D // 16)
+    wanted += ["pass", "wait", *["exp"] * (module.BLOCK_N // 2 + 2)]
+    for loop, order in loops_in_turns(text, 3):
+        assert order == wanted
+        assert loop.count("FADD") == 2 + (module.BLOCK_N // 2 + 2) * return_lse
+
+
+def generated(D, S, *call, spills=0):
+    x = meta(4, 32, S, D)
+    call = x, x, x, *call
     kernel = code(90, "cp.async.bulk.tensor setmaxnreg wgmma", flash_attention, *call, spills=spills)
     text = dump(flash_attention, call, sm=90)
     assert not re.search(r"serialized|C75\d\d", text["log"]), "the assembler waits after each MMA"
+    consumers = 3 if (D, S) == (64, 4096) else 2
     assert kernel.warps == 4 * (consumers + 1)
-    # Q K^T and P V, before the loop, in it and after it.
-    assert kernel.found["wgmma"] == consumers * (2 * D // 16 + 2 * module.BLOCK_N // 16)
-    # The exponentials of a block run while its P V does: between the wait for the scores and that for P V. (That the
-    # waits are there in PTX says nothing: the assembler moves them.) Nothing there is spilled: Triton 3.9 spills
-    # addresses, causal and with three consumers, once a tile.
-    loops = re.findall(r"DEPBAR\.LE gsb0, 0x1(?:(?!DEPBAR).)*", text["sass"], re.DOTALL)
-    assert len(loops) in {2, consumers}, "the disassembly of Triton 3.6 ends within the third consumer"
-    assert {each.count("MUFU.EX2") for each in loops} == {module.BLOCK_N // 2 + 2}
-    assert not re.search("STL|LDL", "".join(loops))
     rows = 2 * (4 if D == 64 else 2) * module.BLOCK_N + 2 * consumers * module.ROWS  # K and V in their rings, Q and O
-    assert 0 <= kernel.shared - 2 * D * rows < 512
+    ones = 2 * 8 * module.BLOCK_N * (consumers == 3)
+    assert 0 <= kernel.shared - 2 * D * rows - ones < 1024
+    return kernel, text
 
 
 def test_registers_of_an_sm():

@@ -1,0 +1,36 @@
+"""Turns of a Gluon kernel's warpgroups at the tensor cores, by named barriers of the hardware (a ping-pong schedule).
+
+Left alone, warpgroups fall into step: all wait for the tensor cores, then for the exponential units. Each has a
+barrier: the one before arrives there when its MMAs have started, and it waits there before it starts its own. A turn
+orders no memory. The last consumer passes the first turn on, before it has taken any, and the first takes one more at
+the end, so that nobody is left at a barrier.
+"""
+
+from __future__ import annotations
+
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+
+# Triton takes the first of the 16 barriers. To one come the threads of two warpgroups.
+BARRIER = gl.constexpr(8)
+
+
+@gluon.jit
+def _at_barrier(TEXT: gl.constexpr):
+    """Run TEXT once in each thread of a warpgroup."""
+    each = gl.arange(0, 128, gl.BlockedLayout([1], [32], [4], [0]))
+    gl.inline_asm_elementwise(TEXT, "=r,r", [each], gl.int32, False, 1)
+
+
+@gluon.jit
+def take_turn(CONSUMER: gl.constexpr):
+    """Wait until the MMAs of the consumer before have started."""
+    TEXT: gl.constexpr = f"bar.sync {BARRIER + CONSUMER}, 256; mov.b32 $0, $1;"
+    _at_barrier(TEXT)
+
+
+@gluon.jit
+def pass_turn(CONSUMER: gl.constexpr, CONSUMERS: gl.constexpr):
+    """Let the next consumer start its MMAs; the first comes after the last."""
+    TEXT: gl.constexpr = f"bar.arrive {BARRIER + (CONSUMER + 1) % CONSUMERS}, 256; mov.b32 $0, $1;"
+    _at_barrier(TEXT)
