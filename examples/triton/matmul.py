@@ -77,7 +77,7 @@ def matmul_kernel(
 
 tuned_kernel = triton.autotune(
     configs=autotune_configs(CONFIGS),
-    key=["M", "N", "K", "stride_ak", "stride_bk", "PRECISION"],
+    key=["M", "N", "K", "stride_ak", "stride_bk", "GROUP_M", "PRECISION"],
     prune_configs_by={"early_config_prune": fitting_configs},
     # In a CUDA graph: around one launch of a small kernel, events on a slow host would time Python, and rank at random.
     do_bench=lambda fn, quantiles: triton.testing.do_bench_cudagraph(fn, rep=2, quantiles=quantiles),
@@ -89,8 +89,8 @@ def matmul(a: torch.Tensor, b: torch.Tensor, input_precision: str = "ieee", grou
 
     Both are float16, bfloat16 or float32; the accumulator is float32. `input_precision` is for float32, and ignored
     otherwise: "ieee" (on the CUDA cores), "tf32" or "tf32x3" (tensor cores). A group has `group_m` rows of tiles. New
-    sizes or strides are searched for. Raises TypeError for another dtype or two dtypes; ValueError for rank, inner
-    sizes, input_precision or group_m; RuntimeError for a device without Triton or an input that requires grad.
+    sizes, strides and groups are searched for. Raises TypeError for another dtype or two dtypes; ValueError for rank,
+    inner sizes, input_precision or group_m; RuntimeError for a device without Triton or an input that requires grad.
     """
     M, N, K = check_gemm("matmul", a, b, DTYPES)
     check_choice("matmul", ("ieee", "tf32", "tf32x3"), input_precision=input_precision)
@@ -125,7 +125,6 @@ def demo(h: Harness) -> None:
     h.codegen(matmul, h.meta(4096, 4096), h.meta(4096, 4096), find=find | {120: find[80]})
 
     library, tables = "torch" if h.interpreted else "cuBLAS", {}
-    # Grouped comes first: the tile is tuned for it, and the other order runs that tile.
     variants = {library: torch.matmul, "triton grouped": matmul, "triton row by row": partial(matmul, group_m=1)}
     for n in h.pick(interpreted=(192,), quick=(2048, 8192), full=(2048, 4096, 8192, 16384)):
         n = h.fit(n, bytes_each=60 * n)

@@ -167,11 +167,11 @@ one query is a constant, and with it what some consumers mask
   - @gluon.jit(do_not_specialize=["S", "S_KV"])
   + @gluon.jit(do_not_specialize=["S_KV"])
 who has no queries multiplies all blocks
-  - blocks = gl.where(start < sizes[1], _blocks(start + ROWS, sizes[2], BLOCK_N, CAUSAL), 1)
-  + blocks = _blocks(start + ROWS, sizes[2], BLOCK_N, CAUSAL)
+  - blocks = gl.where(start < sizes[1], blocks_before(start + ROWS, sizes[2], BLOCK_N, CAUSAL), 1)
+  + blocks = blocks_before(start + ROWS, sizes[2], BLOCK_N, CAUSAL)
 who has no queries takes a turn more than the others
-  - blocks = gl.where(start < sizes[1], _blocks(start + ROWS, sizes[2], BLOCK_N, CAUSAL), 1)
-  + blocks = gl.where(start < sizes[1], _blocks(start + ROWS, sizes[2], BLOCK_N, CAUSAL), 0)
+  - blocks = gl.where(start < sizes[1], blocks_before(start + ROWS, sizes[2], BLOCK_N, CAUSAL), 1)
+  + blocks = gl.where(start < sizes[1], blocks_before(start + ROWS, sizes[2], BLOCK_N, CAUSAL), 0)
 the ones are converted from a constant: CUDA 12.9 packs garbage
   - bits = gl.full(SHAPE, ONE, gl.int8, gl.BlockedLayout([1, 4], [1, 32], [gl.num_warps(), 1], [1, 0]))
   - ones.store(bits.to(q_desc.dtype, bitcast=True))

@@ -633,6 +633,44 @@ warp specialized, a consumer skips the keys that only those behind it see, and k
   - k_slot, k_phase
   + mbarrier.wait(k_full.index(k_slot), k_phase)
   + k_slot, k_phase
+warp specialized, who does not see a block takes no turn for it  [gpu]
+  - take_turn(CONSUMER)
+  - pass_turn(CONSUMER, CONSUMERS)
+  - rows =
+  + rows =
+warp specialized, the turn is passed before it is taken  [gpu]
+  - take_turn(CONSUMER)
+  - acc = start_values(p, v_bufs, v_slot, acc)
+  + pass_turn(CONSUMER, CONSUMERS)
+  + acc = start_values(p, v_bufs, v_slot, acc)
+warp specialized, the next may start when P V has started, and Q K^T has not  [gpu]
+  - sums = warpgroup_mma(p, ones.permute((1, 0)), sums, is_async=True)
+  - acc, sums = warpgroup_mma_wait(0, deps=(acc, sums))
+  - scores = start_scores(q, k_bufs, k_slot, SCORES)
+  - pass_turn(CONSUMER, CONSUMERS)
+  + sums = warpgroup_mma(p, ones.permute((1, 0)), sums, is_async=True)
+  + pass_turn(CONSUMER, CONSUMERS)
+  + acc, sums = warpgroup_mma_wait(0, deps=(acc, sums))
+  + scores = start_scores(q, k_bufs, k_slot, SCORES)
+warp specialized, V is released while its MMAs run  [gpu]
+  - acc, sums = warpgroup_mma_wait(0, deps=(acc, sums))
+  - scores = start_scores(q, k_bufs, k_slot, SCORES)
+  + scores = start_scores(q, k_bufs, k_slot, SCORES)
+warp specialized, the sums of three consumers are not rescaled  [gpu]
+  - sums = sums * gl.convert_layout(alpha, gl.SliceLayout(1, SUMS))[:, None]
+  + pass
+warp specialized, the last block is missing in the sums of three consumers  [gpu]
+  - if TURNS:
+  -     sums = warpgroup_mma(p, ones.permute((1, 0)), sums, is_async=True)
+  + pass
+warp specialized, the logarithms of three consumers are those of the rounded weights  [gpu]
+  - lse = (row_max + gl.log2(row_sum)) * LN_2
+  + if TURNS:
+  +     row_sum = gl.convert_layout(gl.max(warpgroup_mma_wait(0, deps=(sums,)), 1), gl.SliceLayout(1, SCORES))
+  + lse = (row_max + gl.log2(row_sum)) * LN_2
+warp specialized, consumers whose queries lie beyond the end multiply all blocks  [gpu]
+  - gl.where(start < sizes[1], blocks, 1)
+  + gl.where(start < sizes[1], blocks, blocks)
 warp specialized, the queries of a tile are never released  [gpu]
   - mbarrier.arrive(q_ring[2].index(CONSUMER))
   - q_phase ^= 1

@@ -38,8 +38,8 @@ def test_pruning_leaves_what_fits_and_never_nothing(monkeypatch):
             for m, n, k, stages in ((*config.kwargs.values(), config.num_stages) for config in left):
                 assert (m + n) * k * dtype.itemsize * (stages - 1) <= limit
                 assert (m <= max(64, 2 * M), n <= max(64, 2 * N)) == (True, True)
-    # A tile that suits one size, layout or precision is another's worst: all of them are in the key of the search.
-    assert set(lesson.tuned_kernel.keys) == {"M", "N", "K", "stride_ak", "stride_bk", "PRECISION"}
+    # A tile that suits one size, layout, order or precision is another's worst: all are in the key of the search.
+    assert set(lesson.tuned_kernel.keys) == {"M", "N", "K", "stride_ak", "stride_bk", "GROUP_M", "PRECISION"}
 
 
 def test_bad_input(h):
