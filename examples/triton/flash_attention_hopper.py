@@ -1,4 +1,4 @@
-"""Flash attention in Gluon for Hopper: the softmax of one warpgroup runs under the MMAs of others, and of its own.
+"""Flash attention in Gluon for Hopper: the softmax of one warpgroup runs under the MMAs of others.
 
 A block of 128 keys costs a warpgroup of 64 queries 1024 clocks of the SM's tensor cores at D = 128 and 512 at 64, and
 512 clocks of its exponential units: run one after the other, the tensor cores idle for a third or half of the time.
@@ -6,12 +6,12 @@ What overlaps them:
 
   a producer  one warp loads Q, and K and V into rings of their own, as in gluon_matmul.py. The kernel is persistent, so
               the first K and V of the next tile are loaded while this one ends.
-  consumers   two warpgroups that nothing makes take turns: each starts Q K^T of the next block before P V of this one,
-              under which its own next softmax runs.
-  or three    at D = 64 from 2048 queries on. With fewer registers each, P V ends before Q K^T starts, and they take
-              turns (examples/common/turns.py): the softmax of one runs under the MMAs of the others. The weights are
-              added up by an MMA of P and 8 columns of ones, which saves a thread 64 additions. The sums are of the
-              rounded weights, so a call that returns their logarithms adds up the exact ones.
+  consumers   two warpgroups, each at its own pace. Each starts Q K^T of the next block before P V of this one, under
+              which its own next softmax runs as well.
+  or three    at D = 64 from 2048 queries on. For their registers P V ends before Q K^T starts: the scores take over
+              those of P. They take turns (examples/common/turns.py), so that one multiplies while others do softmax.
+              Sums of the weights are an MMA of P by 8 columns of ones, for 64 additions of each thread. They are of the
+              rounded weights, so a call that returns their logarithms adds up the exact ones instead.
 
 K and V are walked from the last block to the first: only the last that a consumer sees can need a mask.
 """
@@ -141,7 +141,7 @@ def _consume(
     BY_ROW: gl.constexpr = gl.SliceLayout(1, OUT)  # each thread has the same rows of scores, sums and result
     SUMS: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [gl.num_warps(), 1], [16, 8, 16])
     TURNS: gl.constexpr = CONSUMERS == 3
-    EXACT: gl.constexpr = not TURNS or lse_ptr is not None
+    ROUNDED: gl.constexpr = TURNS and lse_ptr is None  # the sums are those of the rounded weights
     q = q_ring[0].index(CONSUMER).reshape([ROWS, D])
     o_buf = o_bufs.index(CONSUMER)
     q_phase = 0
@@ -156,7 +156,7 @@ def _consume(
         b, h, start = tile_of(tile, sizes, CONSUMERS * ROWS, CAUSAL, group_h)
         start += CONSUMER * ROWS
         blocks = blocks_before(start + ROWS, sizes[2], BLOCK_N, CAUSAL)
-        if TURNS:  # only other consumers see the first blocks: their queries are later, or all of these beyond the end
+        if TURNS:  # only other consumers see the first blocks: their queries are later, or ours all lie beyond the end
             blocks = gl.where(start < sizes[1], blocks, 1)
             for _step in range(blocks, blocks_before(start + (CONSUMERS - CONSUMER) * ROWS, sizes[2], BLOCK_N, CAUSAL)):
                 mbarrier.wait(k_full.index(k_slot), k_phase)
@@ -182,10 +182,7 @@ def _consume(
         # Clamped: where all scores of a row are -inf, -inf - -inf would be NaN.
         row_max = gl.maximum(gl.max(scores, 1) * scale, -3.4e38)
         weights = gl.exp2(scores * scale - row_max[:, None])
-        if TURNS:
-            sums = gl.zeros((ROWS, 8), gl.float32, SUMS)
-        if EXACT:
-            row_sum = gl.sum(weights, 1)
+        row_sum = gl.zeros((ROWS, 8), gl.float32, SUMS) if ROUNDED else gl.sum(weights, 1)
         p = gl.convert_layout(weights.to(o_desc.dtype), WEIGHTS)
         acc = gl.zeros((ROWS, D), gl.float32, OUT)
         for _step in range(1, blocks):
@@ -194,8 +191,11 @@ def _consume(
                 mbarrier.wait(v_full.index(v_slot), v_phase)
                 take_turn(CONSUMER)
                 acc = start_values(p, v_bufs, v_slot, acc)
-                sums = warpgroup_mma(p, ones.permute((1, 0)), sums, is_async=True)
-                acc, sums = warpgroup_mma_wait(0, deps=(acc, sums))
+                if ROUNDED:
+                    row_sum = warpgroup_mma(p, ones.permute((1, 0)), row_sum, is_async=True)
+                    acc, row_sum = warpgroup_mma_wait(0, deps=(acc, row_sum))
+                else:
+                    acc = warpgroup_mma_wait(0, deps=(acc,))
                 scores = start_scores(q, k_bufs, k_slot, SCORES)
                 pass_turn(CONSUMER, CONSUMERS)
                 mbarrier.arrive(v_empty.index(v_slot))
@@ -211,9 +211,9 @@ def _consume(
             weights = gl.exp2(scores * scale - new_max[:, None])
             alpha = gl.exp2(row_max - new_max)
             row_max = new_max
-            if TURNS:
-                sums = sums * gl.convert_layout(alpha, gl.SliceLayout(1, SUMS))[:, None]
-            if EXACT:
+            if ROUNDED:
+                row_sum = row_sum * gl.convert_layout(alpha, gl.SliceLayout(1, SUMS))[:, None]
+            else:
                 row_sum = row_sum * alpha + gl.sum(weights, 1)
             if not TURNS:
                 # That phase is complete, so nothing waits; but a branch lies here, and the assembler, which would move
@@ -228,8 +228,8 @@ def _consume(
         q_phase ^= 1
         mbarrier.wait(v_full.index(v_slot), v_phase)
         acc = start_values(p, v_bufs, v_slot, acc)
-        if TURNS:
-            sums = warpgroup_mma(p, ones.permute((1, 0)), sums, is_async=True)
+        if ROUNDED:
+            row_sum = warpgroup_mma(p, ones.permute((1, 0)), row_sum, is_async=True)
         if lse_ptr is not None:
             lse = (row_max + gl.log2(row_sum)) * LN_2
             gl.store(lse_ptr + ((b * sizes[0] + h) * sizes[1] + rows), lse, mask=rows < sizes[1])
@@ -237,8 +237,8 @@ def _consume(
         acc = warpgroup_mma_wait(0, deps=(acc,))
         mbarrier.arrive(v_empty.index(v_slot))
         v_slot, v_phase = next_slot(v_slot, v_phase, STAGES)
-        if TURNS:
-            row_sum = gl.max(warpgroup_mma_wait(0, deps=(sums,)), 1)  # of 8 equal ones
+        if ROUNDED:
+            row_sum = gl.max(warpgroup_mma_wait(0, deps=(row_sum,)), 1)  # of 8 equal ones
         acc = acc * gl.convert_layout(1.0 / row_sum, BY_ROW)[:, None]
         o_buf.reshape([ROWS, D]).store(acc.to(o_desc.dtype))
         fence_async_shared()

@@ -644,30 +644,31 @@ warp specialized, the turn is passed before it is taken  [gpu]
   + pass_turn(CONSUMER, CONSUMERS)
   + acc = start_values(p, v_bufs, v_slot, acc)
 warp specialized, the next may start when P V has started, and Q K^T has not  [gpu]
-  - sums = warpgroup_mma(p, ones.permute((1, 0)), sums, is_async=True)
-  - acc, sums = warpgroup_mma_wait(0, deps=(acc, sums))
+  - if ROUNDED:
+  -     row_sum = warpgroup_mma(p, ones.permute((1, 0)), row_sum, is_async=True)
+  -     acc, row_sum = warpgroup_mma_wait(0, deps=(acc, row_sum))
+  - else:
+  -     acc = warpgroup_mma_wait(0, deps=(acc,))
   - scores = start_scores(q, k_bufs, k_slot, SCORES)
   - pass_turn(CONSUMER, CONSUMERS)
-  + sums = warpgroup_mma(p, ones.permute((1, 0)), sums, is_async=True)
+  + row_sum = warpgroup_mma(p, ones.permute((1, 0)), row_sum, is_async=True)
   + pass_turn(CONSUMER, CONSUMERS)
-  + acc, sums = warpgroup_mma_wait(0, deps=(acc, sums))
+  + acc, row_sum = warpgroup_mma_wait(0, deps=(acc, row_sum))
   + scores = start_scores(q, k_bufs, k_slot, SCORES)
 warp specialized, V is released while its MMAs run  [gpu]
-  - acc, sums = warpgroup_mma_wait(0, deps=(acc, sums))
-  - scores = start_scores(q, k_bufs, k_slot, SCORES)
-  + scores = start_scores(q, k_bufs, k_slot, SCORES)
+  - acc, row_sum = warpgroup_mma_wait(0, deps=(acc, row_sum))
+  + pass
 warp specialized, the sums of three consumers are not rescaled  [gpu]
-  - sums = sums * gl.convert_layout(alpha, gl.SliceLayout(1, SUMS))[:, None]
+  - row_sum = row_sum * gl.convert_layout(alpha, gl.SliceLayout(1, SUMS))[:, None]
   + pass
 warp specialized, the last block is missing in the sums of three consumers  [gpu]
-  - if TURNS:
-  -     sums = warpgroup_mma(p, ones.permute((1, 0)), sums, is_async=True)
-  + pass
+  - if ROUNDED:
+  -     row_sum = warpgroup_mma(p, ones.permute((1, 0)), row_sum, is_async=True)
+  - if lse_ptr
+  + if lse_ptr
 warp specialized, the logarithms of three consumers are those of the rounded weights  [gpu]
-  - lse = (row_max + gl.log2(row_sum)) * LN_2
-  + if TURNS:
-  +     row_sum = gl.convert_layout(gl.max(warpgroup_mma_wait(0, deps=(sums,)), 1), gl.SliceLayout(1, SCORES))
-  + lse = (row_max + gl.log2(row_sum)) * LN_2
+  - row_sum = row_sum * alpha + gl.sum(weights, 1)
+  + row_sum = row_sum * alpha + gl.sum(weights.to(o_desc.dtype).to(gl.float32), 1)
 warp specialized, consumers whose queries lie beyond the end multiply all blocks  [gpu]
   - gl.where(start < sizes[1], blocks, 1)
   + gl.where(start < sizes[1], blocks, blocks)

@@ -188,7 +188,7 @@ def test_generated_code(D, causal):
     # P V and the sums are done when Q K^T starts, whose scores are done when the exponentials start: 64, and two of
     # alpha. 64 weights are packed by 32 instructions, and no other moves a byte. Additions: two elements of the sums
     # for each of two rows, the maximum less 8, the exponents of alpha; no weights.
-    wanted = [str(D)] * steps[1] + ["8"] * steps[1] + ["wait"] + [str(module.BLOCK_N)] * steps[0]
+    wanted = ["take"] + [str(D)] * steps[1] + ["8"] * steps[1] + ["wait"] + [str(module.BLOCK_N)] * steps[0]
     wanted += ["pass", "wait", *["exp"] * (module.BLOCK_N // 2 + 2)]
     for loop, order in loops_in_turns(text, module.CONSUMERS):
         assert order == wanted

@@ -29,8 +29,9 @@ def check(h, q, k, v, causal=False, scale=None, what="", fn=flash_attention):
     h.check(fn, reference, q, k, v, causal, scale, what=what, **attention_budget(q.dtype, k.shape[2]))
 
 
-def check_lse(h, fn=flash_attention):
-    """The logarithms of the sums, against torch.logsumexp in float64; return_lse does not change the result."""
+def check_lse(h, fn=flash_attention, same=True):
+    """The logarithms of the sums, against torch.logsumexp in float64; return_lse does not change the result, or with
+    `same` False (its sums are then others) not by more than two roundings."""
     for S, S_kv, causal in ((130, 300, False), (300, 300, True)):
         q, k, v = qkv(h, 2, 4, S, 64, H_kv=2, S_kv=S_kv)
         o, lse = fn(q, k, v, causal, return_lse=True)
@@ -38,7 +39,9 @@ def check_lse(h, fn=flash_attention):
         if causal:
             scores.masked_fill_(torch.ones(S, S_kv, dtype=torch.bool, device=q.device).triu(1), -INF)
         torch.testing.assert_close(lse.double(), scores.logsumexp(-1), rtol=0, atol=2e-5)
-        assert torch.equal(o, fn(q, k, v, causal))
+        again = fn(q, k, v, causal)
+        eps = 0 if same else 2 * torch.finfo(o.dtype).eps
+        torch.testing.assert_close(o, again, rtol=eps, atol=eps / 16)
 
 
 @every_dim
