@@ -13,7 +13,7 @@ Wins when  something is fused into it. Large squares are about equal; few rows, 
 Variants   matmul_tiles.py (no kernel: the tiles that are timed, and which of them fit)
 Study      studies/triton/matmul.py
 Source     chapter section "Tensor Cores"; chapter section "Key Takeaways", whose 90-95 % of hand-tuned kernels' speed
-           is 96 to 101 % of cuBLAS here, and 102 to 108 % of cuDNN in flash_attention; order as in Triton tutorial 03
+           is 96 to 100 % of cuBLAS here, and 102 to 111 % of cuDNN in flash_attention; order as in Triton tutorial 03
 """
 
 from __future__ import annotations
