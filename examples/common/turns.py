@@ -1,9 +1,10 @@
 """Turns of a Gluon kernel's warpgroups at the tensor cores, by named barriers of the hardware (a ping-pong schedule).
 
-Left alone, warpgroups fall into step: all wait for the tensor cores, then for the exponential units. In turns, each
-waits at a barrier of its own before it starts its MMAs, and the one before arrives there when it has started its own.
-Nothing may rely on a turn for the order of memory: the compiler does not know these for barriers. The last consumer
-passes the first turn on before it has taken any, and the first takes one more at the end: nobody is left at a barrier.
+Warpgroups that wait for their MMAs before they do softmax fall into step if left alone: all wait for the tensor cores,
+then for the exponential units. In turns, each waits at a barrier of its own before it starts its MMAs, and the one
+before arrives there when it has started its own. Nothing may rely on a turn for the order of memory: the compiler does
+not know that these are barriers. The last consumer passes the first turn on before it has taken any, and the first
+takes one more at the end: nobody is left at a barrier.
 """
 
 from __future__ import annotations
@@ -11,7 +12,7 @@ from __future__ import annotations
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
-# The hardware has 16, of which Triton takes a few, from 0 up. To one of these come the threads of two warpgroups.
+# The hardware has 16, of which Triton takes a few, from 0 up. 256 threads meet at each of these: two warpgroups.
 BARRIER = gl.constexpr(8)
 
 

@@ -4,12 +4,12 @@ In FP8 a block of 128 keys costs a warpgroup of 64 queries 512 clocks of the SM'
 its exponential units. For each block a warp also issues about 400 instructions, most of which wait for the one before,
 so that one warpgroup keeps those units busy for a fraction of its time. It takes several, with few instructions each:
 
-  consumers   are three warpgroups of 64 queries, as flash_attention_hopper.py has at D = 64. They fit the registers as
-              P V of a block ends before Q K^T of the next one starts: the scores take over P's registers.
+  consumers   are three warpgroups of 64 queries, as in flash_attention_hopper.py for long inputs at D = 64. To fit the
+              registers, each waits for P V of a block before it starts Q K^T of the next, whose scores reuse P's.
   turns       they start their MMAs one after the other (examples/common/turns.py). Left alone they fall into step: all
               wait for the tensor cores, then for the exponential units.
-  sums        of the weights are an MMA of P by 8 columns of ones, for 64 additions of each thread. They are sums of
-              the rounded weights, so an error that all weights of a row share is divided out.
+  sums        of the weights are an MMA of P by 8 columns of ones, in place of 64 additions a thread and block. They are
+              sums of the rounded weights, so an error that all weights of a row share is divided out.
   weights     are packed into the 4 bytes of an int32 by two instructions, and so become the operand without moving
               between threads: V has its keys in the order that this needs (fp8_attention_operands.py).
   the ring    has in a slot what one step multiplies: K of a block, and V of the block before. The first step has no V

@@ -143,7 +143,7 @@ def flash_attention(
     q [B, H, S, D], k and v [B, H_kv, S_kv, D], with H a multiple of H_kv (grouped queries); D is 64 or 128, any S and
     S_kv from 1 up, and causal needs S == S_kv. float16 or bfloat16, all three the same; scores, sums and the
     accumulator are float32, the weights are rounded to the input dtype for the second product. With return_lse also
-    the logarithm of each row's sum of e^score, float32 [B, H, S], without a gradient; o may then differ by a rounding.
+    the log of each row's sum of e^score, float32 [B, H, S], no gradient; o may then, and in training, round otherwise.
 
     Raises TypeError for another dtype; ValueError for an unknown variant and a layout that TMA cannot load; what
     check_attention does for sizes, causal and scale; RuntimeError for a device without Triton, a second derivative and,

@@ -6,12 +6,13 @@ What overlaps them:
 
   a producer  one warp loads Q, and K and V into rings of their own, as in gluon_matmul.py. The kernel is persistent, so
               the first K and V of the next tile are loaded while this one ends.
-  consumers   two warpgroups, each at its own pace. Each starts Q K^T of the next block before P V of this one, under
-              which its own next softmax runs as well.
-  or three    at D = 64 from 2048 queries on. For their registers P V ends before Q K^T starts: the scores take over
-              those of P. They take turns (examples/common/turns.py), so that one multiplies while others do softmax.
-              Sums of the weights are an MMA of P by 8 columns of ones, for 64 additions of each thread. They are of the
-              rounded weights, so a call that returns their logarithms adds up the exact ones instead.
+  consumers   two warpgroups. Each starts Q K^T of the next block before P V of this one, under which its own next
+              softmax runs: so they need not take turns.
+  or three    at D = 64 from 2048 queries on. To fit the registers, each waits for P V before it starts Q K^T, whose
+              scores then reuse P's. They take turns (examples/common/turns.py): one multiplies while others do softmax.
+              Sums of the weights are an MMA of P by 8 columns of ones, in place of 64 additions a thread and block. As
+              they are of the rounded weights, a call that returns their logarithms, as training does, adds up the exact
+              ones instead.
 
 K and V are walked from the last block to the first: only the last that a consumer sees can need a mask.
 """

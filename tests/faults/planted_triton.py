@@ -640,20 +640,15 @@ warp specialized, who does not see a block takes no turn for it  [gpu]
   + rows =
 warp specialized, the turn is passed before it is taken  [gpu]
   - take_turn(CONSUMER)
-  - acc = start_values(p, v_bufs, v_slot, acc)
+  - pass_turn(CONSUMER, CONSUMERS)
+  - rows =
   + pass_turn(CONSUMER, CONSUMERS)
-  + acc = start_values(p, v_bufs, v_slot, acc)
+  + take_turn(CONSUMER)
+  + rows =
 warp specialized, the next may start when P V has started, and Q K^T has not  [gpu]
-  - if ROUNDED:
-  -     row_sum = warpgroup_mma(p, ones.permute((1, 0)), row_sum, is_async=True)
-  -     acc, row_sum = warpgroup_mma_wait(0, deps=(acc, row_sum))
-  - else:
-  -     acc = warpgroup_mma_wait(0, deps=(acc,))
   - scores = start_scores(q, k_bufs, k_slot, SCORES)
   - pass_turn(CONSUMER, CONSUMERS)
-  + row_sum = warpgroup_mma(p, ones.permute((1, 0)), row_sum, is_async=True)
   + pass_turn(CONSUMER, CONSUMERS)
-  + acc, row_sum = warpgroup_mma_wait(0, deps=(acc, row_sum))
   + scores = start_scores(q, k_bufs, k_slot, SCORES)
 warp specialized, V is released while its MMAs run  [gpu]
   - acc, row_sum = warpgroup_mma_wait(0, deps=(acc, row_sum))

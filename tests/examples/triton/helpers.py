@@ -16,8 +16,8 @@ from examples.common.device import interpreted
 from examples.triton.matmul import reference
 
 INF, NAN = float("inf"), float("nan")
-# Before Triton 3.9 the interpreter's tl.fma rounds the product too.
 BEFORE_39 = tuple(map(int, triton.__version__.split(".")[:2])) < (3, 9)
+# Before Triton 3.9 the interpreter's tl.fma rounds the product too.
 FUSED = not interpreted() or not BEFORE_39
 
 
@@ -119,21 +119,24 @@ def check_beyond_int32(h, gpu_gib, matmul, *, transposed: bool) -> None:
 
 def loops_in_turns(text: dict, consumers: int) -> list[tuple[str, list[str]]]:
     """The loops of consumers that take turns, in SASS, and the order of what is in them: turns, the N of MMAs, waits,
-    exponentials. Fails where turns and other barriers meet, or the next one is not the next."""
+    exponentials. Fails where turns share a barrier with anything else, a loop spills, or a turn goes to another
+    consumer than the next."""
     turns = re.findall(r"bar(?:rier)?\.(?:sync|arrive)\S*\s+(\d+)(, 256)?", text["ptx"])
     assert {int(number) for number, both in turns if both} == {8 + i for i in range(consumers)}
     assert all(int(number) < 8 for number, both in turns if not both)
     assert int(re.search(r"used (\d+) barriers", text["log"])[1]) == 8 + consumers
     parts = re.split(r"\bBRA\b", text["sass"])[:-1]
     loops = [part for part in parts if "BAR.ARV" in part and "MUFU.EX2" in part]
-    assert len(loops) == consumers or (len(loops) == 2 and BEFORE_39), "there the disassembly ends within the third"
-    orders = []
+    assert len(loops) == consumers or (len(loops) == 2 and BEFORE_39), "3.6's disassembly ends in the third"
+    orders, takes = [], set()
     for loop in loops:
         (taken,), (passed,) = (re.findall(rf"BAR\.{how}\S* 0x(\w+), 0x100", loop) for how in ("SYNC", "ARV"))
         assert int(passed, 16) == 8 + (int(taken, 16) - 8 + 1) % consumers
+        takes.add(taken)
         assert not re.search("STL|LDL", loop)
         names = {"SYNC": "take", "ARV": "pass", "DEPBAR.LE gsb0, 0x0": "wait", "MUFU": "exp"}
         turn = r"BAR\.(SYNC|ARV)\S* 0x\w+, 0x100"
         order = re.findall(rf"[HQ]GMMA\.64x(\d+)|{turn}|(DEPBAR\.LE gsb0, 0x0|MUFU)", loop)
         orders.append([names.get(each, each) for each in map("".join, order)])
+    assert len(takes) == len(loops)
     return list(zip(loops, orders, strict=True))

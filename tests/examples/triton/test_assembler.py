@@ -26,14 +26,38 @@ CALLS = [
 def test_what_triton_has_it_spill(tmp_path, wrapper, args, kernel):
     from triton.backends.nvidia.compiler import get_ptxas
 
-    path = tmp_path / "kernel.ptx"
-    path.write_text(dump(wrapper, args, sm=90, kernel=kernel)["ptx"], encoding="utf-8")
-    spilled = []
-    for levels in ([2], [], [2, 4]):
-        options = [f"--regAllocOptLevel={level}" for level in levels]
-        command = [get_ptxas(90).path, "-v", "--gpu-name=sm_90a", *options, path, "-o", tmp_path / "kernel.cubin"]
+    text, path = dump(wrapper, args, sm=90, kernel=kernel), tmp_path / "kernel.ptx"
+    path.write_text(text["ptx"], encoding="utf-8")
+
+    def assembled(*options):
+        command = [get_ptxas(90).path, "-v", "-lineinfo", "--gpu-name=sm_90a", *options, path, "-o", tmp_path / "cubin"]
         log = subprocess.run(command, capture_output=True, text=True, check=True).stderr
-        spilled.append(int(re.search(r"(\d+) bytes spill stores", log)[1]))
-    as_triton, by_itself, taken_back = spilled
-    assert as_triton > 0
-    assert by_itself == taken_back == 0
+        return spilled(log), (tmp_path / "cubin").read_bytes()
+
+    assert spilled(text["log"]) > 0
+    by_itself, code = assembled()
+    assert by_itself == 0
+    assert assembled("--regAllocOptLevel=2")[0] == spilled(text["log"])
+    assert assembled("--regAllocOptLevel=2", "--regAllocOptLevel=4") == (0, code)
+
+
+SCRIPT = """
+import harness
+from harness.codegen import dump
+import torch
+from examples.triton.flash_attention import flash_attention
+if __name__ == "__main__":
+    x = torch.empty(4, 32, 4096, 64, dtype=torch.bfloat16, device="meta")
+    print(dump(flash_attention, (x, x, x, True), sm=90)["log"])
+"""
+
+
+@pytest.mark.skipif(BEFORE_39, reason="Triton 3.9 brings that assembler, and the option")
+def test_the_environment_comes_later(cli, tmp_path):
+    (tmp_path / "script.py").write_text(SCRIPT, encoding="utf-8")
+    done = cli(tmp_path / "script.py", PTXAS_OPTIONS="--regAllocOptLevel=4", TRITON_CACHE_DIR=str(tmp_path))
+    assert spilled(done.stdout) == 0, done.stderr
+
+
+def spilled(log: str) -> int:
+    return int(re.search(r"(\d+) bytes spill stores", log)[1])

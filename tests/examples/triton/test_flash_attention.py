@@ -31,7 +31,7 @@ def check(h, q, k, v, causal=False, scale=None, what="", fn=flash_attention):
 
 def check_lse(h, fn=flash_attention, same=True):
     """The logarithms of the sums, against torch.logsumexp in float64; return_lse does not change the result, or with
-    `same` False (its sums are then others) not by more than two roundings."""
+    `same` False, where it has other sums, by at most one unit in the last place."""
     for S, S_kv, causal in ((130, 300, False), (300, 300, True)):
         q, k, v = qkv(h, 2, 4, S, 64, H_kv=2, S_kv=S_kv)
         o, lse = fn(q, k, v, causal, return_lse=True)
@@ -40,7 +40,7 @@ def check_lse(h, fn=flash_attention, same=True):
             scores.masked_fill_(torch.ones(S, S_kv, dtype=torch.bool, device=q.device).triu(1), -INF)
         torch.testing.assert_close(lse.double(), scores.logsumexp(-1), rtol=0, atol=2e-5)
         again = fn(q, k, v, causal)
-        eps = 0 if same else 2 * torch.finfo(o.dtype).eps
+        eps = 0 if same else torch.finfo(o.dtype).eps
         torch.testing.assert_close(o, again, rtol=eps, atol=eps / 16)
 
 

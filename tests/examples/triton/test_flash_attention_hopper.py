@@ -52,7 +52,7 @@ def test_blocks_that_only_some_of_three_consumers_see(h, monkeypatch, seed):
 
 @pytest.mark.parametrize(("S", "blocks"), [(64, 7), (65, 11), (129, 15)])
 def test_consumers_without_queries_multiply_one_block(h, monkeypatch, S, blocks):
-    """Of 600 keys there are five, for each of the three consumers with queries."""
+    """600 keys are five blocks: consumers with queries multiply all five, the others one."""
     multiply, calls = SM.wgmma, []
     monkeypatch.setattr(SM, "wgmma", lambda self, *args, **how: calls.append(1) or multiply(self, *args, **how))
     on_model(monkeypatch, long=1)
@@ -93,11 +93,12 @@ def test_code_of_two_consumers(D, S, causal):
 
 
 @pytest.mark.parametrize("return_lse", [False, True])
-@pytest.mark.parametrize(("causal", "S"), [(False, 4096), (True, 4096), (True, 4100)])
+@pytest.mark.parametrize(("causal", "S"), [(False, 4096), (True, 4096), (False, 4100)])
 def test_code_of_three_consumers(causal, S, return_lse):
     D, steps = 64, module.BLOCK_N // 16
-    # Triton 3.9 spills registers where there is a mask, but none in the loop.
-    kernel, text = generated(D, S, causal, None, return_lse, spills=8 * causal)
+    # Triton 3.9 spills registers where there is a mask, but none in the loop (docs/running.md).
+    masked = causal or S % module.BLOCK_N > 0
+    kernel, text = generated(D, S, causal, None, return_lse, spills=8 * masked * (not return_lse))
     sums = not return_lse
     assert kernel.found["wgmma"] == 3 * 2 * (D // 16 + steps + sums * steps)
     # P V and the sums are done when Q K^T starts, whose scores are done when the exponentials start: 64, and two of
