@@ -74,8 +74,7 @@ def flash_attention_kernel(
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, D: tl.constexpr, CAUSAL: tl.constexpr, RAGGED: tl.constexpr,
     GROUP_H: tl.constexpr, STAGES: tl.constexpr, V_FIRST: tl.constexpr,
 ):  # fmt: skip
-    # Causal tiles have unequal work, and the longest start first. GROUP_H heads at a time: all heads' longest tile,
-    # then all heads' second longest, and so on.
+    # Causal tiles have unequal work. The longest of GROUP_H heads start first, then their second longest, and so on.
     pid = tl.program_id(0)
     tiles = tl.cdiv(S, BLOCK_M)
     first = pid // (GROUP_H * tiles) * GROUP_H
@@ -143,7 +142,8 @@ def flash_attention(
     q [B, H, S, D], k and v [B, H_kv, S_kv, D], with H a multiple of H_kv (grouped queries); D is 64 or 128, any S and
     S_kv from 1 up, and causal needs S == S_kv. float16 or bfloat16, all three the same; scores, sums and the
     accumulator are float32, the weights are rounded to the input dtype for the second product. With return_lse also
-    the log of each row's sum of e^score, float32 [B, H, S], no gradient; o may then, and in training, round otherwise.
+    the logarithm of the sum of e^score of each row, float32 [B, H, S] and without a gradient, to merge parts by. With
+    it, and in training, the result may differ in its last bit from that of a call without.
 
     Raises TypeError for another dtype; ValueError for an unknown variant and a layout that TMA cannot load; what
     check_attention does for sizes, causal and scale; RuntimeError for a device without Triton, a second derivative and,

@@ -29,11 +29,11 @@ def check(h, q, k, v, causal=False, scale=None, what="", fn=flash_attention):
     h.check(fn, reference, q, k, v, causal, scale, what=what, **attention_budget(q.dtype, k.shape[2]))
 
 
-def check_lse(h, fn=flash_attention, same=True):
+def check_lse(h, fn=flash_attention, same=True, dtype=None):
     """The logarithms of the sums, against torch.logsumexp in float64; return_lse does not change the result, or with
     `same` False, where it has other sums, by at most one unit in the last place."""
     for S, S_kv, causal in ((130, 300, False), (300, 300, True)):
-        q, k, v = qkv(h, 2, 4, S, 64, H_kv=2, S_kv=S_kv)
+        q, k, v = qkv(h, 2, 4, S, 64, H_kv=2, S_kv=S_kv, dtype=dtype)
         o, lse = fn(q, k, v, causal, return_lse=True)
         scores = q.double() @ k.double().repeat_interleave(2, 1).mT / 8
         if causal:
