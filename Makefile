@@ -20,14 +20,16 @@ XLA_READY := $(XLA_VENV)/.ready
 TOPICS := torch_compiler_examples.py triton_examples.py triton_fp8_advanced.py triton_tma_blackwell.py
 TOPICS += torch_distributed_examples.py torch_xla_examples.py
 PYTEST_ARGS ?= -m "not slow"
-# One process for each core, unless there is a GPU, which one process at a time should have.
-WORKERS ?= $(shell nvidia-smi -L >/dev/null 2>&1 && echo 0 || echo auto)
+GPU := $(shell nvidia-smi -L 2>/dev/null)
+# One process for each core, also on a GPU: most of the time goes to compiling, and tests that time wait to be alone.
+WORKERS ?= auto
 # Without a GPU: Inductor asks g++ for each vector unit of this CPU, unless it is told that those it finds will do; its
 # workers import torch, unless they are forked; threads spin while they wait for others that have no core, unless told.
 FORKED = $(if $(filter Linux,$(shell uname)),TORCHINDUCTOR_WORKER_START=fork)
-ON_CPU = $(if $(filter auto,$(WORKERS)),TORCHINDUCTOR_VEC_ISA_OK=1 $(FORKED) OMP_WAIT_POLICY=passive)
-# In processes that each start a thread for every core, the threads spin while they wait for one that does not run.
-PYTEST = $(if $(filter auto,$(WORKERS)),OMP_NUM_THREADS=1) $(1)/bin/python -m pytest -n $(WORKERS)
+ON_CPU = $(if $(GPU),,TORCHINDUCTOR_VEC_ISA_OK=1 $(FORKED) OMP_WAIT_POLICY=passive)
+# Threads of several processes would spin while they wait for one that has no core.
+PYTEST = OMP_NUM_THREADS=1 $(1)/bin/python -m pytest -n $(WORKERS)
+SPREAD := $(if $(GPU),,--dist worksteal)
 
 .PHONY: run run-all run-full report test test-page test-oldest studies lint setup backends test-backends xla \
     test-xla clean
@@ -53,7 +55,7 @@ report: $(READY)
 	$(BIN)/python -m companion report -o docs/index.html
 
 test: $(READY)
-	$(call PYTEST,$(VENV)) --dist worksteal $(PYTEST_ARGS)
+	$(call PYTEST,$(VENV)) $(SPREAD) $(PYTEST_ARGS)
 
 # In Chromium, which must be there, by playwright and with axe-core, which are put beside it.
 AXE := build/page/node_modules/axe-core/axe.min.js
@@ -67,7 +69,7 @@ $(AXE):
 # Two topics at a time where there is no GPU to share. PyTorch/XLA's are run by test-xla, in its environment.
 STUDIED := $(filter-out torch_xla_examples.py,$(TOPICS))
 studies: $(READY)
-	@printf '%s\n' $(STUDIED) | $(ON_CPU) OMP_NUM_THREADS=1 xargs -I TOPIC -P $(if $(filter auto,$(WORKERS)),2,1) \
+	@printf '%s\n' $(STUDIED) | $(ON_CPU) OMP_NUM_THREADS=1 xargs -I TOPIC -P $(if $(GPU),1,2) \
 	    $(BIN)/python TOPIC --study --quick --check-only
 
 lint: $(READY)
@@ -87,7 +89,7 @@ OLDEST_TESTS := $(patsubst %,tests/examples/%,common compiler triton fp8 tma tes
 OLDEST_TESTS += tests/harness tests/compile_inspect tests/test_compile_inspect.py tests/triton_compiler
 
 test-oldest: $(OLDEST_READY)
-	$(call PYTEST,$(OLDEST_VENV)) --dist worksteal $(PYTEST_ARGS) $(OLDEST_TESTS)
+	$(call PYTEST,$(OLDEST_VENV)) $(SPREAD) $(PYTEST_ARGS) $(OLDEST_TESTS)
 
 $(OLDEST_READY): requirements-oldest.txt requirements-common.txt pyproject.toml
 	test -x $(OLDEST_VENV)/bin/python || $(PYTHON) -m venv $(OLDEST_VENV)

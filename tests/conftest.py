@@ -1,5 +1,9 @@
-"""Fixtures for all tests. Harness first: without a GPU it turns Triton's interpreter on before triton is imported."""
+"""Fixtures for all tests. Harness first: without a GPU it turns Triton's interpreter on before triton is imported.
 
+On a GPU box `pytest -n auto` compiles on all cores. A test that times, or fills the memory, asks for `alone`.
+"""
+
+import contextlib
 import os
 import subprocess
 import sys
@@ -59,7 +63,58 @@ def is_offline(item: pytest.Item) -> bool:
     return any(getattr(fn, "__module__", "") in COMPILING for fn in named) and "h" not in item.fixturenames
 
 
+# --- several processes with one GPU: each compiles on a core of its own
+
+SHARED = "PYTEST_XDIST_WORKER" in os.environ and machine().mode == "gpu"
+LOCK, GIB_A_WORKER = pytest.StashKey(), 6
+if SHARED:
+    torch.set_num_threads(1)
+    os.environ |= {"OMP_NUM_THREADS": "1", "TORCHINDUCTOR_COMPILE_THREADS": "1"}
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_xdist_auto_num_workers():
+    if machine().mode == "gpu":
+        room = torch.cuda.get_device_properties(0).total_memory // (GIB_A_WORKER * 2**30)
+        return int(min(16, room, os.cpu_count()))
+
+
+def pytest_configure(config):
+    """On a GPU tests are handed out one by one, in the order of pytest_collection_modifyitems."""
+    if machine().mode == "gpu" and getattr(config.option, "dist", "no") == "load":
+        config.option.maxschedchunk = config.option.maxschedchunk or 1
+
+
+def take_turn(lock, alone: bool) -> None:
+    """Hold `lock`, an open file, together with others or alone."""
+    import fcntl  # not on Windows, which has no Triton
+
+    fcntl.flock(lock, fcntl.LOCK_EX if alone else fcntl.LOCK_SH)
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_protocol(item):
+    """Each test holds this file, and leaves no memory behind that it does not use."""
+    if not SHARED:
+        return (yield)
+    with open(__file__) as lock:
+        take_turn(lock, alone=False)
+        item.stash[LOCK] = lock
+        result = yield
+        with contextlib.suppress(RuntimeError):  # CUDA's, after a device assert
+            torch.cuda.empty_cache()
+        return result
+
+
+@pytest.fixture
+def alone(request):
+    """Call it before what needs the GPU and the cores to itself: it waits until no other process runs a test."""
+    return lambda: take_turn(request.node.stash[LOCK], alone=True) if SHARED else None
+
+
 def pytest_collection_modifyitems(items):
+    if SHARED:  # what compiles most first, what waits for others last
+        items.sort(key=lambda item: 2 if "alone" in item.fixturenames else 0 if item.get_closest_marker("gpu") else 1)
     for item in items:
         if is_offline(item):
             item.add_marker(pytest.mark.offline)
@@ -126,10 +181,11 @@ def cli():
 
 
 @pytest.fixture
-def gpu_gib():
+def gpu_gib(alone):
     """Skip a test that needs more GPU memory than there is: gpu_gib(40)."""
 
     def need(gib: float) -> None:
+        alone()
         free = torch.cuda.mem_get_info()[0] / 2**30
         if free < gib:
             pytest.skip(f"needs {gib} GiB of GPU memory, {free:.0f} are free")

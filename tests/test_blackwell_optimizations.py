@@ -166,8 +166,8 @@ def shortfalls(rows: list[Row], found: dict[str, float | None], gpu: str | None)
 class Speed:
     """The variants of one test: each is found right before any is timed."""
 
-    def __init__(self, h, test: str, keep: Callable) -> None:
-        self.h, self.rows, self.keep = h, TABLE[test], keep
+    def __init__(self, h, test: str, keep: Callable, alone: Callable = lambda: None) -> None:
+        self.h, self.rows, self.keep, self.alone = h, TABLE[test], keep, alone
         self.calls: dict[str, Callable] = {}
 
     def add(self, name: str, fn: Callable, *inputs, want, **budget) -> None:
@@ -181,6 +181,7 @@ class Speed:
 
         What falls short is measured once more before it fails: for a moment something else may have had the GPU.
         """
+        self.alone()
         gpu, found = self.h.machine.gpu, {}
         enqueue = {name: enqueue_ms(call) for name, call in self.calls.items()}
         for _ in range(2):
@@ -198,13 +199,13 @@ class Speed:
 
 
 @pytest.fixture
-def speed(request, h):
+def speed(request, h, alone):
     """The race of the test that asks for it; conftest.py prints what is kept here at the end of the run."""
 
     def keep(ratio: str, found: float | None, measured: float | None, least: float | None) -> None:
         request.node.user_properties.append(("speed", [request.node.name, ratio, found, measured, least]))
 
-    yield Speed(h, request.node.name, keep)
+    yield Speed(h, request.node.name, keep, alone)
     torch.compiler.reset()
     torch.cuda.empty_cache()
 

@@ -18,7 +18,7 @@ REFUSALS = (TypeError, ValueError, RuntimeError)
 NO_WRAPPERS = {"quantize_weight", "check_operands", "check_layer", "check_copy", "elementwise", "losses", "multiply",
                "prepare", "total_of"}  # fmt: skip
 ATOMIC = ("total",)  # sums in any order
-SEARCHED = ("matmul",)  # torch.compile makes its own search for a tile
+COMPILED_ANEW = ("matmul", "cross_entropy")  # torch.compile searches for a tile anew, and adds up the losses of rows
 
 
 def launches(node: ast.FunctionDef) -> bool:
@@ -215,7 +215,7 @@ def with_fewer_rows(wrapper, arguments):
 
 
 def close(got, want) -> bool:
-    return torch.allclose(got.float(), want.float(), rtol=2.0**-7, atol=1e-3)
+    return torch.allclose(got.float(), want.float(), rtol=max(torch.finfo(want.dtype).eps, 1e-5), atol=1e-3)
 
 
 CONTEXTS = [in_inference_mode, compiled]
@@ -230,7 +230,7 @@ def test_it_is_right_wherever_it_is_called(h, wrapper, context):
         wants = wrapper(*one), wrapper(*two)
     except RuntimeError as error:
         pytest.skip(str(error))
-    in_any_order = str(wrapper) in ATOMIC + (SEARCHED if context is compiled else ())
+    in_any_order = str(wrapper) in ATOMIC + (COMPILED_ANEW if context is compiled else ())
     for i, (got, want) in enumerate(context(wrapper, one, two, *wants)):
         assert (close if in_any_order and not interpreted() else same)(got, want), f"call {i} gives another result"
 

@@ -31,8 +31,9 @@ PAIR = {"torch": double, "triton": double}
 
 
 @pytest.fixture
-def timed(monkeypatch):
+def timed(monkeypatch, alone):
     """A harness of a technique that needs torch alone, which is timed everywhere."""
+    alone()
     monkeypatch.setattr("harness.bench.CPU_BUDGET_S", 0.002)
     return Harness("timed", console=Console(quiet=True))
 
@@ -345,8 +346,9 @@ def test_ours_is_checked_again_after_it_was_timed(timed, fault):
 
 
 @pytest.mark.gpu
-def test_a_slow_host_does_not_count_as_gpu_time(h):
+def test_a_slow_host_does_not_count_as_gpu_time(h, alone):
     """A wrapper that dawdles in Python for a millisecond launches the same kernel as one that does not."""
+    alone()
 
     def dawdling(x):
         until = time.perf_counter() + 1e-3
@@ -364,8 +366,9 @@ def test_a_slow_host_does_not_count_as_gpu_time(h):
 
 
 @pytest.mark.gpu
-def test_a_call_that_only_reads_does_not_pay_for_what_the_flush_wrote(h):
+def test_a_call_that_only_reads_does_not_pay_for_what_the_flush_wrote(h, alone):
     """It does where L2 holds what waits to be written, as after the call of a kernel that writes."""
+    alone()
     x = h.randn(1 << 24)
     out = torch.empty((), device=h.device)
     calls = {"read": lambda: torch.amax(x, 0, out=out)}

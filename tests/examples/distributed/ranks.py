@@ -20,7 +20,8 @@ def on_ranks(fn, world: int = 2, timeout_s: float = 25) -> list[str]:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
     ranks = [context.Process(target=_rank, args=(fn, rank, world, port, results)) for rank in range(world)]
-    with patch.dict(os.environ, PYTHONPATH=str(Path(__file__).parents[3]), TRITON_INTERPRET="1", OMP_NUM_THREADS="1"):
+    on_a_cpu = {"CUDA_VISIBLE_DEVICES": "", "TRITON_INTERPRET": "1", "OMP_NUM_THREADS": "1"}
+    with patch.dict(os.environ, PYTHONPATH=str(Path(__file__).parents[3]), **on_a_cpu):
         for each in ranks:
             each.start()
     found: dict[int, str] = {}

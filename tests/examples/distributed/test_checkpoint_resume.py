@@ -14,7 +14,7 @@ from examples.distributed.checkpoint_resume import OFF, compared, names
 def test_as_many_ranks_go_on_bit_by_bit_and_one_in_their_order(cli, tmp_path):
     done = cli(
         ROOT / "torch_distributed_examples.py", "checkpoint_resume", "--quick", "--ranks", "2",
-        "--json", tmp_path / "r", OMP_NUM_THREADS="1",
+        "--json", tmp_path / "r", OMP_NUM_THREADS="1", CUDA_VISIBLE_DEVICES="",
     )  # fmt: skip
     assert done.returncode == 0, done.stdout + done.stderr
     (example,) = json.loads((tmp_path / "r").read_text())["examples"]

@@ -85,8 +85,8 @@ def test_one_rank_is_refused():
     on_ranks(one_rank, world=1)
 
 
-def test_without_a_process_group_it_says_so():
+def test_without_a_process_group_it_says_so(h):
     from examples.distributed.one_shot_allreduce import workspace
 
     with pytest.raises(RuntimeError, match=r"^workspace: there is no process group"):
-        workspace(torch.zeros(64, dtype=torch.float16))
+        workspace(torch.zeros(64, dtype=torch.float16, device=h.device))

@@ -206,7 +206,7 @@ def test_the_gradient_of_a_linear_is_that_of_what_it_multiplied(h):
         gots = (y.detach(), *torch.autograd.grad(y, leaves, dy))
         wants = x.double() @ w.double().t(), dy.double() @ w.double(), dy.double().t() @ x.double()
         for got, want in zip(gots, wants, strict=True):
-            assert off_by(got, (want,)) < 1e-3
+            assert off_by(got, (want,)) < torch.finfo(h.half).eps
 
 
 def test_a_scale_that_is_four_times_too_large_is_no_result_that_passes(h, monkeypatch):
@@ -250,4 +250,5 @@ def test_by_rows_is_the_reference(h):
     q, scale = by_rows(x)
     want, want_scale = quantize_reference(x, (1, 64))
     assert torch.equal(q.view(torch.uint8), want.view(torch.uint8))
-    assert torch.equal(scale, want_scale)
+    # On a GPU torch divides by a number as it multiplies by its reciprocal, and rounds twice.
+    torch.testing.assert_close(scale, want_scale, rtol=0 if h.interpreted else 2**-23, atol=0)

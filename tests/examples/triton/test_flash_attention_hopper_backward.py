@@ -134,8 +134,9 @@ def test_the_gradients_are_those_of_the_variant(h, monkeypatch):
         "examples.triton.flash_attention_backward.launch_hopper_backward", lambda *args: launched.append(args)
     )
     q, k, v = qkv(h, 1, 1, 32, 64)
-    forward_backward(flash_attention)(q, k, v, q)
-    assert not launched
+    if h.interpreted:
+        forward_backward(flash_attention)(q, k, v, q)
+        assert not launched
     on_model(monkeypatch)
     forward_backward(specialized)(q, k, v, q)
     assert len(launched) == 1
