@@ -4,6 +4,7 @@ On a GPU box `pytest -n auto` compiles on all cores. A test that times, or fills
 """
 
 import contextlib
+import itertools
 import os
 import subprocess
 import sys
@@ -69,7 +70,7 @@ SHARED = "PYTEST_XDIST_WORKER" in os.environ and machine().mode == "gpu"
 LOCK, GIB_A_WORKER = pytest.StashKey(), 6
 if SHARED:
     torch.set_num_threads(1)
-    os.environ |= {"OMP_NUM_THREADS": "1", "TORCHINDUCTOR_COMPILE_THREADS": "1"}
+    os.environ |= {"OMP_NUM_THREADS": "1", "TORCHINDUCTOR_COMPILE_THREADS": "1", "TORCHINDUCTOR_VEC_ISA_OK": "1"}
 
 
 @pytest.hookimpl(optionalhook=True)
@@ -85,11 +86,13 @@ def pytest_configure(config):
         config.option.maxschedchunk = config.option.maxschedchunk or 1
 
 
-def take_turn(lock, alone: bool) -> None:
-    """Hold `lock`, an open file, together with others or alone."""
+def hold(lock, alone: bool | None) -> None:
+    """Hold `lock`, an open file, alone or together with others, who let go of it before; None lets go of it."""
     import fcntl  # not on Windows, which has no Triton
 
-    fcntl.flock(lock, fcntl.LOCK_EX if alone else fcntl.LOCK_SH)
+    fcntl.flock(lock, fcntl.LOCK_UN)
+    if alone is not None:
+        fcntl.flock(lock, fcntl.LOCK_EX if alone else fcntl.LOCK_SH)
 
 
 @pytest.hookimpl(wrapper=True)
@@ -98,7 +101,7 @@ def pytest_runtest_protocol(item):
     if not SHARED:
         return (yield)
     with open(__file__) as lock:
-        take_turn(lock, alone=False)
+        hold(lock, alone=False)
         item.stash[LOCK] = lock
         result = yield
         with contextlib.suppress(RuntimeError):  # CUDA's, after a device assert
@@ -109,12 +112,23 @@ def pytest_runtest_protocol(item):
 @pytest.fixture
 def alone(request):
     """Call it before what needs the GPU and the cores to itself: it waits until no other process runs a test."""
-    return lambda: take_turn(request.node.stash[LOCK], alone=True) if SHARED else None
+    return lambda: hold(request.node.stash[LOCK], alone=True) if SHARED else None
+
+
+def in_turns(items: list[pytest.Item]) -> list[pytest.Item]:
+    """What compiles most first, what waits to be alone last, and what waits for memory spread between."""
+    large = [item for item in items if "gpu_gib" in item.fixturenames]
+    waiting = [item for item in items if "alone" in item.fixturenames and item not in large]
+    others = sorted(set(items) - {*large, *waiting}, key=lambda item: (not item.get_closest_marker("gpu"), item.nodeid))
+    ends = [*itertools.accumulate(10 if item.get_closest_marker("gpu") else 1 for item in others)]  # seconds, about
+    place = {item: end / ends[-1] for item, end in zip(others, ends, strict=True)}
+    place |= {item: i / len(large) for i, item in enumerate(large)}
+    return sorted(place, key=place.__getitem__) + waiting
 
 
 def pytest_collection_modifyitems(items):
-    if SHARED:  # what compiles most first, what waits for others last
-        items.sort(key=lambda item: 2 if "alone" in item.fixturenames else 0 if item.get_closest_marker("gpu") else 1)
+    if SHARED:
+        items[:] = in_turns(items)
     for item in items:
         if is_offline(item):
             item.add_marker(pytest.mark.offline)
@@ -181,13 +195,23 @@ def cli():
 
 
 @pytest.fixture
-def gpu_gib(alone):
-    """Skip a test that needs more GPU memory than there is: gpu_gib(40)."""
+def gpu_gib(request, alone):
+    """Skip a test that needs more GPU memory than there is: gpu_gib(40). One at a time gets it."""
 
-    def need(gib: float) -> None:
-        alone()
-        free = torch.cuda.mem_get_info()[0] / 2**30
-        if free < gib:
-            pytest.skip(f"needs {gib} GiB of GPU memory, {free:.0f} are free")
+    def free() -> float:
+        return torch.cuda.mem_get_info()[0] / 2**30
 
-    return need
+    with contextlib.ExitStack() as held:
+
+        def need(gib: float) -> None:
+            if SHARED:
+                hold(request.node.stash[LOCK], None)  # who has the memory may be waiting to be alone
+                hold(held.enter_context(open(ROOT / "pyproject.toml")), alone=True)
+                hold(request.node.stash[LOCK], alone=False)
+            if free() < gib:
+                alone()
+            if free() < gib:
+                pytest.skip(f"needs {gib} GiB of GPU memory, {free():.0f} are free")
+
+        yield need
+        torch.cuda.empty_cache()

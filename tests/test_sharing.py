@@ -2,7 +2,7 @@
 
 import threading
 
-from tests.conftest import take_turn
+from tests.conftest import hold
 
 
 def test_who_is_alone_waits_for_all_others_and_they_for_it(tmp_path):
@@ -11,13 +11,13 @@ def test_who_is_alone_waits_for_all_others_and_they_for_it(tmp_path):
 
     def take(name: str, alone: bool) -> None:
         with open(path) as lock:
-            take_turn(lock, alone=False)
-            take_turn(lock, alone)
+            hold(lock, alone=False)
+            hold(lock, alone)
             events.append(name)
 
     with open(path) as one, open(path) as two:
-        take_turn(one, alone=False)
-        take_turn(two, alone=False)
+        hold(one, alone=False)
+        hold(two, alone=False)
         waiting = [threading.Thread(target=take, args=("alone", True)) for _ in range(2)]
         for each in waiting:
             each.start()

@@ -126,6 +126,8 @@ class Writer(Walker):
     def size(self, size: Size) -> str:
         if isinstance(size, int):
             return str(size)
+        if not size.is_integer:
+            raise ValueError(f"{size} is no whole number, and kernels take no others as arguments")
         if not all(isinstance(part, PLAIN) for part in sympy.preorder_traversal(size)):  # max, //, %: by Python
             names = {text: name for name, text in self.symbols.items()}
             name = names.get(str(size), f"size{len(names)}")
@@ -155,6 +157,7 @@ class Writer(Walker):
         number = number.replace(ToFloat, lambda a: a)
         for division in (FloatTrueDiv, IntTrueDiv):
             number = number.replace(division, lambda a, b: a / b)
+        number = number.replace(lambda part: part.is_Float and float(part).is_integer(), sympy.Integer)
         top, bottom = map(size_of, number.as_numer_denom())
         if bottom == 1:
             return self.size(top)

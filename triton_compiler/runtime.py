@@ -78,8 +78,14 @@ def build(source: Source) -> Future:
 
 
 def interpreted(source: Source) -> Callable:
-    kernel = load(source)
-    return lambda stream, x, y, *arguments: kernel[(x, y)](*arguments) if x and y else None
+    kernel, tensors = load(source), len(source.arguments)
+
+    def run(stream, x, y, *arguments):
+        sizes = map(operator.index, arguments[tensors:])  # a compiled kernel takes no other numbers
+        if x and y:
+            kernel[(x, y)](*arguments[:tensors], *sizes)
+
+    return run
 
 
 def compile_kernel(source: Source, target: GPUTarget, wide: bool = False):

@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tests.triton_compiler.helpers import DEVICE, check, compiled
-from triton_compiler import explain, recording, triton_backend, triton_compiler
+from triton_compiler import capture, explain, recording, triton_backend, triton_compiler
 from triton_compiler.benchmark import main as benchmark
 from triton_compiler.ir import Affine, Dim, Split, Uneven, divide, unflatten
 
@@ -80,8 +80,9 @@ def test_convolutions_of_images_of_any_height_are_trained():
         lambda x: F.pad(x.sin(), (0, 0, 0, -x.shape[2] % 8)).sum(3),
         lambda x: x.new_ones(2, 3, -(-x.shape[2] // 2), 4) * x[:, :, : -(-x.shape[2] // 2)].cos(),  # // rounds down
         lambda x: x[:, :, : int(x.shape[2] * 0.5)].cos() / x.shape[2] ** 0.5,
+        lambda x: x.sin() / (x.shape[2] * 0.1 + 1),
     ],
-    ids=["true division", "modulo", "division of a negative size", "rounding"],
+    ids=["true division", "modulo", "division of a negative size", "rounding", "tenths"],
 )
 def test_arithmetic_of_dynamic_sizes(fn):
     fast = torch.compile(fn, backend="triton_compiler", dynamic=True)
@@ -89,6 +90,14 @@ def test_arithmetic_of_dynamic_sizes(fn):
         x = torch.randn(2, 3, height, 4, device=DEVICE, requires_grad=True)
         torch.testing.assert_close(fast(x), fn(x))
         torch.testing.assert_close(*(torch.autograd.grad(each(x).square().sum(), x) for each in (fast, fn)))
+
+
+def test_a_number_that_kernels_do_not_take_leaves_its_graph_to_eager(monkeypatch):
+    monkeypatch.setattr(capture, "STRICT", False)
+    x = torch.randn(3, 9, device=DEVICE)
+    with pytest.warns(UserWarning, match=r"runs in eager: ValueError: s\d+ - 0\.5 is no whole number"):
+        got = torch.compile(lambda x: x.var(1, correction=0.5), backend="triton_compiler", dynamic=True)(x)
+    torch.testing.assert_close(got, x.var(1, correction=0.5))
 
 
 @pytest.mark.parametrize(
@@ -178,8 +187,6 @@ def test_poolings_that_are_no_windows():
 @pytest.mark.parametrize("in_place", [False, True])
 def test_a_view_of_a_convolutions_result(in_place, monkeypatch):
     """With channels last no strides describe it."""
-    from triton_compiler import capture
-
     monkeypatch.setattr(capture, "CHANNELS_LAST", True)
     model = torch.nn.Conv2d(3, 4, 3).to(DEVICE)
 
@@ -285,8 +292,6 @@ def test_what_it_cannot_take_is_left_to_eager():
 
 
 def test_an_error_of_the_compiler_leaves_the_graph_to_eager(monkeypatch):
-    from triton_compiler import capture
-
     monkeypatch.setattr(capture, "STRICT", False)
     monkeypatch.setattr(capture, "plan_graph", lambda gm, kind: 1 / 0)
     x = torch.randn(4, device=DEVICE, requires_grad=True)

@@ -6,6 +6,10 @@ from datetime import timedelta
 from pathlib import Path
 from unittest.mock import patch
 
+from harness.catalog import Needs
+from harness.hardware import machine
+
+import pytest
 import torch
 
 PRELOAD = ["harness", "examples.distributed.one_shot_allreduce"]
@@ -22,6 +26,8 @@ def on_ranks(fn, world: int = 2, timeout_s: float = 25) -> list[str]:
     ranks = [context.Process(target=_rank, args=(fn, rank, world, port, results)) for rank in range(world)]
     on_a_cpu = {"CUDA_VISIBLE_DEVICES": "", "TRITON_INTERPRET": "1", "OMP_NUM_THREADS": "1"}
     with patch.dict(os.environ, PYTHONPATH=str(Path(__file__).parents[3]), **on_a_cpu):
+        if missing := machine().lacks(Needs.parse("triton")):
+            pytest.skip(missing)
         for each in ranks:
             each.start()
     found: dict[int, str] = {}
