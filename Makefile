@@ -21,7 +21,7 @@ TOPICS := torch_compiler_examples.py triton_examples.py triton_fp8_advanced.py t
 TOPICS += torch_distributed_examples.py torch_xla_examples.py
 PYTEST_ARGS ?= -m "not slow"
 GPU := $(shell nvidia-smi -L 2>/dev/null)
-# One process for each core, also on a GPU: most of the time goes to compiling, and tests that time wait to be alone.
+# One process for each core, also on a GPU: most of the time goes to compiling. What times comes after the others.
 WORKERS ?= auto
 # Without a GPU: Inductor asks g++ for each vector unit of this CPU, unless it is told that those it finds will do; its
 # workers import torch, unless they are forked; threads spin while they wait for others that have no core, unless told.
@@ -56,6 +56,7 @@ report: $(READY)
 
 test: $(READY)
 	$(call PYTEST,$(VENV)) $(SPREAD) $(PYTEST_ARGS)
+	$(if $(GPU),$(BIN)/python -m pytest -n 0 -m timed)
 
 # In Chromium, which must be there, by playwright and with axe-core, which are put beside it.
 AXE := build/page/node_modules/axe-core/axe.min.js

@@ -1,6 +1,7 @@
 """Fixtures for all tests. Harness first: without a GPU it turns Triton's interpreter on before triton is imported.
 
-On a GPU box `pytest -n auto` compiles on all cores. A test that times, or fills the memory, asks for `alone`.
+On a GPU box `pytest -n auto` compiles on all cores; nothing is timed then, and one test at a time gets most of the
+memory.
 """
 
 import contextlib
@@ -8,6 +9,7 @@ import itertools
 import os
 import subprocess
 import sys
+import time
 from importlib.util import find_spec
 from pathlib import Path
 
@@ -67,7 +69,7 @@ def is_offline(item: pytest.Item) -> bool:
 # --- several processes with one GPU: each compiles on a core of its own
 
 SHARED = "PYTEST_XDIST_WORKER" in os.environ and machine().mode == "gpu"
-LOCK, GIB_A_WORKER = pytest.StashKey(), 6
+GIB_A_WORKER = 6
 if SHARED:
     torch.set_num_threads(1)
     os.environ |= {"OMP_NUM_THREADS": "1", "TORCHINDUCTOR_COMPILE_THREADS": "1", "TORCHINDUCTOR_VEC_ISA_OK": "1"}
@@ -86,50 +88,22 @@ def pytest_configure(config):
         config.option.maxschedchunk = config.option.maxschedchunk or 1
 
 
-def hold(lock, alone: bool | None) -> None:
-    """Hold `lock`, an open file, alone or together with others, who let go of it before; None lets go of it."""
-    import fcntl  # not on Windows, which has no Triton
-
-    fcntl.flock(lock, fcntl.LOCK_UN)
-    if alone is not None:
-        fcntl.flock(lock, fcntl.LOCK_EX if alone else fcntl.LOCK_SH)
-
-
-@pytest.hookimpl(wrapper=True)
-def pytest_runtest_protocol(item):
-    """Each test holds this file, and leaves no memory behind that it does not use."""
-    if not SHARED:
-        return (yield)
-    with open(__file__) as lock:
-        hold(lock, alone=False)
-        item.stash[LOCK] = lock
-        result = yield
-        with contextlib.suppress(RuntimeError):  # CUDA's, after a device assert
-            torch.cuda.empty_cache()
-        return result
-
-
-@pytest.fixture
-def alone(request):
-    """Call it before what needs the GPU and the cores to itself: it waits until no other process runs a test."""
-    return lambda: hold(request.node.stash[LOCK], alone=True) if SHARED else None
-
-
 def in_turns(items: list[pytest.Item]) -> list[pytest.Item]:
-    """What compiles most first, what waits to be alone last, and what waits for memory spread between."""
+    """What compiles most first, and what waits for memory spread between the others."""
     large = [item for item in items if "gpu_gib" in item.fixturenames]
-    waiting = [item for item in items if "alone" in item.fixturenames and item not in large]
-    others = sorted(set(items) - {*large, *waiting}, key=lambda item: (not item.get_closest_marker("gpu"), item.nodeid))
+    others = sorted(set(items) - set(large), key=lambda item: (not item.get_closest_marker("gpu"), item.nodeid))
     ends = [*itertools.accumulate(10 if item.get_closest_marker("gpu") else 1 for item in others)]  # seconds, about
     place = {item: end / ends[-1] for item, end in zip(others, ends, strict=True)}
     place |= {item: i / len(large) for i, item in enumerate(large)}
-    return sorted(place, key=place.__getitem__) + waiting
+    return sorted(place, key=place.__getitem__)
 
 
 def pytest_collection_modifyitems(items):
     if SHARED:
         items[:] = in_turns(items)
     for item in items:
+        if "alone" in item.fixturenames:
+            item.add_marker(pytest.mark.timed)
         if is_offline(item):
             item.add_marker(pytest.mark.offline)
         if machine().mode != "gpu" and item.get_closest_marker("gpu"):
@@ -195,23 +169,43 @@ def cli():
 
 
 @pytest.fixture
-def gpu_gib(request, alone):
-    """Skip a test that needs more GPU memory than there is: gpu_gib(40). One at a time gets it."""
+def alone() -> bool:
+    """Whether what is timed here has the GPU to itself: who asks is marked `timed`."""
+    return not SHARED
 
-    def free() -> float:
-        return torch.cuda.mem_get_info()[0] / 2**30
 
+@pytest.fixture(autouse=True)
+def memory_for_others():
+    yield
+    if SHARED:
+        with contextlib.suppress(RuntimeError):  # of CUDA, after a device assert
+            torch.cuda.empty_cache()
+
+
+@contextlib.contextmanager
+def locked(path: Path):
+    """One process at a time."""
+    import fcntl  # not on Windows, which has no Triton
+
+    with open(path) as file:
+        fcntl.flock(file, fcntl.LOCK_EX)
+        yield
+
+
+@pytest.fixture
+def gpu_gib():
+    """Skip a test that needs more GPU memory than there is: gpu_gib(40). Of several processes one at a time gets it."""
     with contextlib.ExitStack() as held:
 
         def need(gib: float) -> None:
             if SHARED:
-                hold(request.node.stash[LOCK], None)  # who has the memory may be waiting to be alone
-                hold(held.enter_context(open(ROOT / "pyproject.toml")), alone=True)
-                hold(request.node.stash[LOCK], alone=False)
-            if free() < gib:
-                alone()
-            if free() < gib:
-                pytest.skip(f"needs {gib} GiB of GPU memory, {free():.0f} are free")
+                held.enter_context(locked(Path(__file__)))
+            for spare in range(20, -1, -1) if SHARED else [0]:  # for tests that need less, which let go of theirs
+                free = torch.cuda.mem_get_info()[0] / 2**30
+                if free >= gib + spare:
+                    return
+                time.sleep(2 if spare else 0)
+            pytest.skip(f"needs {gib} GiB of GPU memory, {free:.0f} are free")
 
         yield need
         torch.cuda.empty_cache()

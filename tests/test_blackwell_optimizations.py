@@ -166,7 +166,7 @@ def shortfalls(rows: list[Row], found: dict[str, float | None], gpu: str | None)
 class Speed:
     """The variants of one test: each is found right before any is timed."""
 
-    def __init__(self, h, test: str, keep: Callable, alone: Callable = lambda: None) -> None:
+    def __init__(self, h, test: str, keep: Callable, alone: bool = True) -> None:
         self.h, self.rows, self.keep, self.alone = h, TABLE[test], keep, alone
         self.calls: dict[str, Callable] = {}
 
@@ -177,11 +177,13 @@ class Speed:
         self.calls[name] = functools.partial(fn, *inputs)
 
     def race(self, whole_calls: bool = False) -> None:
-        """Time all variants and hold this test's rows of TABLE to their thresholds. Lets go of the inputs.
+        """Time all variants, where nobody else uses the GPU, and hold this test's rows of TABLE to their thresholds.
+        Lets go of the inputs.
 
         What falls short is measured once more before it fails: for a moment something else may have had the GPU.
         """
-        self.alone()
+        if not self.alone:
+            return self.calls.clear()
         gpu, found = self.h.machine.gpu, {}
         enqueue = {name: enqueue_ms(call) for name, call in self.calls.items()}
         for _ in range(2):

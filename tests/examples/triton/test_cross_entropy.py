@@ -514,8 +514,9 @@ def test_in_place_needs_no_memory_beside_the_logits(h):
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("dtype", DTYPES)
-def test_split_rows_finish_many_times_over_with_the_same_bits(h, dtype):
+def test_split_rows_finish_many_times_over_with_the_same_bits(h, gpu_gib, dtype):
     """Programs of a group wait for each other: few and many rows, odd numbers of parts, two streams at once."""
+    gpu_gib(24)
     longest = longest_of(dtype, h.device)
     streams = [torch.cuda.Stream() for _ in range(2)]
     for rows, classes in ((1, longest), (1024, 50257), (4096, 5 * 16384 + 1), (2, longest - 3)):
