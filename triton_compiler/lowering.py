@@ -417,6 +417,14 @@ class Lowering:
         start = min(max(start + size if start < 0 else start, 0), size)
         return self.pieces(dim, [source, x], [(start, start + length)])
 
+    def op_as_strided_scatter(self, x, source, shape, strides, offset=None):
+        """Where the view is all of a contiguous tensor, in its order."""
+        fake = self.fx.args[0].meta["val"]
+        every = product(shape) == product(x.shape) and same_strides(shape, strides, row_major(shape))
+        if not every or offset or fake.storage_offset() or not fake.is_contiguous():
+            raise Unsupported("a part of a tensor")
+        return self.reshape(source, x.shape)
+
     # ------------------------------------------------------------------------------------------ computed places
     def gather(self, table, places, wraps=False) -> Gather:
         args = (table, *nodes_of(places))

@@ -1,5 +1,6 @@
 """The backend as torch.compile meets it: names, shapes that change, mutation, random numbers, bad input, and GPUs."""
 
+import functools
 import subprocess
 import sys
 from pathlib import Path
@@ -90,6 +91,25 @@ def test_arithmetic_of_dynamic_sizes(fn):
         x = torch.randn(2, 3, height, 4, device=DEVICE, requires_grad=True)
         torch.testing.assert_close(fast(x), fn(x))
         torch.testing.assert_close(*(torch.autograd.grad(each(x).square().sum(), x) for each in (fast, fn)))
+
+
+def test_what_scatters_all_of_a_tensor_is_a_view(monkeypatch):
+    """Pooling to one value, with channels last: torch strides its result anew, and scatters the gradient back."""
+    monkeypatch.setattr(capture, "CHANNELS_LAST", True)
+    model = torch.nn.Sequential(torch.nn.Conv2d(3, 4, 3), torch.nn.AdaptiveAvgPool2d(1), torch.nn.Flatten()).to(DEVICE)
+    x = torch.randn(2, 3, 8, 8, device=DEVICE)
+    with recording() as seen:
+        mine = torch.autograd.grad(triton_compiler(model)(x).square().sum(), list(model.parameters()))
+    assert "as_strided_scatter" in seen.graphs[1].graph.code
+    assert not any(graph.lowered.fallbacks for graph in seen.graphs)
+    torch.testing.assert_close(mine, torch.autograd.grad(model(x).square().sum(), list(model.parameters())))
+    x, y = torch.randn(4, 4, device=DEVICE), torch.randn(2, 8, device=DEVICE)
+    for shape, strides, offset in (((2, 8), (8, 1), 0), ((2, 8), (1, 2), 0), ((2, 4), (8, 2), 1)):
+        call = functools.partial(torch.as_strided_scatter, size=shape, stride=strides, storage_offset=offset)
+        fast = torch.compile(lambda x, y, call=call: call(x.sin(), y.cos()) * 2, backend="triton_compiler")
+        with recording() as seen:
+            torch.testing.assert_close(fast(x, y[:, : shape[1]]), call(x.sin(), y[:, : shape[1]].cos()) * 2)
+        assert bool(seen.graphs[0].lowered.fallbacks) == (strides != (8, 1))
 
 
 def test_a_number_that_kernels_do_not_take_leaves_its_graph_to_eager(monkeypatch):

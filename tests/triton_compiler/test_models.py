@@ -14,7 +14,6 @@ OWN, FOREIGN = models(False), of_libraries()
 FALLBACKS = {
     "aten.max_pool2d_with_indices.default", "aten.max_pool2d_with_indices_backward.default", "aten.topk.default",
     "aten.index_put.default", "aten.cumsum.default",
-    "aten.as_strided_scatter.default",  # the backward of adaptive_avg_pool2d to one value, with channels last
 }  # fmt: skip
 
 
