@@ -6,8 +6,8 @@
         print(each, each.reason, each.lost)
 
 inspect(fn, *inputs), and `python -m compile_inspect.main`, look at a model phase by phase and say what to change first;
-the other names, of which each has a docstring, look at one thing in code of your own. It imports torch alone. What is
-private in torch (a leading underscore) is used in this package only, in the form that torch 2.9 to 2.15 share.
+the other names, each with a docstring of its own, look at one thing in your code. The package imports torch alone, and
+uses torch's private names (a leading underscore) only in the form that torch 2.9 to 2.15 share.
 """
 
 import importlib

@@ -2,9 +2,9 @@
 
 The roofline is a lower bound of time: what a call computes and moves, over what this device reaches in a matmul and in
 a copy. Eager moves bytes operation by operation; compiled code reads inputs and parameters once and writes its results
-once; and each does its arithmetic at the speed of a large matmul.
+once; and both do their arithmetic at the speed of a large matmul.
 
-Where float32 matmuls leave a GPU's TF32 unused, the model is compiled again with it, and timed beside itself.
+Where float32 matmuls leave a GPU's TF32 unused, the model is compiled again with it, and both versions are timed.
 """
 
 import math

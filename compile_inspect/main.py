@@ -5,7 +5,7 @@
 
 The phases run in a process of their own, the worker, which sends each phase as it grows; after one that takes longer
 than `--timeout`, or is killed, the next one starts in a new worker. Exit status: 0; 1 where a phase failed; 2, with one
-sentence, where the model cannot be had or called; 130 after ctrl-C.
+sentence, where the model cannot be loaded or called; 130 after ctrl-C.
 """
 
 import argparse

@@ -1,6 +1,6 @@
 """A compile that fails or gives a wrong result: the stage, the first wrong operation, the smallest wrong graph.
 
-Whether results are as good as eager's is told by errors against a float64 run, beside those of eager itself.
+Whether results are as good as eager's is judged by their errors against a float64 run, next to eager's own.
 """
 
 import contextlib

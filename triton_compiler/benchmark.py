@@ -2,7 +2,7 @@
 
     python -m triton_compiler.benchmark [graphs|models|compile] [--only NAME ...] [--json FILE] [--quick]
 
-All are checked against a float64 run first. On a GPU the tables are timed with the harness' timer and recorded as the
+All are checked against a float64 run first. On a GPU the tables are timed with the harness's timer and recorded as the
 topic triton_compiler (schema 2); without one everything is small, checked and not timed.
 """
 

@@ -1,8 +1,8 @@
 """Triton source of a kernel: walks the expressions of its roots, and writes one line for each value.
 
 Half precision is computed in float32, as Inductor does: a conversion to float16 or bfloat16 rounds only where the value
-is stored. Sizes and strides that are static stand in the source as numbers, so that Triton sees what is aligned and
-contiguous; dynamic ones are arguments. The source names no node of the graph: equal kernels are compiled once.
+is stored. Static sizes and strides are literals in the source, so that Triton sees what is aligned and contiguous;
+dynamic ones are arguments. The source names no node of the graph, so equal kernels are compiled once.
 """
 
 from __future__ import annotations

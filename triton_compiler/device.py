@@ -1,6 +1,6 @@
 """Device functions that generated kernels call. In Triton's interpreter torch and numpy take their places.
 
-Whether Triton interprets is decided when triton is imported; without a GPU this package says yes (__init__.py).
+Whether Triton interprets is decided when triton is imported; without a GPU this package switches it on (__init__.py).
 """
 
 from __future__ import annotations

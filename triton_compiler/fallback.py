@@ -1,4 +1,4 @@
-"""What this compiler leaves to torch: libraries on purpose, everything that it does not know as a fallback."""
+"""What this compiler leaves to torch: library calls on purpose, and everything it does not know as a fallback."""
 
 from __future__ import annotations
 

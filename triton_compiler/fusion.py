@@ -1,15 +1,15 @@
-"""Fusion: which nodes become memory, and which of those one kernel computes together.
+"""Fusion: which nodes become memory, and which of those are computed together in one kernel.
 
 A *root* is a node that might be stored: a reduction, an output, what a library call reads, and a pointwise node that is
 read more than once. All other nodes are computed where they are read. Each root starts as a kernel of its own; then
-the pair of kernels that share most bytes is merged, again and again, as a producer with its consumer or as siblings
+the pair of kernels that shares most bytes is merged, again and again, as a producer with its consumer or as siblings
 that read the same memory. Two kernels merge when their loops agree:
 
     full   a root that has an element for each step of all loops
     row    a root that has an element for each row: the loops that are not reduced
 
-and when whatever one reads of the other is the element that it is just computing. At last, what is still stored for
-another kernel is computed again there, where that moves fewer bytes.
+and when whatever one reads of the other is the element that it is computing at that point. Finally, what is still
+stored for another kernel is computed again there, where that moves fewer bytes.
 """
 
 from __future__ import annotations

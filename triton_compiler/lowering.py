@@ -1,8 +1,8 @@
 """Lowering: each ATen operation of the graph becomes nodes of the loop-level IR, or a call of torch's (Extern).
 
 Pointwise operations are those of ops.py; views are index transformations, which move nothing; reductions are sums,
-maxima, minima and products, of which mean, var, argmax and any are made. An operation, dtype or device that is not here
-is called as it is, and explain() counts it.
+maxima, minima and products, from which mean, var, argmax and any are built. What has an operation, dtype or device that
+is not handled here is left to torch as a call, and explain() counts it.
 """
 
 from __future__ import annotations

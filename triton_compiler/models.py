@@ -1,5 +1,5 @@
 """Models with random weights for tests and the benchmark: models(large) makes each, small enough for the interpreter or
-of a size to be timed."""
+large enough to be timed."""
 
 from __future__ import annotations
 

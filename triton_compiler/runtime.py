@@ -1,7 +1,7 @@
 """Runtime: kernels compiled in parallel and kept on disk, and one Python function that allocates, launches and frees.
 
 The function is written as text, as Inductor writes its wrapper: allocations with the strides that torch would give,
-one line for each kernel or call, `del` after the last use, and memory of dead buffers handed on. A launch goes straight
+one line for each kernel or call, `del` after the last use, and memory of dead buffers reused. A launch goes straight
 to torch's launcher of compiled kernels: grids and block sizes are settled, and nothing is specialized again.
 """
 

@@ -1,6 +1,6 @@
 """Scheduling: the order of a kernel's loops, which of them run as one, and how large a tile each program computes.
 
-Loops are ordered so that the innermost walks memory with stride 1 in most of the bytes that move, and neighbours are
+Loops are ordered so that the innermost walks memory with stride 1 for most of the bytes that move, and neighbours are
 collapsed into one where every access allows it: what is contiguous everywhere becomes a single flat loop. Then
 
     flat   no reduction: a program computes XBLOCK consecutive elements

@@ -1,7 +1,7 @@
 """Activations in float32 registers, for Triton and Gluon kernels alike, and their torch references.
 
-A special-function unit makes 16 results a clock and SM, and an epilogue is as slow as their number: each of these takes
-one or two, and as few other instructions as do. NaN stays NaN.
+An SM's special-function units make 16 results a clock, and the number it needs limits an epilogue: each of these takes
+one or two, and as few other instructions as possible. NaN stays NaN.
 """
 
 from __future__ import annotations

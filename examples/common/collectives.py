@@ -48,8 +48,8 @@ class Trace:
 
 
 def traced(fn: Callable, *args) -> Trace:
-    """Call fn(*args) under the profiler, on every rank alike: twice, as the ranks do not start together while it
-    prepares itself. Warm it up before."""
+    """Call fn(*args) under the profiler, on every rank alike: twice, since the ranks do not start together while it is
+    being set up. Warm it up before."""
     kinds = [ProfilerActivity.CPU] + [ProfilerActivity.CUDA] * torch.cuda.is_available()
     with TemporaryDirectory() as folder:
         with profile(activities=kinds, record_shapes=True, acc_events=True) as held:

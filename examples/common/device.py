@@ -78,7 +78,7 @@ def device_limits(device: torch.device) -> Limits:
 
 
 def sms_to_wait_on(device: torch.device) -> int:
-    """SMs that programs which wait for each other may count on, an eighth: NCCL or another stream may hold the rest."""
+    """SMs that programs waiting for each other may count on, an eighth: NCCL or another stream may hold the rest."""
     return max(1, device_limits(device).sms // 8)
 
 

@@ -1,10 +1,10 @@
 """FP8 as all files of that topic mean it: formats, scales, the checks of a wrapper, and a quantizer to hold kernels to.
 
-A float8 tensor q and its float32 scales stand for q * scale. A scale covers a group of `block` = (rows, columns):
-(1, columns of x) is one scale per row, (1, 128) per group, (128, 128) per block, the shape of x itself one for all.
-It is amax / max: amax the largest magnitude in the group, max that of the format, so nothing saturates. No group counts
-as smaller than FLOOR, so zeros come back as zeros and no scale is 0; an infinity or NaN turns its whole group to NaN
-when it is read back, which is seen, and no other.
+A float8 tensor q and its float32 scales stand for q * scale. A scale covers a group of `block` = (rows, columns), where
+(1, columns of x) is one scale per row, (1, 128) per group, (128, 128) per block, the shape of x one for all. A scale is
+amax / max: amax the largest magnitude in the group, max that of the format, so nothing saturates. amax is at least
+FLOOR, so zeros come back as zeros and no scale is 0. An infinity or NaN turns its whole group, but no other, to NaN
+when it is read back, so it does not go unnoticed.
 """
 
 from __future__ import annotations

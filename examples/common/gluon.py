@@ -5,7 +5,7 @@ of both. The producer waits for phase n - 1 of empty, loads, and the bytes of it
 consumers wait for that, multiply, and their arrivals complete phase n of empty. A wait names a phase by its parity
 alone, 0 or 1, so no barrier may be two phases ahead of a partition that waits at it. A new barrier counts as past the
 phase of parity 1: a producer that starts with phase 1 finds every slot empty. Where a kernel needs a proof that its
-partitions cannot lock, or its buffers are free when they are written, it is in docs/memory_ordering.md.
+partitions cannot deadlock, or that its buffers are free when written, it is in docs/memory_ordering.md.
 """
 
 from __future__ import annotations

@@ -1,9 +1,9 @@
 """Triton's interpreter, mended: its conversions between float formats round as a GPU's do.
 
 Triton 3.6 and 3.7 lose the carry when a float32 is rounded to FP8 (-7.94 becomes -4), read the codes of NaN as numbers,
-and truncate to bfloat16. Here torch converts, which rounds to nearest even; beyond the range of an FP8 format comes
-its largest number, also for an infinity, as from cvt.rn.satfinite. Arithmetic on bfloat16 stays wrong there. Triton 3.9
-refuses a mask that has a comparison of two scalars in it, of which it makes an int32: here it is a bool again. And
+and truncate to bfloat16. Here torch converts, which rounds to nearest even; numbers beyond the range of an FP8 format,
+infinities too, become its largest, as with cvt.rn.satfinite. Arithmetic on bfloat16 stays wrong there. Triton 3.9
+refuses a mask that has a comparison of two scalars in it, since it makes that an int32: here it is a bool again. And
 torch.compile, which would trace into the interpreter and fail, leaves each launch to it.
 """
 

@@ -1,8 +1,8 @@
 """Rows that a group of persistent programs shares: who has which columns, and the mailbox in which they meet.
 
-Each program of a group owns a slice of the columns, and the group takes row after row. Of a row a program knows two
-numbers of its slice, such as maximum and sum, and needs those of the others. It sends them as one 64-bit word, which is
-its own signal, so there is neither a counter nor a fence:
+Each program of a group owns a slice of the columns, and the group takes row after row. For each row a program knows two
+numbers of its slice, such as maximum and sum, and needs those of the others. It sends its own as one 64-bit word, which
+is its own signal, so there is neither a counter nor a fence:
 
     who writes    Each row and program has a word, which that program alone writes, once (`send`).
     who waits     All programs of the group, for all words of a row, one iteration after they sent (`peek`, `receive`),
@@ -106,7 +106,7 @@ def slice_cols(*tensors: torch.Tensor) -> int:
 def split_max_cols(device: torch.device, block_n: int, per_sm: int = 1) -> int:
     """Longest row of which programs that own block_n columns, per_sm of them to an SM, can wait for each other.
 
-    An eighth of the SMs must hold them all. So they end beside kernels that keep the other SMs (NCCL's, or such
+    An eighth of the SMs must hold them all. So they finish beside kernels that hold the other SMs (NCCL's, or such
     launches on other streams), and in a context that is given an eighth; with less, call a kernel that does not wait.
     """
     return block_n * per_sm * sms_to_wait_on(device)

@@ -63,12 +63,12 @@ def require_format(name: str, dtype: torch.dtype) -> None:
 
 @triton.jit
 def scale_and_inverse(amax, MOST: tl.constexpr, INFINITE: tl.constexpr):
-    """amax / MOST and MOST / amax, each rounded once; of an infinity inf and 0 where INFINITE, else NaN.
+    """amax / MOST and MOST / amax, each rounded once; for an infinity, inf and 0 where INFINITE, else NaN.
 
-    tl.div_rn rounds so too, but branches on operands that are extreme: a thread with several groups would divide for
-    one after the other. Here the branch is not needed: amax has a floor, and SMALL keeps its inverse normal. Each
+    tl.div_rn rounds this way too, but branches on extreme operands: a thread with several groups would divide for one
+    after the other. Here the branch is not needed: amax has a floor, and SMALL keeps its inverse normal. Each
     quotient is a guess put right by its remainder. For MOST of both formats that rounds as a division does, wherever
-    within one unit in the last place, as PTX promises, the approximate reciprocal lies.
+    the approximate reciprocal lies within the one unit in the last place that PTX promises.
     """
     amax = larger(amax, AMAX_FLOOR)
     if INLINE_PTX:

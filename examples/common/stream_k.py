@@ -11,8 +11,8 @@ are neighbours, so that w is read from memory once.
 merge_kernel starts before the kernel that parks has ended (from sm_90 on: programmatic dependent launch). It finds out
 what to add while the last parts are computed, and waits for the end of their kernel, which must call start_dependents.
 
-Kernels take the steps of a tile unspecialized: were it a constant 1, all tiles would be whole, and Triton 3.6, which
-sees that no part is ever parked, fails an assertion on the code that would park it.
+Kernels take the number of steps per tile unspecialized: were it a constant 1, all tiles would be whole, and Triton 3.6,
+seeing that no part is ever parked, fails an assertion on the code that would park it.
 """
 
 from __future__ import annotations

@@ -25,8 +25,8 @@ from examples.common.rows import ASSEMBLY
 class Symmetric(NamedTuple):
     """This rank's buffer, everyone's as tensors (peers[rank] is own), and their addresses.
 
-    A kernel gets addresses: the interpreter writes a tensor that it was given back when it ends, and so what a peer
-    has written to it meanwhile would be lost.
+    A kernel gets addresses: what is not passed as a tensor the interpreter cannot copy onto itself when a kernel ends,
+    which would undo what a peer has written meanwhile.
     """
 
     own: torch.Tensor

@@ -3,8 +3,8 @@
 Warpgroups that wait for their MMAs before they do softmax fall into step if left alone: all wait for the tensor cores,
 then for the exponential units. In turns, each waits at a barrier of its own before it starts its MMAs, and the one
 before arrives there when it has started its own. Nothing may rely on a turn for the order of memory: the compiler does
-not know that these are barriers. The last consumer passes the first turn on before it has taken any, and the first
-takes one more at the end: nobody is left at a barrier.
+not know that these are barriers. The last consumer begins by passing the first turn on, and the first takes one more at
+the end: nobody is left at a barrier.
 """
 
 from __future__ import annotations

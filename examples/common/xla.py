@@ -85,7 +85,7 @@ def _no_device() -> Exception | None:
 def settle() -> None:
     """Run all that is pending and wait until it is done.
 
-    A program that fails in the background does not raise here: whoever reads its result is told.
+    A program that fails in the background does not raise here: the error comes to whoever reads its result.
     """
     device()
     torch_xla.sync(wait=True)
@@ -144,8 +144,8 @@ def watch() -> Iterator[Ran]:
     What was pending before is run first; what is pending at the end is left so: call settle() within to have it
     counted. A graph compiled earlier in this process is not compiled again, whoever compiled it.
 
-    Backward passes within run in the thread that asks for them. In autograd's own thread, tensors of theirs may live
-    on until the next sync, which then has more results and is another program: compilations would be a matter of luck.
+    Backward passes within run in the thread that asks for them. In autograd's own thread, their tensors may live on
+    until the next sync, which then has more results and is a different program: compilations would be a matter of luck.
     """
     settle()
     ran, before = Ran(), _read()

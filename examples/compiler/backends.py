@@ -1,17 +1,17 @@
 """Backends of torch.compile: which of them run here, what each of them loses, and what replaces those that are gone.
 
-A backend is a function: it gets the graph that Dynamo captured and example inputs, and returns something to call.
+A backend is a function: it takes the graph that Dynamo captured, with example inputs, and returns a callable.
 (torch._dynamo.optimize(backend)(model) is the old spelling of torch.compile(model, backend=backend).) The graph's nodes
-are the torch functions that the model calls, and its example inputs are real tensors; ATen operations and fake inputs,
-which the chapter shows, come with AOTAutograd before the backend. The first table shows both.
+are the torch functions that the model calls, and its example inputs are real tensors. The ATen operations and fake
+inputs that the chapter shows appear only if AOTAutograd runs before the backend. The first table shows both.
 
-Nobody checks what a backend returns. So each backend of the chapter's table is really tried, by its name, on a small
+Nothing checks what a backend returns. So each backend in the chapter's table is actually tried, by name, on a small
 network: does it compile, is the result as exact as float32, do gradients flow, does a result survive the next call? One
-that fails by its name has a line that installs it, a replacement (tried the same way), or a note that it has ended.
+that fails by name gets an install command, a replacement (tried the same way), or a note that it is discontinued.
 
 Question   Which torch.compile backends work, and what does the result lose in each?
 Needs      torch
-Wins when  the machine that serves has no compiler or another runtime. For a GPU, and for training, take inductor.
+Wins when  the machine that serves has no compiler, or uses another runtime. For a GPU, and for training, take inductor.
 Variants   backends_runtimes.py (ONNX Runtime, TVM, OpenVINO), backends_attempt.py (how one is tried)
 Source     chapter sections "TorchInductor" and "Code Flow Graph"; onnxrt left torch with pull request 158262 (2.9),
            Relay left TVM in 0.20, IPEX ended with 2.8 (its repository's issue 867).
@@ -32,7 +32,7 @@ from examples.compiler.backends_runtimes import onnxruntime_backend, openvino_f3
 
 
 def looking(graph: torch.fx.GraphModule, inputs: list[torch.Tensor]) -> Callable:
-    """A backend in two lines: it prints the operations of the graph, and has it run as it is."""
+    """A backend in two lines: it prints the operations of the graph, and runs the graph as it is."""
     print([node.target.__name__ for node in graph.graph.nodes if node.op == "call_function"])
     return graph.forward
 
@@ -81,9 +81,9 @@ def missing(name: str) -> str | None:
 
 
 def backend(name: str) -> dict:
-    """Arguments for torch.compile(model, **backend(name)): that backend of the table, in the way that works.
+    """Arguments for torch.compile(model, **backend(name)): that backend of the table, or its replacement.
 
-    Raises ValueError for a name that is not in the table, and with the line that installs it where it is missing.
+    Raises ValueError for a name that is not in the table, and for a backend that is not installed here.
     """
     if name not in BACKENDS:
         raise ValueError(f"backend: there is no {name!r}; one of {', '.join(BACKENDS)}")
@@ -93,7 +93,7 @@ def backend(name: str) -> dict:
 
 
 def try_each(h: Harness) -> tuple[dict[str, Outcome], dict[str, Outcome]]:
-    """Every backend of the table by its name, and as backend() answers: those that run on a CPU only, there."""
+    """Every backend of the table by its name, and as backend() returns it; those with a replacement on the CPU."""
     by_name, best = {}, {}
     for name, entry in BACKENDS.items():
         where = "cpu" if entry.better else h.device.type

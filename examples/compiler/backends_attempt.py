@@ -1,7 +1,7 @@
 """Try a backend of torch.compile: does it compile, is it as exact as float32, do gradients flow, do results survive?
 
-attempt({"backend": "inductor"}, "cpu") compiles a small network with these arguments, calls it twice, and puts result
-and gradient beside float64.
+attempt({"backend": "inductor"}, "cpu") compiles a small network with these arguments, calls it twice, and compares the
+result and the gradient with float64.
 """
 
 from __future__ import annotations
@@ -21,14 +21,14 @@ from torch._subclasses.fake_tensor import FakeTensor
 from compile_inspect import logs, watch
 from examples.common.shown import require
 
-FLOAT32 = 2.0**-18  # relative error, rms: what float32 stays below here, and what bfloat16 or TF32 do not
+FLOAT32 = 2.0**-18  # relative error, rms: here float32 stays below it, bfloat16 and TF32 do not
 
 
 @contextmanager
 def quiet() -> Iterator[list[tuple[str, str]]]:
-    """Warnings and log lines of torch and of the runtimes, collected; and Dynamo's settings as they were.
+    """Collect warnings and log lines of torch and the runtimes, and restore Dynamo's settings afterwards.
 
-    OpenVINO turns one of them off for the whole process when it is loaded.
+    OpenVINO turns one of these settings off for the whole process when it is loaded.
     """
     with warnings.catch_warnings(), logs() as lines:
         warnings.simplefilter("ignore")
@@ -55,8 +55,8 @@ class Outcome:
     error: str | None = None
     result: float = 0.0
     gradient: float | None = None
-    refused: bool = False  # gradients, aloud
-    next_call: str | None = None  # what it does to this one's result
+    refused: bool = False  # it raises if gradients are wanted
+    next_call: str | None = None  # what the next call does to this call's result
     by_inductor: int = 0
     message: str | None = None
 
@@ -132,7 +132,7 @@ def describe(name: str, outcome: Outcome) -> str:
 
 
 def handed_over(device: str) -> dict[str, dict[str, str]]:
-    """The graph and the example inputs that a backend gets of a Linear and a GELU, by how it is called."""
+    """The graph and the example inputs that a backend gets for a Linear and a GELU, by how it is called."""
     rows: dict[str, dict[str, str]] = {}
 
     def noting(way: str, result: Callable = lambda run: run) -> Callable:

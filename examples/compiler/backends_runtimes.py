@@ -1,7 +1,7 @@
 """Backends for torch.compile of three runtimes: ONNX Runtime, TVM and OpenVINO, where the name alone does not do.
 
-Each raises RuntimeError, from within the compiled call, for a size that is a symbol and for a tensor on a GPU; those
-for inference also for a gradient, which they would lose without a word.
+Each raises RuntimeError, from within the compiled call, for a symbolic size and for a tensor on a GPU. Those for
+inference also raise it where a gradient is wanted, which they would silently lose.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ import torch
 
 
 def _inputs_it_can_take(name: str, inputs, gradients: bool) -> None:
-    """Raise for inputs that the runtime behind `name` would take and then do something else with."""
+    """Raise for inputs that the runtime behind `name` would accept but not handle correctly."""
     tensors = [each for each in inputs if isinstance(each, torch.Tensor)]
     if len(tensors) != len(inputs) or any(isinstance(n, torch.SymInt) for t in tensors for n in t.shape):
         raise RuntimeError(f"{name}: a size is a symbol, but it compiles for one size; pass dynamic=False")
@@ -57,7 +57,7 @@ def tvm_relax(graph: torch.fx.GraphModule, inputs: list[torch.Tensor]) -> Callab
 
 
 def openvino_f32(graph: torch.fx.GraphModule, inputs: list[torch.Tensor]) -> Callable:
-    """OpenVINO in float32, with results of their own: it hands out the buffers that its next call writes."""
+    """OpenVINO in float32, with its results copied: it returns buffers that its next call overwrites."""
     from openvino.frontend.pytorch.torchdynamo.backend import openvino
 
     _inputs_it_can_take("openvino_f32", inputs, gradients=False)

@@ -1,13 +1,13 @@
 """Caching: what a second process need not compile again, and what makes it compile anew.
 
 Compiled code is kept on disk in two layers, both in TORCHINDUCTOR_CACHE_DIR: AOTAutogradCache holds how a graph is
-called, FxGraphCache its code. (Triton's is there too, unless TRITON_CACHE_DIR names another folder.) The key is the
-graph with its shapes, dtypes, constants and (AOTAutogradCache's) names, the compiler's settings and versions, not the
-source. torch.compiler.save_cache_artifacts() packs what a process compiled into bytes, for other machines.
+called, FxGraphCache its code. (Triton's cache is there too, unless TRITON_CACHE_DIR names another folder.) The key is
+the graph with its shapes, dtypes, constants and (in AOTAutogradCache) names, plus the compiler's settings and versions,
+but not the source. torch.compiler.save_cache_artifacts() packs what a process compiled into bytes, for other machines.
 
-Each row is a process of its own: cold, on the warm folder, with the bytes and an empty folder (mega-cache). They start
-together; the first call of each, and the imports of one, are timed while the others wait. On a CPU the quick run sets
-TORCHINDUCTOR_VEC_ISA_OK=1, which spares each empty folder g++'s search for vector instructions. --full leaves it in.
+Each row is a process of its own: cold, with the warm folder, or with the bytes and an empty folder (mega-cache). All
+start together; each first call, and the imports of one, are timed while the others wait. On a CPU the quick run sets
+TORCHINDUCTOR_VEC_ISA_OK=1, which skips g++'s search for vector instructions in each empty folder. --full does not.
 
 Question   How long does a process wait that another one has compiled for, and what keeps it from finding that?
 Needs      torch
@@ -51,14 +51,14 @@ def reference(*tensors: torch.Tensor) -> torch.Tensor:
 
 
 def import_compiler() -> dict[str, float]:
-    """What a first torch.compile imports, by itself: no cache changes that, so one process' time is enough."""
+    """The imports of a first torch.compile, alone: no cache changes them, so timing them in one process is enough."""
     started = time.perf_counter()
     import_module("torch._inductor.compile_fx")
     return {"imports s": round(time.perf_counter() - started, 2)}
 
 
 def child_compile(inputs: str, out: str, save: str | None, load: str | None) -> None:
-    """Wait for this process' turn, compile the network, run it once; say how long and what the caches answered."""
+    """Wait for this process' turn, compile the network, run it once; report the time and the caches' answers."""
     x, *weights = torch.load(inputs, map_location="cuda" if torch.cuda.is_available() else "cpu")
     timed_imports = Path(out).name == IMPORTS_TIMED
     if not timed_imports:

@@ -25,7 +25,7 @@ def found(seen: Compiled) -> dict[str, str]:
 
 
 def product(x: torch.Tensor, w: torch.Tensor, bias: torch.Tensor) -> torch.Tensor:
-    """A graph for which nothing is generated: one call of the library. It is cached like any other, in no time."""
+    """A graph for which no code is generated: one library call. It is cached like any other, but compiles at once."""
     return torch.addmm(bias, x, w, alpha=2.0)
 
 
@@ -40,7 +40,7 @@ def tripled(x: torch.Tensor, w: torch.Tensor, bias: torch.Tensor) -> torch.Tenso
 
 
 def changes(x: torch.Tensor, w: torch.Tensor, bias: torch.Tensor) -> dict[str, dict[str, str]]:
-    """What the caches answer when one thing differs from what is in them; in this process, its graphs forgotten."""
+    """What the caches answer when one thing differs from what they hold; in this process, after a reset each time."""
     said = {}
     with fresh_compiler(), warnings.catch_warnings():
         warnings.simplefilter("ignore")  # that TF32 is off, that a call is not deterministic

@@ -1,18 +1,18 @@
 """CUDA graphs: launch many small kernels as one, and the rules that the recorded addresses bring with them.
 
 A kernel that takes longer to launch than to run leaves the GPU waiting. A CUDA graph records the launches once and
-replays them all with one. The model here is STEPS launches of one tiny kernel: 512 numbers, 6 KB of memory and no FLOPs
-worth counting, so that nearly all of a call is launching.
+replays all of them with a single launch. The model here is STEPS launches of one tiny kernel: 512 numbers, 6 KB of
+memory and no FLOPs worth counting, so that nearly all of a call is launching.
 
 Two different things help. Replaying removes the gaps between kernels; fusing removes the kernels. torch.compile fuses
-by default; mode="reduce-overhead" replays too, which costs more than the one launch left here. The row "unfused" shows
+by default; mode="reduce-overhead" also replays, which costs more than the one launch left here. The row "unfused" shows
 what launches by compiled code cost. A graph holds addresses, not tensors: hence rules for inputs, outputs and weights.
-With reduce-overhead, too, the next call overwrites a result, and only the first calls raise: clone what you keep.
+Under reduce-overhead, too, the next call overwrites a result, and late reads raise only at first: clone what you keep.
 
 Question   What do launch gaps cost, what closes them, and what breaks when a graph is replayed?
 Needs      torch
 Wins when  the host cannot keep ahead of the GPU: small batches, many small kernels. Where each kernel takes longer than
-           its launch there is no gap to close, and the graph's memory and copies are all that remains of it.
+           its launch there is no gap to close, and a graph only adds memory and copies.
 Study      studies/compiler/cuda_graphs.py (gaps between kernels; reduce-overhead's results read after the next call)
 Source     chapter sections "3. CUDA Graphs" and "Compilation Modes".
 """
@@ -34,7 +34,7 @@ WARM_UP = 3  # calls before a capture: libraries allocate and choose their kerne
 EAGER, BY_HAND = "torch eager", "CUDA graph of eager"
 UNFUSED, FUSED, REDUCED = "torch.compile unfused", "torch.compile", "torch.compile reduce-overhead"
 TUNED = "torch.compile max-autotune"  # which records a CUDA graph too
-# Each operation stays a kernel of its own: its result is stored (or it would become part of the next one), not fused.
+# Each operation stays a kernel of its own: not fused, and its result stored (or the next one would inline it).
 NO_FUSION = {"max_fusion_size": 1, "realize_opcount_threshold": 0}
 
 
@@ -51,7 +51,7 @@ def refill(held: Sequence[torch.Tensor], inputs: Sequence[torch.Tensor]) -> None
 
 
 class Captured:
-    """fn, recorded on inputs of one shape and replayed. Its result is overwritten by the next call: clone what stays.
+    """fn, recorded on inputs of one shape and replayed. The next call overwrites its result: clone what you keep.
 
     Raises ValueError for an input that is not on a GPU; a call raises what refill() does.
     """
@@ -129,7 +129,7 @@ def which(got: torch.Tensor, candidates: dict[str, torch.Tensor]) -> str:
 
 
 def rules(h: Harness, chain: Chain) -> dict[str, str]:
-    """What a replay reads is at the addresses of its capture: each change, and whose result the replay gives."""
+    """A replay reads the addresses of its capture: for each change after it, whose result the replay gives."""
     first, second = h.randn(WIDTH), h.randn(WIDTH)
     captured, weight, found = Captured(chain, first), chain.shift.weight, {}
     wants = {"of the old input": chain(first), "right": chain(second)}

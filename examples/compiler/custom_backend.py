@@ -4,15 +4,15 @@ A backend is a function: a graph and its example inputs in, a callable out. Five
 
   three lines      record the graph that Dynamo captured, and return it as it is
   AOTAutograd      the graph again as ATen operations, without mutation, forward and backward apart
-  decompositions   the same in simpler operations, of which there are few kinds: all that a compiler must know
+  decompositions   the same in a few kinds of simpler operations: all that a compiler must know
   one kernel       a pointwise graph written as one Triton kernel, in thirty lines
   a compiler       triton_compiler, in this repository: reductions, views, fusion, memory, fallbacks; read it with
                    docs/triton_compiler.md
 
 Question   What does a backend see of a function, and what does it take to make one kernel of it?
 Needs      triton
-Wins when  the hardware, the library or the operation is yours: Inductor does not know it, and the capture, autograd and
-           guards of torch.compile are still free. For speed on a GPU, measure against Inductor first.
+Wins when  the hardware, the library or the operation is your own: Inductor does not know it, but torch.compile's
+           capture, autograd and guards come for free. For speed on a GPU, measure against Inductor first.
 Source     chapter section "Code Flow Graph", whose backend gets fake tensors: Dynamo hands over the real ones.
 """
 
@@ -68,7 +68,7 @@ def aot_backend(compile_graph: Callable, table: dict | None = None) -> Callable:
     """A backend that hands ATen graphs to compile_graph(gm, inputs): the forward's, and the backward's if there is one.
 
     AOTAutograd traces Dynamo's graph through autograd and functionalization, with fake tensors for inputs; each
-    operation in `table` is replaced by what its function computes with simpler ones.
+    operation in `table` is replaced by its decomposition into simpler ones.
     """
     return aot_autograd(
         fw_compiler=compile_graph, decompositions=table, partition_fn=min_cut_rematerialization_partition
@@ -89,7 +89,7 @@ TRITON = {
 
 
 def kernel_text(gm: torch.fx.GraphModule) -> str | None:
-    """The graph as one kernel: a load for each input, a line for each operation. None where it is more than that."""
+    """The graph as one kernel: a load for each input, a line for each operation. None if it takes more."""
     nodes, lines, names = list(gm.graph.nodes), [], {}
     values = [node.meta["val"] for node in nodes if node.op != "output"]
     if len({(value.shape, value.stride(), value.dtype) for value in values}) != 1 or values[0].dtype != torch.float32:
@@ -119,7 +119,7 @@ IMPORTS = "import triton\nimport triton.language as tl\n\nfrom triton_compiler.d
 
 
 def load_kernel(text: str):
-    """Triton reads a kernel's source from its file, so it gets one."""
+    """Triton reads a kernel's source from a file, so the text is written to one."""
     name = f"custom_backend_{hashlib.sha256(text.encode()).hexdigest()[:12]}"
     path = Path(tempfile.mkdtemp()) / f"{name}.py"
     path.write_text(text, encoding="utf-8")
@@ -130,7 +130,7 @@ def load_kernel(text: str):
 
 
 def one_kernel(gm: torch.fx.GraphModule, example_inputs: list[torch.Tensor]) -> Callable:
-    """The graph as one Triton kernel where kernel_text() can write it, as it is where it cannot."""
+    """The graph as one Triton kernel where kernel_text() can write one, otherwise run as it is."""
     if (text := kernel_text(gm)) is None:
         return make_boxed_func(gm.forward)
     kernel = load_kernel(text)

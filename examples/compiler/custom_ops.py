@@ -1,13 +1,13 @@
 """Custom operators, allow_in_graph, nonstrict_trace, disable: five ways around code that Dynamo cannot trace.
 
-The function here is two operations, by way of Python that Dynamo cannot trace. Alone, or under disable, it breaks the
-graph. allow_in_graph and nonstrict_trace trace it later, in AOTAutograd: the graph is whole, but its Python runs once,
-at compile time. torch.library.custom_op makes it one opaque node that runs at every call; it needs rules for shapes
-(register_fake) and gradients (register_autograd), which opcheck checks.
+The function here is two operations, reached through Python that Dynamo cannot trace. Untouched, or under disable, it
+breaks the graph. Under allow_in_graph and nonstrict_trace it is traced later, in AOTAutograd: the graph is whole, but
+the Python runs only once, at compile time. torch.library.custom_op makes it one opaque node that runs at every call; it
+needs rules for shapes (register_fake) and gradients (register_autograd), which opcheck checks.
 
 Question   Which way around code that cannot be traced is right when, and what does a call cost?
 Needs      torch
-Wins when  the work outside of torch is long, or must happen at each call. Here it is short, and all ways lose to eager.
+Wins when  the work outside torch is long, or must happen at each call. Here it is short, and every way loses to eager.
 Variants   custom_ops_isotonic.py (an operator that reads its data, with a gradient)
 Study      studies/compiler/custom_ops.py (what a wrong fake kernel does, and what opcheck finds of it)
 Source     chapter sections "4. Register Custom Operations" and "Debugging Tools".
@@ -29,12 +29,12 @@ from examples.compiler.custom_ops_isotonic import isotonic, pooled
 # A copy of this file under another name has operators of its own.
 NAMESPACE = "companion_ops" if __name__ == "examples.compiler.custom_ops" else f"ops_{__name__.replace('.', '_')}"
 EAGER, TRACED, OPAQUE = "torch eager", "torch nonstrict_trace", "torch custom_op"
-# A factor, and a byte for each time it was asked for. In arrays, whose code is C: there Dynamo stops.
+# A factor, and a byte for each read of it. Both are arrays, whose code is C, and there Dynamo stops.
 FACTOR, ASKED = array.array("d", [2.0]), array.array("b")
 
 
 def wave(x: torch.Tensor) -> torch.Tensor:
-    """The same two operations at every call, but by way of Python that Dynamo cannot trace."""
+    """The same two operations at every call, but reached through Python that Dynamo cannot trace."""
     ASKED.append(1)
     return x.sin() * FACTOR[0]
 
@@ -77,7 +77,7 @@ def around_reference(x: torch.Tensor) -> torch.Tensor:
 
 
 def one_graph(fn: Callable, x: torch.Tensor) -> str:
-    """Whether fn compiles without a break: "yes", or how it ends."""
+    """Whether fn compiles without a break: "yes", "no" or the error's kind."""
     try:
         return "yes" if len(aten_graphs(fn, x, fullgraph=True)) == 1 else "no"
     except Exception as error:
@@ -90,7 +90,7 @@ def probe(x: torch.Tensor, wave_so: Callable, fit_so: Callable) -> dict:
         torch.compiler.reset()
         compiled = torch.compile(around(wave_so), backend="aot_eager")
         (grad,) = torch.autograd.grad(compiled(leaf := x.clone().requires_grad_()).sum(), leaf)
-        before = compiled(x)  # compiled again where a gradient is not wanted: so only the next call is counted
+        before = compiled(x)  # compiles again, as no gradient is wanted now: so only the next call is counted
         asked = len(ASKED)
         compiled(x)
         runs = len(ASKED) - asked

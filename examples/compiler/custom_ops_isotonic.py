@@ -17,7 +17,7 @@ DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 
 
 def _check(name: str, *tensors: torch.Tensor) -> None:
-    """What can be said of tensors without data; so compiling reports it as running does."""
+    """Checks that need no data, so that compiling raises the same errors as running does."""
     first = tensors[0]
     if first.dtype not in DTYPES or any(t.dtype != first.dtype for t in tensors):
         raise TypeError(f"{name}: dtypes {[t.dtype for t in tensors]}; all must be the same one of {DTYPES}")
@@ -66,7 +66,7 @@ def _save_blocks(ctx, inputs, output) -> None:
 
 
 def _mean_of_each_block(ctx, grad: torch.Tensor, _) -> torch.Tensor:
-    """Within a block every element moves the mean alike. Plain torch: the compiler sees it and fuses it."""
+    """Within a block every element contributes to the mean equally. Plain torch: the compiler sees it and fuses it."""
     (blocks,) = ctx.saved_tensors
     wide = grad.to(torch.promote_types(grad.dtype, torch.float32))
     sums = torch.zeros_like(wide).scatter_add(-1, blocks, wide)
@@ -78,11 +78,11 @@ isotonic_with_blocks.register_autograd(_mean_of_each_block, setup_context=_save_
 
 
 def isotonic(x: torch.Tensor) -> torch.Tensor:
-    """x [..., n] of any strides and sizes, 0 too -> the nondecreasing fit nearest to each row, contiguous, same shape.
+    """x [..., n] of any strides and sizes, even 0 -> the nondecreasing fit nearest to each row, contiguous, same shape.
 
     float16, bfloat16, float32 or float64; sums are Python's float64, rounded once. On a GPU the values are copied to
-    the host and back, which waits for all that was launched before. NaN stays in its place and is a block of its own.
-    The gradient holds the blocks fixed. Raises TypeError for another dtype, ValueError for a tensor without dimensions.
+    the host and back, which waits for everything launched before. NaN stays in its place and is a block of its own. The
+    gradient holds the blocks fixed. Raises TypeError for another dtype, ValueError for a tensor without dimensions.
     """
     return isotonic_with_blocks(x)[0]
 

@@ -4,21 +4,21 @@ torch.compile guards the sizes of its inputs. A size compiled as a constant need
 symbol, one graph serves many sizes. torch.compile(f) begins with a constant and takes a symbol once the size changes
 (automatic): two graphs; not one for every shape, as the chapter's "Pitfall 2: Dynamic Shapes" says, nor one for all, as
 "How torch.compile Works Internally" does. dynamic=True, and mark_dynamic(x, 0) and mark_unbacked(x, 0) of
-torch._dynamo.decorators, start with a symbol. 1 gets a graph of its own, as it broadcasts (a third one, unless it comes
-first, as here), except under mark_unbacked, whose kernels are slower. Under static
-(dynamic=False) each size is compiled. Two policies pad with rows of zeros, so that few constants serve all: "padded to
-64" every batch to 64 rows, "powers of two" each to the next power of two. Past recompile_limit (8) a size without a
-graph runs in eager, after one warning; here the limit is lifted.
+torch._dynamo.decorators, start with a symbol. Size 1 gets a graph of its own, because it broadcasts (automatic's third,
+unless it comes first, as here), except under mark_unbacked, whose kernels are slower. Under static (dynamic=False) each
+size is compiled. Two policies pad with rows of zeros, so that a few constants serve all: "padded to 64" pads every
+batch to 64 rows, "powers of two" to the next power of two. Past recompile_limit (8) a size without a graph runs in
+eager, after one warning; here the limit is lifted.
 
 The model is the gated MLP of a transformer block, once with many tokens a row (long kernels: the GPU is the limit) and
 once with one (short kernels: the host is).
 
 Question   How often does a model compile when every batch has another size, and what does each policy cost per call?
 Needs      torch
-Wins when  kernels are long enough to hide guards. If each call still compiles, it is no size but a Python value that
-           changes: see recompilation. A graph for each size (static) gains nothing over mark_dynamic; with 10 graphs a
-           call may check the guards of all. Padding computes rows that nobody asked for; it keeps CUDA graphs few. With
-           short kernels CUDA graphs do not beat eager either, on the recorded host (study).
+Wins when  kernels are long enough to hide guards. If each call still compiles, what changes is a Python value and not a
+           size: see recompilation. A graph for each size (static) gains nothing over mark_dynamic; with 10 graphs a
+           call may check the guards of all of them. Padding computes rows that nobody asked for, but needs few CUDA
+           graphs. On the recorded host, CUDA graphs do not beat eager with short kernels either (study).
 Study      studies/compiler/dynamic_shapes.py (one CUDA graph for each size)
 Source     chapter sections "Dynamic Shapes", "2. Handle Dynamic Shapes", "Pitfall 2: Dynamic Shapes" and "How
            torch.compile Works Internally".
@@ -60,14 +60,14 @@ class GatedMLP(nn.Module):
 
 
 def bucket(rows: int, largest: int = LARGEST) -> int:
-    """The next power of two that holds so many rows, `largest` at most."""
+    """The smallest power of two that holds so many rows, `largest` at most."""
     if not 1 <= rows <= largest:
         raise ValueError(f"bucket: {rows} rows; need 1 to {largest}: split the batch, or raise `largest`")
     return min(1 << (rows - 1).bit_length(), largest)
 
 
 def pad_rows(x: torch.Tensor, rows: int) -> torch.Tensor:
-    """x with rows of zeros appended up to `rows`; x itself when it has as many."""
+    """x with rows of zeros appended up to `rows`; x itself if it already has that many."""
     if x.ndim < 1 or not 1 <= len(x) <= rows:
         raise ValueError(f"pad_rows: shape {tuple(x.shape)} into {rows} rows; split the batch, or use a larger bucket")
     return x if len(x) == rows else F.pad(x, (0, 0) * (x.ndim - 1) + (0, rows - len(x)))
@@ -108,7 +108,7 @@ class Served:
 
 
 def sizes_compiled(served: Served, batches) -> tuple[list[int], float]:
-    """The sizes at which a graph is compiled, over calls with these batches in order, without a limit; and seconds."""
+    """The sizes at which a graph is compiled, over calls with these batches in order and no limit; and seconds."""
     sizes, seconds = [], 0.0
     with torch._dynamo.config.patch(recompile_limit=LARGEST):
         for x in batches:
@@ -203,7 +203,7 @@ def one_model(h: Harness, kernels: str, tokens: int, width: int, counted: tuple[
 
 
 def demo(h: Harness) -> None:
-    # On two cores a C++ compiler needs seconds for each graph: generated are one policy with a symbol, one that pads.
+    # A C++ compiler on two cores needs seconds a graph: code is generated only for a symbolic and a padded policy.
     counted = h.pick(quick=("static", "dynamic=True", "mark_dynamic", "mark_unbacked", "powers of two"), full=())
     gpu = h.device.type == "cuda"
     full = {LONG: (1024, 512), SHORT: (1, 256)} if gpu else {LONG: (8, 256), SHORT: (1, 64)}

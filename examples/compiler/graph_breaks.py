@@ -1,22 +1,22 @@
 """Graph breaks: find the line of your own code that splits the graph, and write it so that it does not.
 
 Where Dynamo meets Python that it cannot trace, it ends the graph, lets Python run that line and starts another graph
-after it. Operations on both sides are no longer fused, each graph has its own guards and launches, and where a tensor's
-value is read the host waits for the GPU. A break inside a try block, or at a loop over a generator that the caller
-passed, is worse: Dynamo cannot resume after it, and leaves the rest of the function to eager; after a break inside a
-loop it leaves the whole function.
+after it. Operations on either side of it are no longer fused, each graph has its own guards and launches, and if the
+line reads a tensor's value the host waits for the GPU. A break inside a try block, or at a loop over a generator that
+the caller passed, is worse: Dynamo cannot resume after it, and leaves the rest of the function to eager; after a break
+inside a loop it leaves the whole function.
 
-One layer is written with five common causes, and again without; calls that Dynamo cannot trace are the subject of
-custom_ops. find_breaks reads torch's log (TORCH_LOGS=graph_breaks, for any program) and names the line and what is left
-to eager; torch._dynamo.explain does not count the breaks that Dynamo cannot resume from. fullgraph=True, the usual
+One layer is written with five common causes, and again without them; calls that Dynamo cannot trace are the subject of
+custom_ops. find_breaks reads torch's log (TORCH_LOGS=graph_breaks, for any program) and names the line, and what is
+left to eager; torch._dynamo.explain does not count the breaks that Dynamo cannot resume from. fullgraph=True, the usual
 detector, raises at a break but finds nothing at .item(): there it captures the scalar in the graph, as the setting
 torch._dynamo.config.capture_scalar_outputs does, and the break is back as soon as fullgraph is left out.
 
 Question   Which line of the model breaks the graph, what does that cost, and how is it written without?
 Needs      torch
 Wins when  (mending pays) always, here: between short kernels a break costs launches, guards and the wait for the value;
-           between long ones it costs fusion, the more of it the more of the function is left to eager. At 32x1024 one
-           graph gains little over eager, whose few launches it replaces by guards and one launch, and a broken one is
+           between long ones it costs fusion, more of it the more of the function is left to eager. At 32x1024 one graph
+           gains little over eager, because guards and one launch replace only a few launches, and a broken one is
            slower than eager.
 Study      studies/compiler/graph_breaks.py (fullgraph, explain, a break in a loop, names of the API)
 Source     chapter sections "Graph Breaks and Debugging", "1. Minimize Graph Breaks" and "Graph Breaks".
@@ -49,7 +49,7 @@ def prints(x, scale, temperature):
 
 def prints_when_eager(x, scale, temperature):
     y = F.silu(x) * scale
-    # Compiled, it prints nothing; to keep it, add print to torch._dynamo.config.reorderable_logging_functions.
+    # Compiled, it prints nothing; to keep the output, add print to torch._dynamo.config.reorderable_logging_functions.
     if not torch.compiler.is_compiling():
         print("temperature", temperature)
     return torch.tanh(y / temperature) * scale + x
@@ -106,7 +106,7 @@ def reference(x, scale, temperature):
 
 
 class Layer(NamedTuple):
-    """A way to write the layer: a function, and further arguments, made anew for each call, as a generator must be."""
+    """A way to write the layer: a function, and extra arguments, made anew for each call as a generator must be."""
 
     fn: Callable
     extra: Callable = lambda temperature: ()
@@ -132,7 +132,7 @@ PAIRS = {  # broken, mended
     ".item() inside try": (Layer(catches), Layer(guards_the_zero)),
     "generator argument": (Layer(iterates, lambda t: ((each for each in (t,)),)), Layer(iterates, lambda t: ([t],))),
 }
-# Without print: most of its row would be the formatting of the tensor, which costs the same without a break.
+# Without print: most of its time would be formatting the tensor, which costs the same without a break.
 TIMED = {f"torch.compile, {cause}": broken for cause, (broken, _) in PAIRS.items() if cause != "print"}
 EAGER, ONE_GRAPH = "torch eager", "torch.compile, one graph"
 
@@ -180,7 +180,7 @@ def demo(h: Harness) -> None:
     for cause, (broken, mended) in {} if h.profile else PAIRS.items():
         found, whole = broken.breaks(*inputs), mended.breaks(*inputs)
         (first,) = found.breaks
-        # fullgraph=True would not say so: .item() compiles under it.
+        # fullgraph=True would not detect it: .item() compiles under it.
         require(not whole.breaks, f"{cause}, mended, breaks: {', '.join(map(str, whole.breaks))}")
         fn = mended.compiled(backend="aot_eager", fullgraph=True)  # aot_eager: the graph, without Inductor's code
         h.check(fn, reference, *inputs, what=f"{cause}, mended", poison=False, **budget(inputs[0].dtype))

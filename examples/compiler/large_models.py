@@ -2,15 +2,15 @@
 
 A compiler saves launches and passes over activations. It does not save reading the weights. How much it helps therefore
 follows from how a call's time is divided, not from how large the model is. At one token the GPU reads 40 B (60 layers
-of width 8192) in 20 ms, about as long as the host takes to launch eager's kernels; 1 B (16 of width 2048, the model of
-modes) in 0.6 ms, and waits for the host: its ratio depends on the host, and modes may have another for this model. At
-512 tokens 40 B's matrix products take the time; 1 B still waits for the host. The chapter has a 40 B model slowed to
-0.99x, as it is bound by memory; here nothing is slower.
+of width 8192) in 20 ms, about as long as the host takes to launch eager's kernels. It reads 1 B (16 of width 2048, the
+model of modes) in 0.6 ms and waits for the host: its ratio depends on the host, and modes may report another. At 512
+tokens matrix products dominate 40 B's time; 1 B still waits for the host. In the chapter a 40 B model is slowed to
+0.99x because it is bound by memory; here nothing is slower.
 
-What grows with the number of layers is compiling the whole: every layer is traced and scheduled again. Compiling one
-block and calling it for each layer (regional compilation) traces one layer, for 60 layers as for 16; a CUDA graph
-captured around the calls launches all layers at once. The chapter's compile times (1 B 5-10 s, 10 B 30-60 s, 40 B 2-5
-min) follow parameters; the whole model's follow the number of layers. The study compiles all 60 of 40 B.
+Compiling the whole model takes longer with every layer: each is traced and scheduled again. Compiling one block and
+calling it for each layer (regional compilation) traces one layer, whether there are 60 or 16; a CUDA graph captured
+around the calls launches all layers at once. The chapter's compile times (1 B 5-10 s, 10 B 30-60 s, 40 B 2-5 min)
+follow parameters; the whole model's follow the number of layers. The study compiles all 60 of 40 B.
 
 Question   Does compiling still help when a model is 40 times as large, and what does it cost then?
 Needs      torch
@@ -48,9 +48,9 @@ def compiled_blocks(model: Transformer, **options) -> Callable:
 
 
 def captured(fn: Callable, tokens: torch.Tensor) -> Callable:
-    """fn, called before on such tokens, launched as one CUDA graph; the result is overwritten by the next call.
+    """fn, which has run on such tokens before, as one CUDA graph; the next call overwrites the result.
 
-    What the graph holds is an address: copy_ would broadcast in silence, so ValueError for tokens of another shape.
+    Raises ValueError for tokens of another shape: the graph reads fixed memory, into which copy_ would broadcast them.
     """
     held, graph = tokens.clone(), torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
@@ -69,7 +69,7 @@ def captured(fn: Callable, tokens: torch.Tensor) -> Callable:
 def fitting(config: Config, device: torch.device, dtype: torch.dtype) -> Config | None:
     """config, or as many of its layers as fit: weights, one block in float64 for the reference, 4 GiB for the rest.
 
-    None if not even one layer does, and for 40 B on a CPU.
+    None if not even one layer fits, and for 40 B on a CPU.
     """
     if device.type == "cpu":
         return None if config is FORTY_BILLION else config
@@ -81,7 +81,7 @@ def fitting(config: Config, device: torch.device, dtype: torch.dtype) -> Config 
 
 
 def models(h: Harness, configs: dict[str, Config], dtype: torch.dtype) -> Iterator[tuple[str, str, Transformer]]:
-    """What was asked for, what it is here, and the model: delete it before the next one, or that finds less memory."""
+    """What was asked for, what it is here, and the model: delete it before the next, or that one finds less memory."""
     for name, asked in configs.items():
         config = fitting(asked, h.device, dtype)
         if config is None:
@@ -99,7 +99,7 @@ def compile_all(model: Transformer, ids: torch.Tensor, whole: bool) -> tuple[dic
     variants[BLOCKS] = compiled_blocks(model)
     facts = {}
     for variant, fn in variants.items():
-        with fresh_cache(), watch() as seen:  # one each: the block's kernels are among those of the whole model
+        with fresh_cache(), watch() as seen:  # a cache each: the block's kernels are among the whole model's
             fn(ids)
             if ids.is_cuda:
                 torch.cuda.synchronize()
@@ -153,7 +153,7 @@ def demo(h: Harness) -> None:
     warm_up(h.device)
     with torch.no_grad():
         for asked, name, model in models(h, configs, dtype):
-            # The whole model is compiled for what that costs, since it runs what the blocks run. The study has 40 B.
+            # The whole model is compiled only to see its cost: it runs what the blocks run. 40 B is in the study.
             whole = {1: asked != "40 B", 512: False}
             tables[name] = [one_size(h, name, model, tokens, whole[tokens]) for tokens in sizes]
             del model

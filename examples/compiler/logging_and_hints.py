@@ -1,11 +1,11 @@
 """Logs and hints: one program with five things planted in it, and the name in TORCH_LOGS that shows each.
 
-step() has a graph break, a number whose change compiles it again, an operation that Inductor does not generate, a
-softmax that fuses, and an input changed in place, which keeps CUDA graphs from being used. TORCH_LOGS takes names of
-artifacts, each of which shows one thing, and of components (dynamo, inductor), which report each stage that they reach.
+step() has a graph break, a number that makes it recompile when it changes, an operation that Inductor does not
+generate, a softmax that fuses, and an input changed in place, which rules out CUDA graphs. TORCH_LOGS takes names of
+artifacts, each of which shows one thing, and of components (dynamo, inductor), which report each stage they reach.
 recompiles shows the guard that failed and, under "User stack trace", the line of your code that the guard is for. Set
-TORCH_LOGS in the shell: torch reads it once, when it is imported. A running program calls
-torch._logging.set_logs(graph_breaks=True) instead, which does nothing if TORCH_LOGS is set, even too late.
+TORCH_LOGS in the shell: torch reads it once, when imported. A running program calls
+torch._logging.set_logs(graph_breaks=True) instead, which does nothing if TORCH_LOGS is set, even if too late.
 
 Question   Which switch says why a graph breaks, why it is compiled again, what fused, and why no CUDA graph runs?
 Needs      torch
@@ -36,7 +36,7 @@ N = 64
 SCALES = (2, 3, 4)  # the second compiles again, for any int; the third does not. A float would become a tensor on
 # the CPU, and need a C++ compiler beside a GPU
 ARTIFACTS = ("graph_breaks", "recompiles", "output_code", "perf_hints", "fusion", "cudagraphs")
-COMPONENTS = {"dynamo": "start tracing", "inductor": "torchinductor compiling"}  # and what each reports of a graph
+COMPONENTS = {"dynamo": "start tracing", "inductor": "torchinductor compiling"}  # and what each reports about a graph
 KERNEL = r"\b(?:cpp|triton_[a-z]+)_fused_\w+"
 
 
@@ -59,7 +59,7 @@ def line_of(text: str) -> int:
 
 
 def shown_by(records: list[tuple[str, str]], skips: int, gpu: bool) -> dict[str, str]:
-    """What each artifact says of what was planted for it; required to be in its records."""
+    """What each artifact says about what was planted for it; raises if its records do not show it."""
     texts = {name: [text for artifact, text in records if artifact == name] for name in ARTIFACTS}
     here, breaks, shown = Path(__file__).name, line_of("print("), {}
     text = next((t for t in texts["graph_breaks"] if f"{here}:{breaks}" in t), None)

@@ -13,7 +13,7 @@ from examples.common.shown import require
 
 
 def breaks_logged(fn: Callable, *inputs) -> dict[str, int]:
-    """Records of the graph break of fn, by how the running program asks for them."""
+    """How many records of fn's graph break there are, by how the running program asks for them."""
     found = {}
     for way, variables, switches in (
         ('os.environ["TORCH_LOGS"] = "graph_breaks"', {"TORCH_LOGS": "graph_breaks"}, {}),

@@ -7,10 +7,10 @@ and is in the study.
 
 Which of them helps follows from what the model waits for. At one token this one (16 layers of width 2048, 1.24 billion
 parameters: 1 B in large_models) reads 2.5 GB of weights: 0.6 ms at an H200's bandwidth. Eager launches some 300 kernels
-for it, which takes a host many times as long. So the ratio for one token depends on the host, and large_models may have
-another for this model; its way, compiled blocks in a CUDA graph, compiles sooner than any mode.
-The chapter's ratios for a 1 B model (1.03x, 1.16x, 1.18x) name no batch, tokens or host, and so cannot be checked; its
-advice, max-autotune for production, can.
+for it, which takes a host many times as long. So the ratio for one token depends on the host, and large_models may
+report another for this model; its method, compiled blocks in a CUDA graph, compiles faster than any mode. The chapter's
+ratios for a 1 B model (1.03x, 1.16x, 1.18x) name no batch, tokens or host, and so cannot be checked; its advice,
+max-autotune for production, can.
 
 Question   Which mode is the fastest, how many calls until it is as fast as it gets, and when has it paid?
 Needs      torch
@@ -38,7 +38,7 @@ from examples.compiler.modes_first_calls import CALLS, start
 
 MODES = ("default", "reduce-overhead", "max-autotune", "max-autotune-no-cudagraphs")
 EAGER, DEFAULT, REDUCED, TUNED = "torch eager", *(f"torch {mode}" for mode in MODES[:3])
-NEAR = 1.03  # times the fastest mode's time: of those the answer takes the one whose first call is shortest
+NEAR = 1.03  # times the fastest mode's time: of the modes within it, the answer takes the shortest first call
 
 
 def first_calls_s(facts: dict[str, dict]) -> dict[str, float]:
@@ -79,7 +79,7 @@ def make_model(h: Harness) -> Transformer:
 
 def demo(h: Harness) -> None:
     model = make_model(h)
-    modes = MODES[:3] if h.device.type == "cuda" or h.full else MODES[::2]  # what differs on a CPU
+    modes = MODES[:3] if h.device.type == "cuda" or h.full else MODES[::2]  # the ones that differ on a CPU
     warm_up(h.device)
     table, facts = one_size(h, model, h.pick(quick=16, full=1), modes)
     report(h, table, facts)

@@ -30,9 +30,9 @@ def first_calls(fn: Callable, tokens: torch.Tensor) -> list[float]:
 
 
 def calls_until_stable(times: list[float]) -> int:
-    """How many calls come before one that is within STABLE of the last calls' median, as half of those after it are.
+    """How many calls come before one that is within STABLE of the last calls' median, as are half of those after.
 
-    Half of them, since a single slow call may be the machine's doing and not the compiler's.
+    Only half of them, since a single slow call may be due to the machine and not the compiler.
     """
     settled = statistics.median(times[len(times) // 2 :])
     slow = [time > STABLE * settled for time in times]

@@ -1,8 +1,8 @@
 """Numerics: how far compiled results are from float64, from eager's, and from themselves in the next run.
 
-A compiled function rounds elsewhere than eager. Fused operations keep float32 between them where eager rounds each
-result to bfloat16, whose 8 bits of mantissa make an error of up to 0.4 % a rounding; sums run in another order; a
-product and a sum may become one instruction. The result is often nearer to float64 and seldom wholly equal to eager's.
+A compiled function rounds in other places than eager. Fused operations keep float32 between them where eager rounds
+each result to bfloat16, whose 8 bits of mantissa make an error of up to 0.4 % a rounding; sums run in another order; a
+product and a sum may become one instruction. The result is often nearer to float64 and seldom bit-equal to eager's.
 
 Three settings make results agree, with eager's or with the last run's: emulate_precision_casts rounds where eager
 rounds, deterministic algorithms replace atomic additions, whose order varies, fallback_random draws what eager draws.
@@ -35,7 +35,7 @@ EAGER, DETERMINISTIC = "torch eager", "torch.compile, deterministic"
 
 
 def cases(model: Transformer) -> Callable:
-    """Operations that may round elsewhere when compiled, as one function, and a model of several of them."""
+    """Operations that may round in other places when compiled, and a model made of several of them, as one function."""
 
     def run_all(x, residual, vector, weight, tokens):
         return (
@@ -66,12 +66,12 @@ def off_by(got: torch.Tensor, want: torch.Tensor) -> float:
 
 
 def share_differing(a: torch.Tensor, b: torch.Tensor) -> float:
-    """Of the elements, the share that is not equal bit for bit (0 and -0 count as equal)."""
+    """The share of elements that are not equal bit for bit (0 and -0 count as equal)."""
     return (a != b).double().mean().item()
 
 
 def distinct(fn: Callable[[], torch.Tensor], calls: int) -> int:
-    """How many different results, bit for bit, so many calls of fn have; the next call may overwrite the last."""
+    """How many different results, bit for bit, that many calls of fn give; a call may overwrite the last result."""
     seen: list[torch.Tensor] = []
     for _ in range(calls):
         result = fn()
@@ -87,7 +87,7 @@ def measure(h: Harness, dtype: torch.dtype) -> dict[str, dict]:
     inputs = h.randn(rows, cols), h.randn(rows, cols), h.randn(cols), h.randn(cols, cols, scale=cols**-0.5)
     tokens, model = h.randint(config.vocab, 8, 64), Transformer.random(config, h.device, dtype)
     args = (*(t.to(dtype) for t in inputs), tokens)
-    exact = cases(model)(*(t.double() for t in args[:4]), tokens)  # its last result is not exact: it is the model's
+    exact = cases(model)(*(t.double() for t in args[:4]), tokens)  # its last result, the model's, is not exact
     want = (*exact[:-1], model.float64(tokens))
     eager, results = cases(model)(*args), {}
     for name, options in {"compiled": {}, "emulated": {"emulate_precision_casts": True}}.items():

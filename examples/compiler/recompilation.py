@@ -1,14 +1,14 @@
 """Recompilation: which value a cache entry is specialized on, why torch compiles again, and how to keep one entry.
 
-A cache entry is valid while its guards pass: on shapes, dtypes, grad mode, and on Python values that the code read. A
-call that no entry admits compiles another, which takes seconds; past recompile_limit (8 per function) it runs eagerly
+A cache entry is valid while its guards pass: on shapes, dtypes, grad mode, and the Python values that the code read. A
+call that no entry accepts compiles another, which takes seconds; past recompile_limit (8 per function) it runs eagerly
 instead (fullgraph=True: it raises), and old entries stay in use. A float becomes dynamic at its second value: two
 entries. random.random() gives two entries and a graph break in torch 2.11, one entry and no break in 2.15; a
-random.Random of your own gives its first number in every call in 2.11, without a guard (study). Below, the entries of
-each cause and of its mended form are counted, with the guard that failed first. In a program of your own
-TORCH_LOGS=recompiles prints that guard, and the line of your code that it is for.
+random.Random of your own gives its first number in every call in 2.11, without a guard (study). Below, the entries are
+counted for each cause and its mended form, with the guard that failed first. In your own program TORCH_LOGS=recompiles
+prints that guard, and the line of your code that it is for.
 
-What changes from call to call should be a tensor. A value that takes two or three settings for good may stay in
+What changes from call to call should be a tensor. A value that only ever takes two or three settings may stay in
 Python, with an entry for each.
 
 Question   Why does a compiled function compile again, and what keeps it at one cache entry?
@@ -56,7 +56,7 @@ def repeats(x, k):
 
 
 def repeats_masked(x, k):
-    """The most repetitions always, those from k on without effect; k is a tensor."""
+    """Always the most repetitions, of which those from k on have no effect; k is a tensor."""
     for i in range(CALLS):
         x = torch.where(i < k, torch.tanh(x) * 1.5, x)
     return x
@@ -97,7 +97,7 @@ class RemembersInPlace(nn.Module):
 
     def forward(self, x):
         self.seen.index_copy_(0, self.count.view(1), x[None])
-        self.count += 1  # what is not written yet is 0, and adds nothing
+        self.count += 1  # rows not written yet are 0, and add nothing
         return self.seen.sum(0) / self.count
 
 
@@ -118,7 +118,7 @@ def steps(x: torch.Tensor, lr: float | torch.Tensor) -> tuple[Callable, list[Cal
 
 @dataclass
 class Case:
-    """A function that is compiled again, the calls that do it, what mends it, and the mended function's same calls."""
+    """A function that recompiles, the calls that cause it, the fix, and the same calls for the mended function."""
 
     broken: Callable
     calls: list[Callable]
@@ -172,7 +172,7 @@ EARLIER, VALUE = 0.5, 0.75  # exact in every dtype
 
 
 def called_with(*values, limit: int = 8, **options) -> Callable:
-    """chain(x, the last value), compiled for the values before it too, within the first call."""
+    """chain(x, the last value); its first call also compiles for the values before it."""
     fn, waiting = torch.compile(own_code(chain), **options), list(values)
 
     def call(x: torch.Tensor) -> torch.Tensor:
@@ -196,7 +196,7 @@ def cost(h: Harness, x: torch.Tensor):
         TENSOR: called_with(torch.tensor(VALUE, device=x.device)),
         PAST: called_with(EARLIER, VALUE, limit=1, dynamic=False),
     }
-    with logs():  # that the limit was hit is what is shown
+    with logs():  # the warning about the limit, which is hit on purpose
         return h.compare(
             variants, lambda x: chain(x.double(), VALUE), x, baseline=EAGER, work=Work(bytes=2 * x.nbytes),
             title="one function", timing=Timing(end_to_end=True, cold=True), **BUDGET,
@@ -209,7 +209,7 @@ def check_outputs(h: Harness, what: str, found: Entries, want: list[torch.Tensor
 
 
 def answer(rows: dict[str, dict], table) -> str:
-    """The mended form and the limit: an entry per float, the fastest or not, is what this lesson warns against."""
+    """The mended form and the limit: an entry per float, even if it is fastest, is what this lesson warns against."""
     lost = [name for name, row in rows.items() if row["eager"]]
     one = sum(row["mended"].endswith(": 1") for row in rows.values())
     limit = torch._dynamo.config.recompile_limit

@@ -8,13 +8,13 @@ A model of N equal blocks is compiled three ways:
   region       one graph of the whole model, in which nested_compile_region on the block's forward keeps the block as
                one subgraph, called N times.
 
-A Python number that differs between blocks undoes the last two, for then the blocks differ. Mark the forward of the
-class; the study also marks a function that is handed the block, and checks each way on a block of another class.
+A Python number that differs between blocks defeats the last two, because then the blocks differ. Mark the class's
+forward; the study also marks a function that takes the block, and checks each way on a block of another class.
 
 Question   How does the time to compile grow with depth, and what does compiling only one block cost later?
 Needs      torch
 Wins when  blocks repeat and are compiled cold: development, autoscaling, many shapes. Where the host is the limit, N
-           calls of compiled code with N sets of guards cost more than one: then compile the whole, or the region.
+           calls of compiled code with N sets of guards cost more than one: then compile the whole, or use the region.
 Study      studies/compiler/regional_compilation.py (what undoes sharing; a block of another class)
 Source     chapter section "Common Issues" (compiling submodules separately); how goes beyond the chapter.
 """
@@ -61,7 +61,7 @@ def nested_region(model: Transformer, **options) -> Callable:
 
 @functools.cache
 def marked_class(block: type[Block]) -> type[Block]:
-    """What @torch.compiler.nested_compile_region above `def forward` in the class would make of it."""
+    """The class as it would be with @torch.compiler.nested_compile_region above its `def forward`."""
     forward = torch.compiler.nested_compile_region(block.forward)
     return type(f"Marked{block.__name__}", (block,), {"forward": forward})
 
@@ -85,7 +85,7 @@ def cold(way: Callable, model: Transformer, tokens: torch.Tensor) -> tuple[Calla
 
 
 def sizes(h: Harness) -> tuple[Config, list[int], torch.Tensor]:
-    """The blocks, how many of them in each model, the last one the most, and the tokens."""
+    """The blocks' configuration, how many blocks each model has (the most last), and the tokens."""
     gpu = h.machine.mode == "gpu"
     config = h.pick(quick=TINY, full=ONE_BILLION if gpu else SMALL)
     *few, many = h.pick(quick=(2, 4), full=(2, 12)) if gpu else h.pick(quick=(2,), full=(2, 12))
@@ -111,7 +111,7 @@ def demo(h: Harness) -> None:
     warm_up(h.device)
     compiled, seconds, rows = {}, {name: {} for name in WAYS}, {}
     with torch.no_grad():
-        if tokens.is_cuda:  # not timed: the first to compile many kernels starts the processes for them
+        if tokens.is_cuda:  # not timed: the first compile with many kernels starts the worker processes
             cold(each_block, make_model(h, config, depths[0]), tokens)
         for layers in depths[-1:] if h.profile else depths:
             torch.compiler.reset()

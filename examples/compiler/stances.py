@@ -2,9 +2,9 @@
 
 torch.compiler.set_stance changes, for the whole process and without touching the model, what a call of a compiled
 function does when no graph fits it: default compiles, force_eager ignores all graphs, eager_on_recompile runs that call
-in eager, fail_on_recompile raises. eager_then_compile and aot_eager_then_compile put the first compilation off by one
-call, so that it knows two shapes. A server warms up under default and then changes to eager_on_recompile or
-fail_on_recompile: both run the graphs that there are, and compile no more.
+in eager, fail_on_recompile raises. eager_then_compile and aot_eager_then_compile delay the first compilation by one
+call, so that it sees two shapes. A server warms up under default and then changes to eager_on_recompile or
+fail_on_recompile: both run the existing graphs, and compile no more.
 
 Question   What does a compiled model do with a shape that it was not warmed up for, and how long does a request wait?
 Needs      torch
@@ -45,7 +45,7 @@ def serve(model: Callable, x: torch.Tensor, buckets: tuple[int, ...] = BUCKETS) 
 
 
 def outcome_of(call: Callable, x: torch.Tensor) -> str:
-    """ "served", or the guards that failed, one for each graph there is, from the message of fail_on_recompile."""
+    """ "served", or the guards that failed, one for each existing graph, from the message of fail_on_recompile."""
     try:
         call(x)
         return "served"
@@ -88,7 +88,7 @@ def serving(h: Harness) -> tuple[dict, dict]:
             for what, (x, context) in surprises.items():
                 with context():
                     met[what][stance] = outcome_of(compiled, x)
-            for x in foreseen:  # also after those
+            for x in foreseen:  # still served after the surprises
                 h.check(
                     lambda x: serve(compiled, x), lambda x: exact(x.double()), x, what=f"{stance}, {len(x)} rows",
                     terms=4 * width, operand_eps=torch.finfo(dtype).eps / 2, poison=False,  # a hidden layer in dtype
@@ -110,7 +110,7 @@ def demo(h: Harness) -> None:
         rows = {each: outcomes_of(each, tuple(CALLS.values()), warm_up) for each in STANCES}
         rows = {stance: dict(zip(CALLS, row, strict=True)) for stance, row in rows.items()}
         h.table(f"calls of a function {state}", rows)
-    with fresh_cache():  # so that a request that compiles finds nothing of an earlier run
+    with fresh_cache():  # so that a request that compiles finds nothing from an earlier run
         met, ms = serving(h)
     h.table("requests that the warm-up did not foresee", met)
     h.table("ms of the request that is not padded", ms)

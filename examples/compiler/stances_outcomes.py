@@ -32,7 +32,7 @@ class Counting:
 
 
 def new_function() -> tuple[Callable, list[int]]:
-    """A function that torch has not met, and the list where it notes the calls that run it in eager."""
+    """A function that torch has not seen, and the list where it records the calls that run it in eager."""
     ran_in_eager = []
 
     def scale(x):
@@ -40,7 +40,7 @@ def new_function() -> tuple[Callable, list[int]]:
             ran_in_eager.append(len(x))
         return x * 2 + 1
 
-    # The delaying stances remember code that was called once by its line, beyond torch.compiler.reset().
+    # The delaying stances identify code that was called once by its line number, even after torch.compiler.reset().
     scale.__code__ = scale.__code__.replace(co_firstlineno=time.monotonic_ns() % 2**30)
     return scale, ran_in_eager
 

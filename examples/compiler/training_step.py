@@ -2,16 +2,16 @@
 
 torch.compile of a model that trains traces forward and backward into one joint graph and cuts it in two. Where it cuts
 decides which activations wait in memory for backward: Inductor's min-cut partitioner keeps less than eager's autograd
-and recomputes what is cheap. The optimizer is compiled apart: its loop over all parameters becomes a few kernels.
+and recomputes what is cheap. The optimizer is compiled separately: its loop over all parameters becomes a few kernels.
 
-AdamW reads a float32 parameter, its gradient and two moments and writes all but the gradient: 28 bytes a parameter,
-3 GB for 107 million. Matrix products need 6 FLOPs for each parameter and token, forward and backward together.
+AdamW reads a float32 parameter, its gradient and two moments, and writes all but the gradient: 28 bytes a parameter,
+3 GB for 107 million. Matrix products need 6 FLOPs per parameter and token, forward and backward together.
 
 Question   Which part of a training step does the compiler speed up, and what does it do to its memory?
 Needs      torch
-Wins when  eager waits for the host (small batches), or moves activations between many small kernels. Compiling
-           AdamW too wins little over torch's fused kernel: it could save less than 3 % of a step (study). Where a
-           run shows more, with few tokens, it is noise of the host, which sets the time there.
+Wins when  eager waits for the host (small batches), or moves activations between many small kernels. Compiling AdamW as
+           well gains little over torch's fused kernel: it could save less than 3 % of a step (study). Where a run shows
+           more, with few tokens, that is noise from the host, which sets the time there.
 Variants   training_step_model.py (the language model; what eager's autograd keeps for backward)
 Study      studies/compiler/training_step.py (the joint graph and its cuts; AdamW apart, and its share of a step)
 Source     chapter sections "How torch.compile Works Internally" and "Key Concepts".
@@ -94,7 +94,7 @@ def case_of(tokens: torch.Tensor) -> str:
 
 
 def sizes(h: Harness) -> tuple[Callable[[], LanguageModel], list[torch.Tensor]]:
-    """What makes the model, always with the same weights, and batches of tokens."""
+    """A function that makes the model, always with the same weights, and batches of tokens."""
     gpu, tiny = h.machine.mode == "gpu", replace(TINY, layers=h.pick(quick=1, full=4))
     if gpu:
         large = [(h.fit(16, bytes_each=3 * 2**30), 1025), (1, 129)]
@@ -126,7 +126,7 @@ def demo(h: Harness) -> None:
     h.fact(f"bytes that wait for backward, {case_of(batches[0])}", waiting)
     torch.compiler.reset()
     trainers, exact, tables = make_trainers(new), new().float64(), {}
-    # No first calls: the models share their code, so that one finds what the one before it compiled.
+    # No first calls: the models share code, so each finds what the one before it compiled.
     timing = Timing(end_to_end=True, first_calls=dict.fromkeys(trainers))
     for tokens in batches:
         with logs():  # Dynamo warns that it leaves out torch's profiler marks

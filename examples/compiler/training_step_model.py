@@ -14,7 +14,7 @@ from examples.common.transformer import Config, Transformer
 class LanguageModel(nn.Module):
     """tokens [batch, n + 1] int64 -> the loss of each next token, [batch, n] float32, by a random transformer.
 
-    `mixed` is autocast to bfloat16, as mixed precision training has it; parameters and gradients stay float32. Raises
+    `mixed` is autocast to bfloat16, as in mixed precision training; parameters and gradients stay float32. Raises
     TypeError for other tokens than int64, ValueError unless they are a matrix of 2 to max_tokens + 1 columns.
     """
 
@@ -47,14 +47,14 @@ class LanguageModel(nn.Module):
 
 
 def saved_by_autograd(model: nn.Module, *inputs) -> tuple[int, int]:
-    """(tensors, bytes) that eager forward keeps for backward, parameters and inputs left out, each memory once."""
+    """(tensors, bytes) that eager forward keeps for backward, without parameters and inputs, each storage once."""
     known = {t.untyped_storage().data_ptr() for t in (*model.parameters(), *model.buffers(), *inputs)}
     kept = {}
 
     def pack(tensor: torch.Tensor) -> torch.Tensor:
         storage = tensor.untyped_storage()
         if storage.data_ptr() not in known:
-            kept[storage.data_ptr()] = storage  # held, so that no later one gets its address
+            kept[storage.data_ptr()] = storage  # held, so that no later storage gets its address
         return tensor
 
     with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):

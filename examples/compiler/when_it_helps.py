@@ -1,7 +1,7 @@
 """When it helps: one model from launch-bound to compute-bound, and a roofline that predicts each ratio beforehand.
 
 A call takes as long as the slower of two: the host, which launches kernels, and the GPU, which runs them. The GPU's
-part is a sum over kernels: of each a fixed cost, and the longer of moving its bytes and doing its arithmetic. So
+time is a sum over kernels: for each a fixed cost, plus the longer of moving its bytes and doing its arithmetic. So
 three things predict what a compiler can change:
 
   fixed costs   of the host and of each kernel, timed on a twin: the same model, so narrow that little else takes time;
@@ -10,8 +10,8 @@ three things predict what a compiler can change:
 
 At the compute-bound end the library's matrix products take most of the time, compiled or not, and there is least to
 gain: the opposite of the chapter's "works best for compute-bound workloads". The model here has 2 layers of width 4096,
-567 million parameters. At one token its ratio depends on the host. That of modes and large_models is another model: 16
-layers of width 2048, whose kernels read a third of the bytes each.
+567 million parameters. At one token its ratio depends on the host. modes and large_models use another model: 16 layers
+of width 2048, whose kernels read a third of the bytes each.
 
 Question   What will torch.compile give this model at this size, and can that be known before trying?
 Needs      torch
@@ -44,7 +44,7 @@ Rates = tuple[float, float]  # bytes and FLOPs a millisecond
 
 
 def predict(steps: Steps, rates: Rates, host: float, kernels: float) -> float:
-    """Milliseconds of a call: the slower of host and GPU, whose fixed costs `host` and `kernels` are."""
+    """Milliseconds of a call: the slower of host and GPU; `host` and `kernels` are their fixed costs."""
     return max(host, kernels + sum(max(moved / rates[0], flops / rates[1]) for moved, flops in steps))
 
 
@@ -58,9 +58,9 @@ def bound_of(steps: Steps, rates: Rates, host: float) -> str:
 def fixed_costs(table, n_eager: int, n_fused: int) -> dict[str, tuple[float, float]]:
     """Of each variant, in ms: (launching a call, running its kernels) at no work, from the twin's times and counts."""
     ms = {row.variant: row.ms for row in table.rows}
-    if REDUCE not in ms:  # on a CPU who launches is who computes
+    if REDUCE not in ms:  # on a CPU the same processor launches and computes
         return {name: (0.0, time) for name, time in ms.items()}
-    # Without a graph the twin's time is the host's; its kernels, one for one, take what a graph's do.
+    # Without a graph the twin's time is the host's; each of its kernels takes as long as one in a graph.
     return {name: (time, ms[REDUCE] * (n_eager / n_fused if name == EAGER else 1)) for name, time in ms.items()}
 
 
@@ -79,7 +79,7 @@ def compare(h: Harness, model: Transformer, batch: int, tokens: int, title: str)
 
 
 def rates(h: Harness, width: int, hidden: int, dtype: torch.dtype) -> list:
-    """Tables of a copy and of a matrix product: bytes and FLOPs that this machine does."""
+    """Tables of a copy and of a matrix product: bytes and FLOPs per second of this machine."""
     rows, names = h.pick(quick=512, full=16384), ("torch copy", "torch product")
     x, a, b = h.randn(16 * 2**20), h.randn(rows, width, dtype=dtype), h.randn(width, hidden, dtype=dtype)
     product = Work(flops=2 * rows * width * hidden, dtype=dtype)

@@ -15,7 +15,7 @@ from examples.common.transformer import Config, Transformer
 
 
 class EagerWork(TorchDispatchMode):
-    """(bytes, FLOPs) of each operation that eager execution dispatches: all it reads and writes. Views do neither."""
+    """(bytes, FLOPs) of each operation that eager dispatches: everything it reads and writes. Views do neither."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -36,7 +36,7 @@ class EagerWork(TorchDispatchMode):
 
 
 class _OneStep(TorchFunctionMode):
-    """What the meta device takes apart and eager does not: attention anywhere, and RMSNorm on a GPU (one kernel)."""
+    """What the meta device decomposes and eager does not: attention anywhere, and RMSNorm on a GPU (one kernel)."""
 
     def __init__(self, work: EagerWork, on_gpu: bool) -> None:
         super().__init__()
@@ -69,5 +69,5 @@ def eager_steps(
 
 
 def twin(config: Config) -> Config:
-    """The same model as far as the host sees it: as many layers and operations, on next to nothing."""
+    """The same model as far as the host sees it: as many layers and operations, on almost no data."""
     return replace(config, width=256, heads=4, kv_heads=2, hidden=512, vocab=512)

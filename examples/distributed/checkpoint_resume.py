@@ -1,18 +1,18 @@
 """Checkpoints of an FSDP2 model: each rank writes its parts, and any number of ranks reads them.
 
 torch.distributed.checkpoint saves where in the whole tensor each part belongs. A rank that loads asks for what its own
-parts cover, of however many files, so that the number of ranks may change. The optimizer's state, the number of the
-step and what the data depend on must be in it too.
+parts cover, from however many files, so the number of ranks may change. The checkpoint must also hold the optimizer's
+state, the step number and whatever the data depend on.
 
-With as many ranks training goes on bit for bit. With another number it starts from the same bits, and the next gradient
-is summed in another order, which rounds otherwise. One rank that runs the batch in two parts adds up what two ranks do,
-in their order. Compiled or not, a checkpoint is the same: the other numbers of ranks run this one without compiling.
+On the same number of ranks, training goes on bit for bit. On another it starts from the same bits, but sums the next
+gradient in another order, which rounds differently. One rank that runs the batch in two parts adds up what two ranks
+do, in their order. Compiled or not, the checkpoint is the same: other numbers of ranks load it without compiling.
 
 All of it runs on CPUs, on machines with GPUs too: float32, gloo, blocks compiled by aot_eager, one thread a rank.
 Whether GPUs go on bit for bit depends on their kernels and on NCCL as well, and is not shown here.
 
-torch.compile(module) is a module around another, whose names begin with `_orig_mod.`. module.compile() changes nothing
-but how it runs, and get_model_state_dict leaves such prefixes out.
+torch.compile(module) wraps the module in another, whose parameter names begin with `_orig_mod.`. module.compile()
+changes only how the module runs, and get_model_state_dict leaves such prefixes out.
 
 Question   Does training go on bit for bit from a checkpoint, on as many ranks, on one, on four; under which names?
 Needs      torch, 2 ranks
@@ -57,7 +57,7 @@ def new_model() -> LanguageModel:
 class Training:
     """The same model, optimizer and data on the ranks of the process group, on their CPUs; at step 0.
 
-    `rows` of each batch are those of all ranks, which must share them evenly: gradients are averaged over ranks.
+    `rows` counts a batch's rows on all ranks, which must share them evenly: gradients are averaged over ranks.
     """
 
     def __init__(self, rows: int, compiled: bool = True) -> None:
@@ -71,10 +71,10 @@ class Training:
         self.optimizer = torch.optim.AdamW(self.model.parameters())
 
     def train(self, parts: int = 1) -> None:
-        """STEPS steps; this rank's rows of the batch in so many parts, whose gradients are added up."""
+        """Run STEPS steps, with this rank's rows of the batch in so many parts, whose gradients are added up."""
         for _ in range(STEPS):
             self.step += 1
-            generator = torch.Generator().manual_seed(self.step)  # data follow from the step, and need no state
+            generator = torch.Generator().manual_seed(self.step)  # the data depend only on the step, and need no state
             tokens = torch.randint(CONFIG.vocab, (self.rows, 33), generator=generator)
             for part in tokens.chunk(dist.get_world_size())[dist.get_rank()].chunk(parts):
                 (self.model(part).mean() / parts).backward()
@@ -95,13 +95,13 @@ class Training:
         self.step = state["step"]
 
     def whole(self) -> torch.Tensor:
-        """Parameters and Adam's moments, of all ranks, in one row."""
+        """Parameters and Adam's moments, of all ranks, in one vector."""
         moments = [each[name] for each in self.optimizer.state.values() for name in ("exp_avg", "exp_avg_sq")]
         return torch.cat([each.detach().full_tensor().flatten() for each in (*self.model.parameters(), *moments)])
 
 
 def resume(folder: str, rows: int, parts: int = 1, compiled: bool = True) -> tuple[torch.Tensor, torch.Tensor]:
-    """(as loaded, STEPS steps later) of a new model on the ranks of the process group."""
+    """The state of a new model on the ranks of the process group: (as loaded, STEPS steps later)."""
     training = Training(rows, compiled)
     training.load(folder)
     loaded = training.whole()
@@ -110,7 +110,7 @@ def resume(folder: str, rows: int, parts: int = 1, compiled: bool = True) -> tup
 
 
 def resume_in_rank(rank: int, world: int, folder: str, rows: int, parts: list[int]) -> None:
-    """In a process of its own: resume() in a group of `world`, not compiled, for each number of parts, into a file."""
+    """In its own process: resume() in a group of `world`, uncompiled, for each number of parts; saved to a file."""
     torch.set_num_threads(1)
     store, within = f"file://{folder}/store-{world}", timedelta(seconds=30)
     dist.init_process_group("gloo", store, rank=rank, world_size=world, timeout=within)
@@ -126,13 +126,13 @@ def resume_on_others(
     """resume() on other numbers of ranks: processes that rank 0 starts, without a GPU."""
     done = Path(folder, "done")
     if dist.get_rank() == 0:
-        mp.get_context("forkserver").set_forkserver_preload([__name__])  # imports once for all
+        mp.get_context("forkserver").set_forkserver_preload([__name__])  # imports once for all processes
         with patch.dict(os.environ, CUDA_VISIBLE_DEVICES="", OMP_NUM_THREADS="1"):
             for world in parts:
                 arguments = world, folder, rows, parts[world]
                 mp.start_processes(resume_in_rank, arguments, world, start_method="forkserver")
         done.touch()
-    while not done.exists():  # a collective would give up
+    while not done.exists():  # a collective would time out
         time.sleep(0.1)
     return {world: torch.load(f"{folder}/resumed-{world}") for world in parts}
 
@@ -149,9 +149,9 @@ def one_thread() -> Iterator[None]:
 
 
 def compared(found: tuple, saved: torch.Tensor, end: torch.Tensor, same_ranks: bool = False) -> dict[str, str]:
-    """A training that was resumed, beside one that was not stopped; the difference is over the state's largest number.
+    """A resumed training against one that was not stopped; the difference is relative to the state's largest number.
 
-    Raises AssertionError where it began otherwise, or the same ranks did not go on bit by bit.
+    Raises AssertionError if it began from other bits, or if the same ranks did not go on bit for bit.
     """
     loaded, after = found
     if not torch.equal(loaded, saved):
@@ -163,7 +163,7 @@ def compared(found: tuple, saved: torch.Tensor, end: torch.Tensor, same_ranks: b
 
 
 def names() -> dict[str, dict[str, str]]:
-    """A parameter's name in the state dict, by how the model was compiled, and whether a plain model loads that."""
+    """A parameter's name in the state dict, by how the model was compiled, and whether a plain model can load it."""
     blocks, whole = new_model(), new_model()
     blocks.body.blocks = torch.nn.ModuleList(map(torch.compile, blocks.body.blocks))
     whole.compile()
@@ -205,7 +205,7 @@ def demo(h: Harness) -> None:
         rows = {f"{h.ranks} ranks": compared(resume(folder, batch), saved, end, same_ranks=True)}
         with h.progress("load on one rank and on four"):
             (one, in_parts), (four,) = resume_on_others(folder, batch, {1: [1, h.ranks], 4: [1]}).values()
-        dist.barrier()  # rank 0's folder goes when all have read
+        dist.barrier()  # rank 0's folder is deleted once all have read
     rows["1 rank"] = compared(one, saved, end)
     rows[f"1 rank, in {h.ranks} parts"] = compared(in_parts, saved, end)
     rows["4 ranks"] = compared(four, saved, end)

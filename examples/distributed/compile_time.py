@@ -1,13 +1,13 @@
 """What N ranks compile: all of it N times, on GPUs even with a shared cache; and the rank that recompiles alone.
 
-Ranks of one program compile the same graphs at the same time, on the cores of one host. With one cache folder the first
-call still finds nothing, as all of them look before any has finished. After rank 0, on CPUs, the others find it. But a
-graph's key names its GPU: rank 1, on cuda:1, finds nothing of what rank 0 compiled for cuda:0, neither in one folder
-nor in artifacts that it is sent, and only waits longer. (Not tried: compile_on_one_rank in torch.compiler.config, of
-newer torch, and, for many hosts, TORCHINDUCTOR_FX_GRAPH_REMOTE_CACHE, in Redis.)
+Ranks of one program compile the same graphs at the same time, on the cores of one host. Even with a shared cache
+folder, the first call finds nothing, because all of them look before any has finished. Ranks on CPUs that start once
+rank 0 is done find its code. But a graph's key names its GPU: rank 1, on cuda:1, finds nothing that rank 0 compiled for
+cuda:0, in the same folder or in artifacts sent to it, and only waits longer. (Not tried: compile_on_one_rank in
+torch.compiler.config, in newer torch, and, for many hosts, TORCHINDUCTOR_FX_GRAPH_REMOTE_CACHE, in Redis.)
 
 A rank whose batch has another size compiles again, alone, while the others wait in a collective, up to their timeout.
-Counting graphs finds it; one shape, a dynamic one, or torch.compiler.set_enable_guard_collectives(True) avoids it.
+Counting graphs shows it; one shape, a dynamic one, or torch.compiler.set_enable_guard_collectives(True) avoids it.
 
 Question   What do N ranks compiling at once cost, who compiles what another has, and who waits for a rank alone?
 Needs      torch, 2 ranks
@@ -58,7 +58,7 @@ def by_rank(value: object) -> list:
 
 
 def first_call(inputs: tuple, folder: Path, artifacts: bytes | None = None) -> tuple[torch.Tensor, bool]:
-    """(the result, whether this rank compiled it) of a first call with that cache folder."""
+    """A first call with that cache folder: (the result, whether this rank compiled)."""
     with patch.dict(os.environ, {"TORCHINDUCTOR_CACHE_DIR": str(folder), "TRITON_CACHE_DIR": str(folder / "triton")}):
         clear_caches()
         torch.compiler.reset()
@@ -71,9 +71,9 @@ def first_call(inputs: tuple, folder: Path, artifacts: bytes | None = None) -> t
 
 
 def together(how: str, inputs: tuple, folder: Path) -> tuple[torch.Tensor, dict]:
-    """The first call of all ranks: this one's result; the seconds until the last has it, and which ranks compiled."""
+    """The first call of all ranks: this rank's result; the seconds until all have theirs, and which ranks compiled."""
     rank = dist.get_rank()
-    folder = folder / how.replace(" ", "_").replace("'", "")  # the C++ compiler is handed it without quotes
+    folder = folder / how.replace(" ", "_").replace("'", "")  # the C++ compiler gets the path unquoted
     own = folder / str(rank)
     dist.barrier()
     started = time.perf_counter()
@@ -101,7 +101,7 @@ def sizes_differ(dynamic: bool, pad: bool, inputs: tuple) -> dict:
     compiler, (x, *weights) = Compiler(inputs[0].is_cuda), inputs
     step = torch.compile(network, dynamic=dynamic, backend=compiler)
     for rows in (len(x), len(x) - 8 * (dist.get_rank() == 1)):
-        part = x[:rows].clone()  # a batch of its own: of a slice, the size of the whole would be guarded
+        part = x[:rows].clone()  # a copy: for a slice, the whole batch's size would be guarded too
         part = F.pad(part, (0, 0, 0, len(x) - rows)) if pad else part
         total = step(part, *weights)[:rows].sum()
         total.item()  # so that what follows is the wait for other ranks
@@ -133,13 +133,13 @@ def demo(h: Harness) -> None:
     inputs, rows = (h.randn(64, WIDTH), up, down), {}
     with TemporaryDirectory() as mine, torch.no_grad():
         folder = Path(from_rank_0(mine))
-        first_call(inputs, Path(mine, "imports"))  # Inductor's own, and what it asks the compiler once
+        first_call(inputs, Path(mine, "imports"))  # Inductor's imports, and what it asks the C++ compiler once
         for how in (ALONE, OWN, SHARED, FIRST, SENT):
             with h.progress(how):
                 out, rows[how] = together(how, inputs, folder)
             y = out.to(h.device)
             h.check(lambda *_, y=y: y, reference, *inputs, what=how, terms=5 * WIDTH, poison=False)
-        dist.barrier()  # rank 0's folder goes when all are done
+        dist.barrier()  # rank 0's folder is deleted once all are done
         alone = {name: sizes_differ(*policy, inputs) for name, policy in POLICIES.items()}
     h.table("first calls of all ranks", rows)
     h.table("rank 1 has fewer rows", alone)

@@ -1,15 +1,15 @@
 """DistributedDataParallel and torch.compile: one graph, or one that lets gradients go while backward still runs.
 
 Each rank has the whole model and its part of the batch. DDP reduces gradients in buckets (25 MiB), each as soon as
-backward has filled it, so that communication hides behind the backward of the layers before. A ring moves
-2 (n - 1) / n times the gradients' bytes through each rank's link: 4 GB for 1 billion float32 gradients and two ranks.
-A parameter is never split: at full size each weight is larger than a bucket, and is an all-reduce of its own.
+backward has filled it, so that communication hides behind the backward of earlier layers. A ring moves 2 (n - 1) / n
+times the gradients' bytes through each rank's link: 4 GB for 1 billion float32 gradients and two ranks. A parameter is
+never split: at full size each weight is larger than a bucket, and gets an all-reduce of its own.
 
-A compiled backward hands out all gradients when it ends: little is left to hide behind. By default Dynamo's
-DDPOptimizer therefore cuts the graph where DDP's buckets end, one compiled graph for each. Compiled autograd instead
+A compiled backward returns all gradients only when it ends, so little is left to hide communication behind. By default
+Dynamo's DDPOptimizer therefore cuts the graph where DDP's buckets end, one graph for each. Compiled autograd instead
 traces the all-reduces into one graph of the whole backward, where Inductor orders them: at its end, in the recorded
-run. But NCCL's kernels beside GEMMs share their SMs and memory with them, and take longer: what is hidden is not all
-saved. Efficiency is the time of one process, compiled and without communication, over that of the fastest way.
+run. But NCCL's kernels compete with the GEMMs for SMs and memory, and take longer: not all that is hidden is saved.
+Efficiency is the time of one process, compiled and without communication, over that of the fastest way.
 
 Question   Where does DDP break the compiled graph, and is communication still overlapped with backward?
 Needs      torch, 2 ranks
@@ -52,7 +52,7 @@ CONFIGS = {
 class Step:
     """tokens of all ranks -> the losses of this rank's part, and the gradients of the first and the last norm.
 
-    The optimizer would add the same to each way, and is left out.
+    The optimizer would add the same time to each way, and is left out.
     """
 
     def __init__(self, model: LanguageModel, ranks: int, rank: int, how: str, bucket_mib: float = 0) -> None:
@@ -84,7 +84,7 @@ class Step:
 
 
 def sizes(h: Harness) -> tuple[Callable[[], LanguageModel], torch.Tensor]:
-    """What makes the model, always with the same weights, and the tokens of all ranks: 8x2048 a rank at full size."""
+    """A function that makes the model, with the same weights each time, and all tokens: 8x2048 a rank at full size."""
     gpu = h.machine.mode == "gpu"
     config, rows, length = h.pick((TINY, 2, 65), (WIDE, 8, 2049)) if gpu else (replace(TINY, layers=1), 1, 33)
     return partial(LanguageModel, config, h.device, gpu), h.randint(config.vocab, rows * h.ranks, length)
@@ -95,7 +95,7 @@ def case_of(h: Harness, tokens: torch.Tensor) -> str:
 
 
 def show(h: Harness, steps: dict[str, Step], traces: dict[str, Trace]) -> None:
-    """What each way reduces; of the GPU's kernels when they ran, for the page's picture."""
+    """What each way reduces, and when the GPU's kernels ran, for the page's picture."""
     rows, gradients = {}, 4 * sum(p.numel() for p in steps[EAGER].model.parameters())
     for name, trace in traces.items():
         calls, reduced = trace.sent["all_reduce"]

@@ -1,16 +1,16 @@
 """FP8 all-gather: each rank quantizes its part of a weight, and one byte an element travels instead of two.
 
-FSDP gathers every weight before it is used, in bfloat16. In e4m3 half the bytes travel, and a float32 scale for each
-part or each of its rows: the largest magnitude over 448, so that nothing saturates. A row's scale is known once the row
-has been read, and the row is cast from cache; a rank's takes a pass over its whole part, which the cast reads again.
+FSDP gathers every weight before it is used, in bfloat16. In e4m3 half the bytes travel, plus a float32 scale per part
+or per row: the largest magnitude over 448, so that nothing saturates. A row's scale is known once the row has been
+read, and the row is cast from cache; a rank's scale takes a pass over its whole part, which the cast reads again.
 
-What the link saves, the passes before and after can cost again: the largest magnitude, the cast, and for a GEMM in
-bfloat16 the way back. In eager they cost more; torch.compile fuses each side's. A GEMM in FP8 takes bytes and scales as
-they come. e4m3 has 4 bits over a range of 2^15, fewer below: a small row loses them under the scale of a larger one.
+The passes before and after can cost what the link saves: the largest magnitude, the cast, and for a bfloat16 GEMM the
+cast back. In eager they cost more; torch.compile fuses each side's. An FP8 GEMM takes bytes and scales as they come.
+e4m3 has 4 bits over a range of 2^15, fewer below: a small row loses bits under a larger row's scale.
 
 Question   What does gathering weights in FP8 save in bytes and in time, what does it cost in error, by rank or by row?
 Needs      torch, 2 ranks
-Wins when  the gather is not hidden: most if the link is slow or the GEMM in FP8; read back, only compiled and queued.
+Wins when  the gather is not hidden, above all on a slow link or for a GEMM in FP8; read back, only compiled and queued.
 Source     goes beyond the chapter
 """
 
@@ -29,14 +29,14 @@ from examples.common.data_parallel import Compiler
 from examples.common.fp8 import E4M3, FLOOR, fp8_max
 from examples.common.transformer import TINY, WIDE
 
-EACH = ("rank", "row")  # what has a scale
+EACH = ("rank", "row")  # the parts that share a scale
 BF16, AFTER, BEFORE = "bfloat16", "quantized after", "quantized before"
-# Of what is read back: one rounding to e4m3, and what lies below its smallest normal.
+# For what is read back: one rounding to e4m3, and the values below its smallest normal.
 BUDGET = {"terms": 0, "roundings": 1, "acc": 2.0**-4 * 1.001, "operand_eps": 4e-6}
 
 
 def quantize(w: torch.Tensor, each: str) -> tuple[torch.Tensor, torch.Tensor]:
-    """w [rows, K] -> its e4m3 numbers, and float32 scales [rows, 1], or [1, 1] for a scale a rank."""
+    """w [rows, K] -> its e4m3 numbers, and float32 scales [rows, 1], or [1, 1] for one scale per rank."""
     amax = w.abs().amax(dim=1 if each == "row" else (0, 1), keepdim=True)
     scales = amax.float().clamp(min=FLOOR) / fp8_max(E4M3)
     return (w / scales).to(E4M3), scales
@@ -55,19 +55,19 @@ def all_gather_bf16(w: torch.Tensor) -> torch.Tensor:
 
 
 def all_gather_fp8(w: torch.Tensor, each: str = "row") -> torch.Tensor:
-    """w [rows, K] float32 of each rank, of one shape -> the rows of all ranks in bfloat16, which travelled in e4m3.
+    """w [rows, K] float32 of each rank, of one shape -> the rows of all ranks in bfloat16, sent in e4m3.
 
     Each rank, or each row, has its own scale. Raises ValueError for another `each`, or unless w is a matrix.
     """
     if each not in EACH or w.ndim != 2:
         raise ValueError(f"all_gather_fp8: {tuple(w.shape)}, each={each!r}; pass a matrix, and 'rank' or 'row'")
     q, scales = (gather(part) for part in quantize(w, each))
-    parts = q.view(len(scales), -1).float() * scales  # a row of these is what shares a scale
+    parts = q.view(len(scales), -1).float() * scales  # each row of these shares a scale
     return parts.bfloat16().view(q.shape)
 
 
 def quantized_after(w: torch.Tensor) -> torch.Tensor:
-    """For a GEMM in FP8 with a scale a row: bfloat16 travels, and every rank quantizes all of it."""
+    """For a GEMM in FP8 with a scale per row: bfloat16 travels, and every rank quantizes all rows."""
     return quantize(gather(w.bfloat16()), "row")[0]
 
 
@@ -93,7 +93,7 @@ def by_range(h: Harness, w: torch.Tensor) -> dict[str, dict[str, str]]:
 
 
 def sent_by(name: str, fn: Callable, own: torch.Tensor) -> dict[str, int]:
-    """What a rank gives away in a call. Raises AssertionError for other bytes than by theory."""
+    """What a rank gives away in a call. Raises AssertionError if the bytes are not those of theory."""
     in_e4m3 = own.numel() + 4 * (1 if "rank" in name else len(own))
     theory = 2 * own.numel() if name.endswith((BF16, AFTER)) else in_e4m3
     calls, total = map(

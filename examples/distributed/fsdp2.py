@@ -1,20 +1,20 @@
 """FSDP2 and torch.compile: fully_shard keeps a part of each weight, and gathers a block's weights where it runs.
 
 Each rank holds 1/n of the parameters, gradients and optimizer state. Before a block runs forward, and again before it
-runs backward, its weights are all-gathered; after backward its gradients are reduce-scattered. That is 3 times the
-parameters over the links where DDP has 2; in bytes, on a GPU, about DDP's, as the policy gathers bfloat16 and reduces
-float32. Most of it can hide behind the blocks before: fully_shard prefetches.
+runs backward, its weights are all-gathered; after backward its gradients are reduce-scattered. That sends 3 times the
+parameters over the links where DDP sends 2; in bytes, on a GPU, about as much as DDP, because the policy gathers
+bfloat16 and reduces float32. Most of it can hide behind other blocks' work: fully_shard prefetches.
 
 The way "checkpointed" computes each block's activations again in backward: its wrapper is compiled with the block.
 
-Its hooks stand around a module's forward, and Dynamo traces none of them: compiled before fully_shard or after it, a
-block's graph lies between its hooks. The whole model breaks at the first block's, in a loop that Dynamo cannot resume
-in, and blocks are compiled alone. Efficiency: one compiled process's time, not communicating, over the fastest way's.
+fully_shard's hooks run around a module's forward, and Dynamo traces none of them: compiled before fully_shard or after,
+a block's graph lies between its hooks. The whole model breaks at the first block's hooks, in a loop where Dynamo cannot
+resume, so blocks are compiled alone. Efficiency: a lone compiled process's time over the fastest way's.
 
 Question   What does compiling each block before or after fully_shard change: memory, overlap, the first call?
 Needs      torch, 2 ranks
-Wins when  parameters, gradients and optimizer state do not fit each GPU, and a block computes longer than its weights
-           travel.
+Wins when  parameters, gradients and optimizer state do not fit each GPU, and computing a block takes longer than
+           gathering its weights.
 Study      studies/distributed/fsdp2.py (gathered again for backward, or kept from forward; bytes against theory)
 Source     goes beyond the chapter; torch.distributed.fsdp's documentation of fully_shard
 """
@@ -49,8 +49,8 @@ POLICY = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.flo
 class Step:
     """tokens of all ranks -> the losses of this rank's part, and the gradients of the first and the last norm.
 
-    On a GPU the policy makes blocks compute in bfloat16, and one process does so too. `keep` leaves a block's weights
-    gathered between forward and backward.
+    On a GPU the policy makes blocks compute in bfloat16, and so does the single process. `keep` leaves a block's
+    weights gathered between forward and backward.
     """
 
     def __init__(self, model: LanguageModel, ranks: int, rank: int, how: str, keep: bool = False) -> None:
@@ -87,7 +87,7 @@ class Step:
 
 
 def sizes(h: Harness) -> tuple[Callable[[], LanguageModel], torch.Tensor]:
-    """What makes the model, always with the same weights, and the tokens of all ranks: 8x2048 a rank at full size."""
+    """A function that makes the model, with the same weights each time, and all tokens: 8x2048 a rank at full size."""
     config, rows, length = h.pick((TINY, 2, 65), (WIDE, 8, 2049))
     if h.machine.mode != "gpu":
         config, rows, length = replace(TINY, layers=2), 1, 33
@@ -95,7 +95,7 @@ def sizes(h: Harness) -> tuple[Callable[[], LanguageModel], torch.Tensor]:
 
 
 def row_of(step: Step, tokens: torch.Tensor) -> dict:
-    """What is seen of one step: graphs, what this rank sends in rings, memory above what was held, what is hidden."""
+    """One step: graphs, bytes this rank sends in rings, memory above what was held, and the share that is hidden."""
     peak = peak_bytes(step, tokens) if tokens.is_cuda else 0
     trace = traced(step, tokens)
     row = {"graphs": step.compiler.graphs} | in_rings(trace.sent, step.ranks)

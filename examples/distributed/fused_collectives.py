@@ -1,16 +1,16 @@
 """Collectives fused with a GEMM: the tiles that need no other rank come first, while the rest is on its way.
 
-Tensor parallelism gathers activations before one GEMM and reduce-scatters the result of the next. As a collective and a
-GEMM one waits for the other, whole. Here the unit is a tile. all_gather_matmul: copy engines push each rank's rows into
-the peers' memory and write a flag after each chunk; a kernel computes the rank's own rows meanwhile, and in the next a
-program waits for the chunk of its rows. matmul_reduce_scatter does the reverse: it sends the peers' tiles first.
+Tensor parallelism gathers activations before one GEMM and reduce-scatters the result of the next. As separate calls,
+one waits for all of the other. Here the unit is a tile. all_gather_matmul: copy engines push each rank's rows into the
+peers' memory and write a flag after each chunk; meanwhile a kernel computes the rank's own rows, and in the next kernel
+each program waits for its rows' chunk. matmul_reduce_scatter does the reverse: it sends the peers' tiles first.
 
-Copy engines take no SM from the GEMM, and need none: all_gather_matmul waits for copies alone, so no wait is for ever.
+Copy engines take no SMs from the GEMM, and need none: all_gather_matmul waits only for copies, so every wait ends.
 
 Question   How much of a collective is hidden behind its GEMM, against NCCL then cuBLAS and torch's own fused operators?
 Needs      triton, sm_90, 2 ranks, peers
-Wins when  the GEMM on a rank's own rows takes about as long as the rows of the others take to come, and the GPU has
-           work queued: the gather takes the host longer than cuBLAS + NCCL, and cannot be in a CUDA graph
+Wins when  the GEMM on a rank's own rows takes about as long as the others' rows take to arrive, and the GPU has work
+           queued: the gather takes the host longer than cuBLAS + NCCL, and cannot be in a CUDA graph
 Variants   fused_collectives_scatter.py (GEMM, then reduce-scatter), fused_collectives_operands.py (memory, checks, K
            loop, stores), fused_collectives_torch.py (what they are put beside)
 Source     goes beyond the chapter
@@ -78,8 +78,8 @@ def all_gather_matmul_kernel(
 def all_gather_matmul(x: torch.Tensor, w: torch.Tensor, work: GatherWorkspace) -> torch.Tensor:
     """The rows of every rank times w: x [rows, K] of each rank, w [K, N] -> y [ranks * rows, N], dtype of x.
 
-    x and w are bfloat16 or float16, both the same, with contiguous rows of multiples of 8 elements; x whose rows lie
-    apart is copied first. `work` is gather_workspace(x). Calls with one workspace come one after the other, equally
+    x and w are bfloat16 or float16, both the same, with contiguous rows of multiples of 8 elements; x with gaps between
+    rows is copied first. `work` is gather_workspace(x). Calls with one workspace come one after the other, equally
     often in every rank.
 
     Raises TypeError for dtypes; ValueError for rank, sizes, a layout that TMA cannot load, or another workspace;
@@ -93,12 +93,12 @@ def all_gather_matmul(x: torch.Tensor, w: torch.Tensor, work: GatherWorkspace) -
     options = launch_options(x.device)
     tiles = triton.cdiv(rows, BLOCK_M) * triton.cdiv(N, options["BLOCK_N"])
     work.call += 1
-    x = x.contiguous()  # before the streams part: a copy of rows that lie apart is a kernel, and needs SMs
-    if work.side is not None:  # copies first: whatever stands between the streams, no copy is behind what waits for it
+    x = x.contiguous()  # before the streams fork: copying an x with gaps is a kernel, and needs SMs
+    if work.side is not None:  # copies first: however streams are queued, no copy is behind a kernel that waits for it
         work.side.wait_stream(torch.cuda.current_stream())
     with torch.cuda.stream(work.side):
         chunk_rows = push_rows(x, work)
-    for own in (True, False):  # as one kernel it would hold the shared memory of two pipelines
+    for own in (True, False):  # one kernel would need the shared memory of two pipelines
         matrix = x if own else work.data.own.view(-1, K)
         all_gather_matmul_kernel[(tiles if own else (world - 1) * tiles,)](
             tma_descriptor(matrix, [BLOCK_M, BLOCK_K]), tma_descriptor(w, [BLOCK_K, options["BLOCK_N"]]), y,
@@ -111,7 +111,7 @@ def all_gather_matmul(x: torch.Tensor, w: torch.Tensor, work: GatherWorkspace) -
 
 
 def problem(h: Harness, scatter: bool, M: int, N: int, K: int) -> tuple:
-    """ours, a float64 reference, a wrong one, what each rank takes of the inputs; then the inputs, every rank's."""
+    """(ours, a float64 reference, a wrong one, what selects a rank's inputs, then the inputs of every rank)."""
     rows = slice(h.rank * (M // h.ranks), (h.rank + 1) * (M // h.ranks))
     if scatter:
         x, w = h.randn(h.ranks, M, K, dtype=h.half), h.randn(h.ranks, K, N, dtype=h.half)
@@ -147,7 +147,7 @@ def compare(h: Harness, scatter: bool, M: int, N: int, K: int) -> tuple:
 
 
 def hidden(table, only, row: str) -> float:
-    """What a row saves of the baseline's time, as a part of the collective's."""
+    """The time that a row saves over the baseline, as a share of the collective's."""
     return (table[table.baseline].ms - table[row].ms) / only[only.baseline].ms
 
 
@@ -184,7 +184,7 @@ def demo(h: Harness) -> None:
     sizes = h.pick(interpreted=[(h.ranks * 128, 256, 64)], quick=[(2048, 4096, 8192)],
                    full=[(2048, 4096, 8192), (8192, 4096, 8192)])  # fmt: skip
     pairs = []
-    for M, N, K in sizes:  # the layer before takes the K of one for its N
+    for M, N, K in sizes:  # the GEMM before the reduce-scatter has N and K swapped
         pairs += [compare(h, False, M, N, K), compare(h, True, M, K, N)]
     h.answer(lambda: answer(pairs))
 

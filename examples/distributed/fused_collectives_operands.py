@@ -17,14 +17,14 @@ from examples.common.tiles import split_columns
 
 DTYPES = (torch.bfloat16, torch.float16)
 BLOCK_M, BLOCK_K, GROUP_M, WARPS = 128, 64, 8, 8
-PARTS = 4  # of a tile's columns, stored one after the other: each takes that much less shared memory on its way
-CHUNKS = 4  # of a rank's rows: each is copied, and signalled, by itself
+PARTS = 4  # of a tile's columns, stored one after the other: each needs that much less shared memory
+CHUNKS = 4  # of a rank's rows, each copied and signalled separately
 
 
 @dataclass
 class GatherWorkspace:
-    """Memory of all_gather_matmul for x [rows, K] of each rank; two halves that take turns. `call` counts on the host,
-    which also tells the copy engines what to write."""
+    """Memory of all_gather_matmul for x [rows, K] of each rank; two halves that take turns. `call` is counted on the
+    host, which also tells the copy engines what to write."""
 
     data: Symmetric  # [2, ranks, rows, K]: what each rank pushed here
     signals: Symmetric  # int32 [ranks, CHUNKS]: the last call whose chunk is here
@@ -98,8 +98,8 @@ def check_fused(name: str, x: torch.Tensor, w: torch.Tensor, data: Symmetric, wa
 def push_rows(x: torch.Tensor, work: GatherWorkspace) -> int:
     """Copy x to every peer, chunk by chunk, each followed by its signal; on the side stream, by copy engines.
 
-    Each rank begins with the next one, so that no two push to one peer. Returns the rows of a chunk. x is contiguous:
-    else its copies would be kernels, without an SM where programs of every rank wait for them.
+    Each rank begins with the next rank, so that no two push to the same peer. Returns the rows of a chunk. x is
+    contiguous: else its copies would be kernels, left without an SM if programs of every rank wait for them.
     """
     if not x.is_contiguous():
         raise ValueError(f"push_rows: strides {x.stride()}; call x.contiguous() before the streams part")
@@ -120,7 +120,7 @@ def push_rows(x: torch.Tensor, work: GatherWorkspace) -> int:
 
 
 def fitting_tile(device: torch.device) -> tuple[int, int]:
-    """BLOCK_N and stages, the largest that the device can hold beside a part of a tile in float32."""
+    """The largest BLOCK_N and stages that fit in shared memory beside a part of a tile in float32."""
     limit = device_limits(device).shared_bytes
     for block_n, stages in itertools.product((256, 128), (4, 3, 2)):
         if 2 * stages * (BLOCK_M + block_n) * BLOCK_K + 4 * BLOCK_M * block_n // PARTS + 1024 <= limit:
@@ -161,8 +161,8 @@ def tile_offsets(row, col, rows, N, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr
 
 @triton.jit
 def store_part(ptr, acc, row, col, rows, N, PARTS: tl.constexpr):
-    """Store a tile in PARTS parts of its columns, by ordinary stores: a TMA store says when its source has been read,
-    and not when its target can be seen."""
+    """Store a tile in PARTS parts of its columns, by ordinary stores: a TMA store reports when its source has been
+    read, not when the written data is visible."""
     if PARTS > 1:
         left, right = split_columns(acc)
         store_part(ptr, left, row, col, rows, N, PARTS // 2)
@@ -174,7 +174,7 @@ def store_part(ptr, acc, row, col, rows, N, PARTS: tl.constexpr):
 
 @triton.jit
 def order_for_tma(ASYNC_PROXY: tl.constexpr):
-    """What this thread has seen by ordinary loads is also what TMA, which goes another way to memory, will load."""
+    """After this, TMA, which uses another path to memory, loads what this thread has seen by ordinary loads."""
     if ASSEMBLY and ASYNC_PROXY:
         tl.inline_asm_elementwise(
             "fence.proxy.async.global; mov.b32 $0, 0;", "=r,r", [tl.full((), 0, tl.int32)], dtype=tl.int32,

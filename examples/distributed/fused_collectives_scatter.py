@@ -1,9 +1,9 @@
 """GEMM and reduce-scatter in one kernel: each tile of x @ w goes to the rank that owns its rows, which adds them up.
 
 Tiles of other ranks' rows come first: their programs store into the owner's memory over NVLink, signal, and wait for
-nobody. A program of an own tile waits for the same tile of each peer, which sends it first too, and adds up its
-accumulator and the peers' tiles in float32, in the order of the ranks. Tickets, not program_id, say which tile: once a
-program waits, its rank's tiles for peers have all started (docs/memory_ordering.md, "Ranks that wait for each other").
+nobody. A program of one of the rank's own tiles waits for that tile from each peer, which also sends it first, and adds
+up its accumulator and the peers' tiles in float32, in rank order. Tickets, not program_id, assign tiles: once a program
+waits, all its rank's tiles for peers have started (docs/memory_ordering.md, "Ranks that wait for each other").
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ from examples.distributed.fused_collectives_operands import (
 def _add_and_store(
     y_ptr, own_ptr, acc, row, col, rows, N, RANK: tl.constexpr, WORLD: tl.constexpr, PARTS: tl.constexpr
 ):  # fmt: skip
-    """Store the sum over the ranks of a tile of which acc is this rank's part, in PARTS parts of its columns."""
+    """Store a tile's sum over the ranks, where acc is this rank's part, in PARTS parts of its columns."""
     if PARTS > 1:
         left, right = split_columns(acc)
         _add_and_store(y_ptr, own_ptr, left, row, col, rows, N, RANK, WORLD, PARTS // 2)
@@ -59,7 +59,7 @@ def matmul_reduce_scatter_kernel(
     ticket = tl.atomic_add(tickets_ptr, 1, sem="relaxed")
     call = ticket // tl.num_programs(0) + 1
     turn = (ticket % tl.num_programs(0)).to(tl.int32)
-    owner = (RANK + 1 + turn // tiles) % WORLD  # the own rows come last
+    owner = (RANK + 1 + turn // tiles) % WORLD  # its own rows come last
     tile = turn % tiles
     row, col = tile_coords(tile, rows, N, BLOCK_M, BLOCK_N, GROUP_M)
     acc = product(x_desc, w_desc, owner * rows + row, col, K, BLOCK_M, BLOCK_N, BLOCK_K, STAGES)

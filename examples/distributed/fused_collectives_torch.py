@@ -1,4 +1,4 @@
-"""What the fused collectives are put beside: torch's GEMM and collective, one after the other and each alone, and
+"""What the fused collectives are compared with: torch's GEMM and collective, one after the other and each alone, and
 torch's own fused operators."""
 
 from __future__ import annotations
@@ -9,7 +9,7 @@ import torch
 
 
 def separate(scatter: bool) -> Callable[[torch.Tensor, torch.Tensor], torch.Tensor]:
-    """torch's collective before or after its GEMM, each whole; rows are gathered into memory that stays."""
+    """torch's collective before or after its GEMM, neither split; rows are gathered into a buffer that is reused."""
     distributed, kept = torch.distributed, {}
 
     def buffer(like: torch.Tensor, rows: int) -> torch.Tensor:
@@ -32,13 +32,13 @@ def separate(scatter: bool) -> Callable[[torch.Tensor, torch.Tensor], torch.Tens
 
 
 def gemm_alone(scatter: bool, rank: int) -> Callable[[torch.Tensor, torch.Tensor], torch.Tensor]:
-    """The GEMM of this rank, of every rank's inputs: what is left when the collective is hidden whole."""
+    """This rank's GEMM, given every rank's inputs: what is left if the collective is fully hidden."""
     return (lambda x, w: x[rank] @ w[rank]) if scatter else torch.matmul
 
 
 def collective_alone(scatter: bool, part: torch.Tensor) -> Callable[..., torch.Tensor]:
-    """torch's collective of `part`, this rank's: the sum's rows of this rank, or everyone's rows; into memory that
-    stays. What it is called with is not looked at."""
+    """torch's collective on `part`, this rank's: gives this rank's rows of the sum, or everyone's rows, in a reused
+    buffer. It ignores its arguments."""
     distributed, world = torch.distributed, torch.distributed.get_world_size()
     rows = len(part) // world if scatter else len(part) * world
     y = torch.empty(rows, part.shape[1], dtype=part.dtype, device=part.device)
@@ -52,7 +52,7 @@ def collective_alone(scatter: bool, part: torch.Tensor) -> Callable[..., torch.T
 
 
 def torch_fused(scatter: bool) -> Callable[[torch.Tensor, torch.Tensor], torch.Tensor] | None:
-    """torch's own fused operators, which cut the GEMM into one for each rank's rows; None on a CPU."""
+    """torch's own fused operators, which split the GEMM into one per rank's rows; None on a CPU."""
     if not torch.cuda.is_available():
         return None
     from torch.distributed import _symmetric_memory  # noqa: F401 - defines them

@@ -1,10 +1,10 @@
 """One-shot all-reduce: each rank reads what every peer has, over NVLink, and adds it up by itself.
 
 A ring moves the fewest bytes, in 2 (ranks - 1) steps that wait for each other. A small message is all latency: here
-every rank copies it into symmetric memory, signals its peers, waits for their signals, and reads all of them, in one
-kernel. There is no barrier over the grid: program p reads only what the programs p of the peers wrote, so it signals
-these and waits for these. Two halves of the buffer take turns, so that nothing is overwritten while a peer reads it.
-`mailbox` needs no barrier at all: each 4 bytes travel with the number of the call in one 8-byte word.
+every rank copies its message into symmetric memory, signals its peers, waits for their signals, and reads all messages,
+in one kernel. There is no grid-wide barrier: program p reads only what program p of each peer wrote, so it signals and
+waits for those alone. Two halves of the buffer take turns, so that nothing is overwritten while a peer reads it.
+`mailbox` needs no barrier at all: each 4 bytes travel with the call number in one 8-byte word.
 
 Sums are float32 in the order of the ranks: every rank gets the same bits. Calls are counted on the GPU, so that a CUDA
 graph can hold one; docs/memory_ordering.md ("Ranks that wait for each other") says why this is safe.
@@ -12,7 +12,7 @@ graph can hold one; docs/memory_ordering.md ("Ranks that wait for each other") s
 Question   How much faster than NCCL is a one-shot all-reduce of a small message, and up to which size?
 Needs      triton, 2 ranks, peers
 Wins when  messages are small (it reads (ranks - 1) times the message, a ring at most twice; on 2 ranks as much) and the
-           call is in a CUDA graph: launched one by one, NCCL mostly and torch's one-shot always take the host less time
+           call is in a CUDA graph: outside one, NCCL (mostly) and torch's one-shot (always) take the host less time
 Variants   one_shot_allreduce_mailbox.py (data and flag in one word; the workspace, and the choice by size),
            one_shot_allreduce_torch.py (what they are put beside)
 Source     goes beyond the chapter
@@ -94,7 +94,7 @@ def one_shot_allreduce(
 
     x is bfloat16 or float16, contiguous, of a multiple of 8 elements, at most 2**28, outside the workspace. `out` may
     be x. `variant` is "pull" or "mailbox", by size unless given, the same in every rank. Calls with one workspace come
-    one after the other, equally often in every rank; a rank that leaves one out lets the others wait for ever.
+    one after the other, equally often in every rank; a rank that skips one makes the others wait forever.
 
     Raises TypeError for another dtype; ValueError for another shape than the workspace's, a layout that is not
     contiguous, an `out` that overlaps the workspace or a part of x, or an unknown variant; RuntimeError for a device
@@ -122,7 +122,7 @@ def replayed(x: torch.Tensor, work: Workspace, variant: str) -> torch.Tensor:
     graph.replay()
     message.copy_(x)
     graph.replay()
-    torch.cuda.synchronize()  # the graph goes when this returns
+    torch.cuda.synchronize()  # the graph is freed when this returns
     return y
 
 
@@ -144,7 +144,7 @@ def compare(h: Harness, nbytes: int):
 
 
 def answer(tables: list, ranks: int) -> str:
-    """The sizes at which it is the fastest, and who is at others; the host's part too, which a CUDA graph saves."""
+    """The sizes at which it is fastest, and what is at the others; also the host's time, which a CUDA graph saves."""
     over, ahead = {table.case: table.over(table.baseline, "dispatcher") for table in tables}, {}
     for table in tables:
         fastest = min((row for row in table.rows if not row.ours), key=lambda row: row.ms)

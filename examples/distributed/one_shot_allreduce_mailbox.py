@@ -1,11 +1,11 @@
 """One-shot all-reduce by mailboxes: 4 bytes of the message and the number of the call in one 8-byte word.
 
 A rank writes its message into a mailbox in every peer's memory. A store of 8 bytes is single: whoever sees the call's
-number has the 4 bytes beside it. So there is no barrier and no fence, which would wait until the peers have all that
-was written; a message is one trip over NVLink, of twice its bytes. NCCL's protocol LL does the same.
+number has the 4 bytes beside it. So there is no barrier, and no fence that waits until the peers have received all
+writes; a message takes one trip over NVLink, of twice its bytes. NCCL's protocol LL does the same.
 docs/memory_ordering.md, "Ranks that wait for each other", says why two boxes for each sender are enough.
 
-Here is also what the lesson's two kernels share: the workspace and the checks.
+This file also has what the lesson's two kernels share: the workspace and the checks.
 """
 
 from __future__ import annotations
@@ -26,12 +26,12 @@ VARIANTS = ("pull", "mailbox")
 PER_SM = 2  # programs that wait, on an eighth of the SMs (sms_to_wait_on): the warps of both kernels leave room
 MAILBOX_WARPS = 8
 MAILBOX_BLOCK = MAILBOX_WARPS * 32 * 4  # words of 4 bytes a program sends at a time: four a thread, for _receive
-MOST = 2**28  # elements: 32 bits hold the offsets of the boxes of up to 16 ranks, and those one block past the end
+MOST = 2**28  # elements: 32 bits hold the offsets into up to 16 ranks' boxes, and one block past the end
 MAILBOX_BYTES = 256 * 1024  # the message times its peers, up to which mailboxes are faster: they send every byte twice
 
 
 class Workspace(NamedTuple):
-    """Memory of one shape of message. `calls` counts those of each variant and program, on the GPU."""
+    """Memory for one shape of message. `calls` counts the calls of each variant and program, on the GPU."""
 
     data: Symmetric  # [2, n] of the message's dtype: pull's two halves
     signals: Symmetric  # int32 [programs, ranks]: the last call that a rank's program has signalled
@@ -128,8 +128,8 @@ def _send(ptrs, bits, call, inside):
 
 @triton.jit
 def _receive(ptrs, call, inside):
-    """The 4 bytes of each word, once it is this call's. Every thread waits for its own words: it reads four at a time,
-    since one after the other each would take its own trip to L2."""
+    """The 4 bytes of each word, once it is this call's. Every thread waits for its own words, and reads four at a time:
+    one after the other, each would take its own trip to L2."""
     if ASSEMBLY:
         return tl.inline_asm_elementwise(
             """{
@@ -179,8 +179,8 @@ def _halves(bits, dtype: tl.constexpr):
     return low.to(dtype, bitcast=True).to(tl.float32), high.to(dtype, bitcast=True).to(tl.float32)
 
 
-# Each access of a warp is to adjacent words. Were the message read 16 bytes a thread, as its alignment allows, words
-# would have to move between threads, through shared memory.
+# Each access of a warp is to adjacent words. If each thread read 16 bytes of the message, as its alignment allows,
+# words would have to move between threads, through shared memory.
 @triton.jit(do_not_specialize_on_alignment=["x_ptr", "y_ptr"])
 def one_shot_allreduce_mailbox_kernel(
     x_ptr, y_ptr, mail, calls_ptr, words,  # mail: the addresses of every rank's boxes

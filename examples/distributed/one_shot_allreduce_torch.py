@@ -1,8 +1,8 @@
-"""What the one-shot kernels are put beside: NCCL, and torch's own one-shot and two-shot all-reduce.
+"""What the one-shot kernels are compared with: NCCL, and torch's own one-shot and two-shot all-reduce.
 
-torch's two are operators on symmetric memory, torch.ops.symm_mem. They are called as suits them best: the message is
-there already, where the kernels of this lesson take it from any memory. Those that use NVLink multicast are left out,
-since it is switched off here (examples/common/symmetric.py).
+torch's two are operators on symmetric memory, torch.ops.symm_mem. They are called in the way that suits them best: the
+message is already there, while this lesson's kernels take it from any memory. Those that use NVLink multicast are left
+out, since it is switched off here (examples/common/symmetric.py).
 """
 
 from __future__ import annotations
@@ -13,10 +13,10 @@ import torch
 
 
 def filled(like: torch.Tensor, message: torch.Tensor | None = None) -> Callable[[torch.Tensor], torch.Tensor]:
-    """A function that copies x into `message`, or a new tensor like `like`, and returns that, for calls in place.
+    """A function that copies x into `message`, or into a new tensor like `like`, and returns it, for in-place calls.
 
-    It copies when x is another tensor or has been written to, which a check needs; timed calls find it filled. Calls
-    that sum in place sum their last result again.
+    It copies only if x is another tensor or has been written to, which a check needs; timed calls find it filled, so
+    calls that sum in place sum their last result again.
     """
     kept, y = {}, torch.empty_like(like) if message is None else message
 

@@ -1,15 +1,15 @@
 """Tensor parallelism by DTensor and torch.compile: each rank has a part of every weight, and computes on all tokens.
 
-Column parallel: a rank has some of a weight's outputs, whole heads of attention and a part of gate's and up's columns.
-Row parallel: these are the inputs of its part of the next weight, and the ranks' results add up, in an all-reduce for
+Column parallel: a rank has some of a weight's outputs, whole attention heads and a part of gate's and up's columns. Row
+parallel: these are the inputs of its part of the next weight, and the ranks' results are summed by an all-reduce for
 each such pair of weights. Sequence parallel splits the all-reduce: a reduce-scatter leaves each rank the sum for its
 part of the tokens, where it normalizes and adds the residual; an all-gather comes before the next column parallel
-weight. Rings send as much for both, 2 (ranks - 1) / ranks times the activations a pair, forward and again backward.
+weight. In rings both send the same: 2 (ranks - 1) / ranks times the activations per pair, forward and again backward.
 
-Here a GEMM waits for the bytes, and they for the GEMM before: unlike in fsdp2, no other block hides them. Async tensor
-parallelism is a pass of Inductor that makes one operator of a collective and its GEMM, which sends parts over symmetric
-memory while it computes others: NCCL's kernels carry no bytes then. Fused weights (qkv, gate_up) need their rows in
-the order of the ranks first. Every rank has all tokens, so that n ranks are at best n times as fast as one.
+Here a GEMM waits for the bytes, and the bytes for the previous GEMM: unlike in fsdp2, no other block hides them. Async
+tensor parallelism is an Inductor pass that fuses a collective and its GEMM into one operator, which sends parts over
+symmetric memory while it computes others: NCCL's kernels then carry no bytes. Fused weights (qkv, gate_up) need their
+rows in the order of the ranks first. Every rank has all tokens, so n ranks are at best n times as fast as one.
 
 Question   What do column, row and sequence parallel send, how near to n GPUs' speed are they, and what does async add?
 Needs      torch, 2 or 4 or 8 ranks, peers
@@ -52,13 +52,13 @@ COMPILED = (TENSOR_COMPILED, SEQUENCE_COMPILED, ASYNC)
 
 
 def in_order_of_ranks(linear: torch.nn.Linear, parts: list[int], ranks: int) -> None:
-    """Of a fused weight, whose outputs are `parts`: first what rank 0 needs of each part, then rank 1, and so on."""
+    """Reorder a fused weight with outputs `parts`: first what rank 0 needs of each part, then rank 1, and so on."""
     pieces = [part.chunk(ranks) for part in linear.weight.detach().split(parts)]
     linear.weight = torch.nn.Parameter(torch.cat([piece[rank] for rank in range(ranks) for piece in pieces]))
 
 
 def parallelize(block: Block, ranks: int, sequence: bool) -> Block:
-    """The block, in parts; with `sequence` it takes and gives [batch, tokens / ranks, width] of each rank.
+    """The block, in parts; with `sequence` it takes and returns [batch, tokens / ranks, width] on each rank.
 
     Raises ValueError where heads or columns do not divide by the ranks.
     """
@@ -81,7 +81,7 @@ class Step:
     """x and dy [batch, tokens, width], alike on all ranks -> this rank's tokens of y and dx, the gradient of the first
     norm, and this rank's columns of the last weight's gradient.
 
-    `sent` counts the collectives of the compiled graphs, before the async pass; `fused` those that it made of them.
+    `sent` counts the collectives of the compiled graphs, before the async pass; `fused` the operators that it made.
     """
 
     def __init__(self, block: Block, angles: tuple, ranks: int, rank: int, how: str) -> None:
@@ -90,14 +90,14 @@ class Step:
         if how not in (PLAIN, PLAIN_COMPILED):
             self.block = parallelize(block, ranks, self.sequence)
         if how == ASYNC:
-            with warnings.catch_warnings():  # deprecated, and the pass still asks for it
+            with warnings.catch_warnings():  # deprecated, but the pass still needs it
                 warnings.simplefilter("ignore", FutureWarning)
                 symmetric_memory.enable_symm_mem_for_group(torch.distributed.group.WORLD.group_name)
         compiled = how in (PLAIN_COMPILED, *COMPILED)
         self.run = torch.compile(self.block, dynamic=False, backend=self.backend) if compiled else self.block
 
     def backend(self, graph: torch.fx.GraphModule, inputs: list) -> Callable:
-        """Inductor, whose graphs are counted on their way; on a CPU graphs run as they are."""
+        """Inductor, with its graphs' collectives counted; on a CPU graphs run as they are."""
         if self.angles[0].is_cuda:
             options = {"post_grad_custom_pre_pass": self.count, "post_grad_custom_post_pass": self.count_fused}
             return compile_fx(graph, inputs, config_patches=options | {"_micro_pipeline_tp": self.how == ASYNC})
@@ -155,8 +155,8 @@ def inputs(h: Harness) -> tuple:
 
 
 def row_of(step: Step, x: torch.Tensor, dy: torch.Tensor) -> dict:
-    """What one call of it sends if collectives are rings, keeps and waits for. Raises AssertionError where these
-    bytes are not those of theory."""
+    """What one call sends if collectives are rings, keeps, and waits for. Raises AssertionError if the bytes sent are
+    not those of theory."""
     theory = 8 * (step.ranks - 1) * x.nbytes // step.ranks  # two pairs, forward and backward, each 2 (n - 1) / n
     if step.how in COMPILED and sent_in_ring(step.sent, step.ranks) != theory:
         raise AssertionError(f"{step.how}: {step.sent} in its graphs, and rings send {theory} bytes by theory")

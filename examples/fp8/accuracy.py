@@ -1,18 +1,18 @@
 """Accuracy of FP8: what each scaling recipe loses, which data break it, and what it costs.
 
-e4m3 keeps three bits of mantissa, so a value is off by a share of itself, evenly spread over one step, and a product of
-two such operands by sqrt(2) times that: 3.8 % (28.5 dB), at every size between the smallest normal number and the
+e4m3 keeps three bits of mantissa, so rounding errors are relative to the value, uniform over one step. A product of two
+such operands is off by sqrt(2) times that: 3.8 % (28.5 dB), for magnitudes from the smallest normal number to the
 largest. A scale only chooses where that window of about 2**15 lies.
 
-Recipes differ in how many values share a window, hence in what breaks them. A channel, a token or a group far above the
-rest (here 2**16 times or more) pushes that below the window, to fewer bits, then zero; an earlier batch's scale cuts
-off what has grown since. One scale per tensor or row cannot fit channels that differ; one per block along K can.
+Recipes differ in how many values share a window, hence in what breaks them. A channel, token or group far above the
+rest (here 2**16 times or more) pushes the rest below the window, to fewer bits, then zero. An earlier batch's scale
+clips what has grown since. One scale per tensor or row cannot fit channels that differ; one per block along K can.
 
 Question   Which scaling recipe keeps an FP8 layer accurate on which data, and what does it cost?
 Needs      torch
 Wins when  tokens differ, or nothing does: per row. Channels stand out by 2**16, as here: e5m2, whose range is worth a
-           bit (up to 2**14: per row, in the study). Groups of channels differ: 1x128. delayed (scale of the batch
-           before): nowhere here. Kernels: fp8_matmul (per row), blockwise_matmul (1x128), microscaling (1x32).
+           bit (up to 2**14: per row, in the study). Groups of channels differ: 1x128. delayed (the previous batch's
+           scale): nowhere here. Kernels: fp8_matmul (per row), blockwise_matmul (1x128), microscaling (1x32).
 Variants   accuracy_layer.py (the layer), accuracy_data.py (its inputs)
 Study      studies/fp8/accuracy.py
 Source     goes beyond the chapter; recipes as in torch's scaled products and OCP's MX formats
@@ -31,7 +31,7 @@ from examples.common.fp8 import E4M3, E5M2
 from examples.fp8.accuracy_data import LEGEND, datasets
 from examples.fp8.accuracy_layer import ALL, FP8Linear, Recipe, engine, multiply, product64, quantize, quantize_input
 
-# The blocks of x and of w that share a scale (none: one for all); 2**n: powers of two; delayed: the batch before's.
+# The blocks of x and of w that share a scale (none: one for all); 2**n: powers of two; delayed: of the previous batch.
 RECIPES = {
     "per tensor": Recipe(),
     "per tensor, delayed": Recipe(delayed=True),
@@ -53,7 +53,7 @@ def decibel(ratio: torch.Tensor) -> float:
 def measure(
     x: torch.Tensor, w: torch.Tensor, recipe: Recipe | None, want: torch.Tensor, before: torch.Tensor | None = None
 ) -> dict[str, float]:
-    """Signal-to-noise ratio of one product beside float64's, in dB, and that of its worst token; None: bfloat16."""
+    """Signal-to-noise ratio of one product against float64's, in dB, and that of its worst token; None: bfloat16."""
     if recipe is None:
         got = F.linear(x, w)
     else:
@@ -69,7 +69,7 @@ def accumulator(how: str, device: torch.device) -> torch.dtype | float:
 
 
 def check_products(h: Harness) -> None:
-    """The computation apart from the rounding of its operands: against float64 of the very values it multiplies."""
+    """Check the computation, apart from the rounding of its operands, against float64 on the very same values."""
     m, k, n = h.pick(quick=(64, 512, 256), full=(1024, 4096, 2048))
     x, w = h.randn(m, k, dtype=torch.bfloat16), h.randn(n, k, dtype=torch.bfloat16, scale=k**-0.5)
     for name, recipe in RECIPES.items():

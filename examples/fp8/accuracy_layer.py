@@ -77,7 +77,7 @@ def quantize(
 def quantize_input(x: torch.Tensor, recipe: Recipe, amax: torch.Tensor | None = None):
     """q and scales of a layer's input, and what a delayed scale is made of next time."""
     q, scale = quantize(x, recipe.x_block, recipe.x_format, recipe.power, amax)
-    if recipe.x_block == (1, 128):  # cuBLASLt reads the scales of one group of all rows together
+    if recipe.x_block == (1, 128):  # cuBLASLt reads the scales of one group for all rows together
         scale = scale.t().contiguous().t()
     return q, scale, x.abs().amax() if recipe.delayed else None
 
@@ -85,7 +85,7 @@ def quantize_input(x: torch.Tensor, recipe: Recipe, amax: torch.Tensor | None = 
 def engine(recipe: Recipe, m: int, n: int, k: int, device: torch.device) -> str:
     """What multiplies here: "_scaled_mm", "torch scaled_mm" (torch.nn.functional's, for blocks) or "float32 matmul"."""
     whole, rows = recipe.x_block == (ALL, ALL), recipe.x_block == (1, ALL)
-    # Not a CPU's _scaled_mm: where oneDNN has only its reference, it takes minutes for what takes milliseconds here.
+    # Not a CPU's _scaled_mm: where oneDNN has only a reference, it takes minutes for what takes milliseconds here.
     if device.type != "cuda" or torch.version.cuda is None or m % 16 or n % 16 or k % 16:
         return "float32 matmul"
     sm = torch.cuda.get_device_capability(device)

@@ -2,7 +2,7 @@
 
 A scale that varies along K cannot be taken out of the sum. Each group of 128 along K is summed by itself, scaled, and
 added to a float32 accumulator: it is promoted. That also helps precision: Hopper's FP8 tensor cores accumulate in about
-14 bits, and now only 128 products at a time.
+14 bits, and now sum only 128 products at a time.
 
 The price: a group of a 128 x 128 tile is 4.2 MFLOP, 512 clocks of an SM's tensor cores (Hopper). Promoting it is 16384
 FMAs, 128 clocks: a quarter more, if the tensor cores idle meanwhile. So one warpgroup should promote while another
@@ -11,8 +11,8 @@ multiplies:
   pointers          plain Triton (this file): tiles of 64 x 128, two programs share an SM; half of the ceiling (H200);
   warp specialized  in Gluon, for Hopper: TMA, one program per SM, tiles of 128 or 192 x 128, warpgroups out of step.
 
-blockwise_matmul takes warp specialized on sm_90 where TMA can load the operands, for which scale_a must lie along M, as
-m_major(scale_a) of examples/common/fp8_gemm.py returns it; else pointers.
+blockwise_matmul takes warp specialized on sm_90 where TMA can load the operands, for which scale_a must be contiguous
+along M, as m_major(scale_a) of examples/common/fp8_gemm.py returns it; else pointers.
 
 Question   What do fine scales along K cost in an FP8 GEMM, and what does promotion buy at long K?
 Needs      triton, sm_89
@@ -158,7 +158,7 @@ def budget(h: Harness, K: int) -> dict:
 def rms_errors(h: Harness, n: int, K: int, mean: float) -> dict[str, float]:
     """rms error over the rms of the result, all scales 1: of each kind of sum against float64, and of rounding a and b.
 
-    With a mean of 0 products cancel; else the sum grows with K, and what is added to it loses its low bits.
+    With a mean of 0, products cancel; otherwise the sum grows with K, and what is added to it loses its low bits.
     """
     one, out = torch.ones((), device=h.device), {"out_dtype": torch.float32}
     x, w = h.randn(n, K) + mean, h.randn(n, K) + mean

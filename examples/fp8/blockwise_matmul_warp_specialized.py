@@ -1,9 +1,9 @@
 """blockwise_matmul in Gluon for Hopper: two or three warpgroups, one of which promotes while another multiplies.
 
 One warp fills a ring of buffers by TMA: a, b and the scales of a. Each warpgroup owns 64 rows of a tile. Nothing orders
-the warpgroups: while one promotes, another's MMAs run. With two warpgroups each has registers for two groups in flight,
-and promotes the first while the second is multiplied. With three the tile is larger: a sixth less is loaded for each
-element.
+the warpgroups: while one promotes, another's MMAs run. With two warpgroups, each has registers for two groups in
+flight, and promotes the first while the second is multiplied. With three, the tile is larger: a sixth less is loaded
+for each element.
 """
 
 from __future__ import annotations
@@ -67,7 +67,7 @@ def _produce(
 def _start_group(
     a_bufs, b_bufs, scale_bufs, scale_b_ptr, full, slot, phase, at, GROUP: gl.constexpr, MMA: gl.constexpr
 ):
-    """Wait for a slot and start its MMAs: what will hold their sum, and the scale of each of its rows."""
+    """Wait for a slot and start its MMAs. Returns what will hold their sum, and the scale of each of its rows."""
     scale_b = gl.load(scale_b_ptr)  # on its way while the operands are
     mbarrier.wait(full.index(slot), phase)
     zeros = gl.zeros((64, GROUP), gl.float32, MMA)
@@ -80,7 +80,7 @@ def _start_group(
 @gluon.jit
 def _promote(acc, partial, scale, ORDERED: gl.constexpr):
     """acc + partial * scale. ORDERED: as inline assembly with a side effect, so that the compiler keeps it before the
-    wait for the next MMAs, which it overlaps; a plain FMA it moves behind that wait."""
+    wait for the next MMAs, which it overlaps. The compiler would move a plain FMA behind that wait."""
     if ORDERED:
         return gl.inline_asm_elementwise(
             "fma.rn.f32 $0, $1, $2, $3;", "=f,f,f,f", [partial, scale[:, None] + gl.zeros_like(partial), acc],
@@ -178,8 +178,8 @@ def blockwise_matmul_warp_specialized_kernel(
 
 
 def efficiency(M: int, N: int, warpgroups: int, sms: int) -> float:
-    """The share of the SMs' time that goes into the result: lost is what tiles reach over its edges, and SMs without a
-    tile in the last wave."""
+    """The share of the SMs' time that goes into the result. The parts of tiles beyond its edges are lost, and so are
+    SMs without a tile in the last wave."""
     tiles = triton.cdiv(M, 64 * warpgroups) * triton.cdiv(N, GROUP)
     waves = triton.cdiv(tiles, sms)
     return M * N / (waves * sms * 64 * warpgroups * GROUP)
@@ -189,8 +189,8 @@ def choose_warpgroups(M: int, N: int, K: int, sms: int) -> int:
     """Two, or three for a large GEMM whose waves suffer little from the larger tile.
 
     A tile of 192 x 128 loads (192 + 128) / (192 * 128) bytes for each element and step of K, one of 128 x 128 a fifth
-    more. That is what counts once a GEMM is long enough for L2 and power to limit it. In a shorter one it counts more
-    that each warpgroup has two groups in flight, for which three warpgroups have no registers.
+    more. That is what counts once a GEMM is long enough for L2 and power to limit it. In a shorter one it matters more
+    that each warpgroup has two groups in flight, for which three have too few registers.
     """
     large = M * N * K >= LARGE
     return 3 if large and efficiency(M, N, 3, sms) >= efficiency(M, N, 2, sms) - 0.01 else 2

@@ -1,12 +1,12 @@
 """FP8 formats: every number that e4m3fn and e5m2 have, and what a cast makes of the rest.
 
-A format of 8 bits has 256 codes, so nothing about it need be believed: each is decoded here from the definition,
+An 8-bit format has 256 codes, so nothing need be taken on trust: each is decoded here from the definition,
 (-1)^sign * 2^(exponent - bias) * 1.mantissa, and torch and Triton are held to that. e4m3fn spends a bit on precision
-that e5m2 spends on range. Its top exponent holds numbers up to 448 and, of each sign, one NaN, where e5m2, a shortened
+that e5m2 spends on range. Its top exponent holds numbers up to 448 and one NaN of each sign, where e5m2, a shortened
 float16, has infinities and NaNs.
 
-Within the range a cast rounds to nearest, ties to even (Triton's on sm_89 twice, as it goes by way of float16). Beyond
-it casts differ, and scales exist to avoid that: some give NaN or an infinity, others the largest number. Triton's cast
+Within the range a cast rounds to nearest, ties to even (Triton's rounds twice on sm_89, by way of float16). Beyond it
+casts differ, and scales exist to avoid that: some give NaN or an infinity, others the largest number. Triton's cast
 saturates, which all kernels of this topic rely on; torch's depends on its version, so code in torch clamps first.
 
 Question   Which numbers are there in FP8, how far apart are they, and what does a cast do with what lies beyond them?
@@ -78,7 +78,7 @@ def short(dtype: torch.dtype) -> str:
 def decode(codes: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
     """The numbers that codes from 0 to 255 stand for, in float64, from the definition of the format."""
     exponent_bits, mantissa_bits, bias, infinities = LAYOUTS[dtype]
-    device, codes = codes.device, codes.long().cpu()  # the arithmetic of one machine for all
+    device, codes = codes.device, codes.long().cpu()  # the same machine's arithmetic for all
     sign = 1.0 - 2.0 * (codes >> 7)
     exponent = (codes >> mantissa_bits) & (2**exponent_bits - 1)
     mantissa = (codes & (2**mantissa_bits - 1)).double() / 2**mantissa_bits

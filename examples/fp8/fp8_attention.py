@@ -1,15 +1,15 @@
 """FP8 flash attention: both products in e4m3, and what it takes to keep them fed.
 
 softmax(scale * Q K^T) V with Q, K and V in e4m3, one float32 scale for each head or tensor. Scales cost nothing inside
-the loop: those of Q and K join the scale of the softmax, that of V the division at the end. The softmax stays in
+the loop: those of Q and K are folded into the softmax's, that of V into the final division. The softmax stays in
 float32, and its weights are rounded to e4m3 for the second product:
 
-  range       as exp2(s - max + 8) weights lie in (0, 256], where e4m3 has 4 significant bits down to 2**-14 of the
+  range       as exp2(s - max + 8), weights lie in (0, 256], where e4m3 has 4 significant bits down to 2**-14 of the
               largest weight; in (0, 1] it would have them down to 2**-6. The division by the sum removes the factor;
   layout      FP8 tensor cores read both operands along the summed dimension, for V the keys: V is stored transposed,
               which is part of the price of quantizing (prepare() in the variant);
   order       a thread holds the scores of keys 0 1 8 9 where the second product wants the weights of 0 1 2 3. The order
-              of the keys is free, so V has those of every 16 as 0 1 8 9 2 3 10 11 ...: no weight moves;
+              of the keys is free, so V stores every 16 as 0 1 8 9 2 3 10 11 ...: no weight moves;
   overlap     in FP8 the MMAs take no longer than the exponentials. Here the second product of a block is issued after
               the scores of the next one, and runs while the weights of that one are computed;
   sums        Hopper's tensor cores keep about 14 bits of a sum and cut off the rest. Where V has a mean of 0 the sum is
@@ -18,7 +18,7 @@ float32, and its weights are rounded to e4m3 for the second product:
 Question   How much faster is attention in FP8 than in bfloat16, and what does it cost in accuracy?
 Needs      triton, sm_90
 Wins when  K and V are quantized once and read often (a cache), or their producer writes FP8. Where bfloat16 must be
-           quantized for each call, that pass over memory belongs to the price: the study times it.
+           quantized for each call, that pass over memory is part of the price: the study times it.
 Variants   fp8_attention_hopper.py (in Gluon, the default on sm_90), fp8_attention_operands.py (how Q, K and V are
            quantized and V is packed)
 Study      studies/fp8/fp8_attention.py
@@ -118,7 +118,7 @@ def fp8_attention_kernel(
 
     begin = 0 if MASKED else BLOCK_N
     for n in tl.range(begin, whole, BLOCK_N, num_stages=STAGES):
-        # Before the scores: then no product is under way when a pass begins. Triton 3.9 copies Q's registers there, for
+        # Before the scores, so no product is in flight when a pass begins. Triton 3.9 copies Q's registers there, for
         # which ptxas would serialize the products; and the first K's shared memory is free, so two programs fit an SM.
         acc *= shrink[:, None]
         k = k_desc.load([b, h_kv, n, 0]).reshape(BLOCK_N, D)

@@ -2,9 +2,9 @@
 
 In FP8 a block of 128 keys costs a warpgroup of 64 queries 512 clocks of the SM's tensor cores at D = 128, and 512 of
 its exponential units. For each block a warp also issues about 400 instructions, most of which wait for the one before,
-so that one warpgroup keeps those units busy for a fraction of its time. It takes several, with few instructions each:
+so one warpgroup keeps those units busy for only a fraction of the time. It takes several, with few instructions each:
 
-  consumers   are three warpgroups of 64 queries, as in flash_attention_hopper.py for long inputs at D = 64. To fit the
+  consumers   are three warpgroups of 64 queries, as in flash_attention_hopper.py for long inputs at D = 64. To fit in
               registers, each waits for P V of a block before it starts Q K^T of the next, whose scores reuse P's.
   turns       they start their MMAs one after the other (examples/common/turns.py). Left alone they fall into step: all
               wait for the tensor cores, then for the exponential units.
@@ -12,8 +12,8 @@ so that one warpgroup keeps those units busy for a fraction of its time. It take
               sums of the rounded weights, so an error that all weights of a row share is divided out.
   weights     are packed into the 4 bytes of an int32 by two instructions, and so become the operand without moving
               between threads: V has its keys in the order that this needs (fp8_attention_operands.py).
-  the ring    has in a slot what one step multiplies: K of a block, and V of the block before. The first step has no V
-              to multiply and the last no K: what is loaded there, zeros where it lies outside the tensor, nobody reads.
+  the ring    holds in each slot what one step multiplies: K of a block, and V of the block before. The first step needs
+              no V and the last no K: what is loaded there, zeros where it lies outside the tensor, is never read.
 
 K and V are walked from the last block to the first: only the last can need a mask.
 """
@@ -80,8 +80,8 @@ def _produce(rings, q_desc, k_desc, v_desc, q_per_kv, sizes, CAUSAL: gl.constexp
 def pack_weights(weights):
     """Four weights of a row as e4m3 in each int32, with the keys in V's order: no value moves from its thread.
 
-    As tensors of bytes they would be taken apart where a loop carries them. Where the compiler knows that all four are
-    equal, the assembler of CUDA 12.9 takes garbage for one pair: of {x, x} it computes one half alone.
+    As tensors of bytes they would be unpacked where a loop carries them. Where the compiler knows that all four are
+    equal, the assembler of CUDA 12.9 uses garbage for one pair: of {x, x} it computes only one half.
     """
     ROWS: gl.constexpr = weights.shape[0]
     GROUPS: gl.constexpr = weights.shape[1] // 16
@@ -158,7 +158,7 @@ def _consume(
         factor = scale * _head_scale(scales[0], b, h) * _head_scale(scales[1], b, h_kv)
         factor = gl.where(factor < 1.1754944e-38, 1.1754944e-38, factor)
         start += CONSUMER * ROWS
-        # Only other consumers see the first blocks: their queries are later ones, or all of these lie beyond the end.
+        # Only other consumers see the first blocks: their queries are later, or all of these lie beyond the end.
         blocks = gl.where(start < sizes[1], blocks_before(start + ROWS, sizes[2], BLOCK_N, CAUSAL), 1)
         for _step in range(blocks, blocks_before(start + (CONSUMERS - CONSUMER) * ROWS, sizes[2], BLOCK_N, CAUSAL)):
             mbarrier.wait(full.index(slot), phase)

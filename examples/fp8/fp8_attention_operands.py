@@ -1,6 +1,6 @@
 """Q, K and V for fp8_attention: quantized with a scale for each head or tensor, V transposed and its keys reordered.
 
-Also their checks, and what an answer is held to.
+Also their checks, and the reference that a result is held to.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ def check_dtypes(name: str, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -
 
 
 def check_operands(name: str, q, k, v, q_scale, k_scale, v_scale, check_scales: bool) -> None:
-    """What check_attention leaves: V's sizes, the scales, and that TMA can load all three."""
+    """Checks what check_attention does not: V's sizes, the scales, and that TMA can load all three."""
     (B, H, _, D), (_, H_kv, S_kv, _) = q.shape, k.shape
     packed = (B, H_kv, D, -(-S_kv // GROUP) * GROUP)
     if v.shape != packed:

@@ -1,11 +1,11 @@
 """FP8 GEMM: with scales per tensor or per row, the tensor cores multiply FP8 as it lies in memory.
 
-A scale that does not vary along K leaves the sum: (a * scale_a) @ (b * scale_b) is a @ b, scaled once per element of
-the result. Casting to 16 bits first gives the same products at half the rate. With n = 4096 these are 2 n^3 = 137 GFLOP
-and n^2 (1 + 1 + 2) = 67 MB: at the data sheet's rates 70 us of an H200's tensor cores, 14 us of its memory.
+A scale that does not vary along K factors out of the sum: (a * scale_a) @ (b * scale_b) is a @ b, scaled once per
+element of the result. Casting to 16 bits first gives the same products at half the rate. For n = 4096 that is 2 n^3 =
+137 GFLOP and n^2 (1 + 1 + 2) = 67 MB: at the data sheet's rates 70 us of an H200's tensor cores, 14 us of its memory.
 
-The MMAs of a tile take half the time that they take in bf16; its epilogue (scales, bias, 64 KiB to store) takes just as
-long. While it is exposed the tensor cores idle, so the kernels differ in what runs meanwhile:
+The MMAs of a tile take half the time that they take in bf16; its epilogue (scales, bias, 64 KiB to store) takes as long
+as in bf16. While the epilogue is exposed, the tensor cores idle, so the kernels differ in what runs meanwhile:
 
   pointers          one program per tile; any layout with K contiguous, which is what FP8 tensor cores take (this file);
   persistent        one program per SM, by TMA: the loads of the next tile run during the store;

@@ -19,7 +19,7 @@ TMA_TILES = [(128, 256, 128, 8, 4), (128, 128, 128, 8, 2)]
 
 @triton.jit
 def _store(c_desc, acc, row, col, scale_a, scale_b, bias, ROWS: tl.constexpr, BIAS: tl.constexpr, PARTS: tl.constexpr):
-    """Scale a tile and store it in PARTS parts of its columns; without ROWS scale_a is the product of both scales."""
+    """Scale a tile and store it in PARTS parts of its columns; without ROWS, scale_a is the product of both scales."""
     if PARTS > 1:
         width: tl.constexpr = acc.shape[1] // 2
         left, right = split_columns(acc)

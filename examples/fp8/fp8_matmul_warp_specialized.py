@@ -7,8 +7,8 @@ serves both in turn. In fp8_matmul_persistent.py all warps scale and store toget
 
 A consumer starts the MMAs of a step before it waits for those of the step before, so the tensor cores do not idle
 between steps. Near the end of a tile the second waits for the first; before that it finishes what it has in flight and
-releases the slot, or the producer would lack one for as long as it waits. examples/tma/gluon_matmul.py explains the
-ring step by step, in 16 bits.
+releases the slot; otherwise the producer would be a slot short for as long as it waits. examples/tma/gluon_matmul.py
+explains the ring step by step, in 16 bits.
 """
 
 from __future__ import annotations
@@ -255,8 +255,8 @@ def fp8_matmul_warp_specialized_kernel(
 
 
 def tma_vector(x: torch.Tensor, n: int, block: int):
-    """A descriptor of n numbers as one row, copied first where they are not contiguous from a multiple of 16 bytes on,
-    or where one stands for all."""
+    """A descriptor of n numbers as one row, copied first unless they are contiguous and start at a multiple of 16
+    bytes, or where one stands for all."""
     x = x.reshape(1, -1).expand(1, n)
     if (n > 1 and x.stride(1) != 1) or x.data_ptr() % 16:
         x = x.clone(memory_format=torch.contiguous_format)

@@ -3,13 +3,13 @@
 GELU and a quantizer as two kernels move 7 bytes an element, 2 + 2 and 2 + 1; one kernel that keeps y in float32
 registers moves 3. What must be known before anything is written depends on the recipe:
 
-  group    the largest of 128 columns: a tile has many such groups, complete. One pass, whatever the row's length;
+  group    the largest of 128 columns: a tile holds many such groups whole. One pass, whatever the row's length;
   row      the largest of a row: a program holds whole rows, so they have at most 16384 columns;
   static   nothing: the scale is given, from calibration or an earlier step (delayed scaling). What is larger than
            scale * max saturates; amax of every tile is returned, for the caller to see that, and for the next scale.
 
-At 3 bytes an element arithmetic is no longer free: an H200's memory delivers 6 elements in a clock of an SM, whose
-special functions make 16 results. So GELU takes an exponential and a reciprocal root, without division and without erf.
+At 3 bytes an element arithmetic is no longer free: an H200's memory delivers 6 elements per clock and SM, whose special
+functions give 16 results. So GELU takes an exponential and a reciprocal square root, no division, no erf.
 
 Question   When does an activation get its FP8 scales in the same pass, and what does that save?
 Needs      triton, sm_89

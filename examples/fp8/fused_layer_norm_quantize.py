@@ -5,8 +5,8 @@ norm has y in float32 while it has the row, so it can take the largest magnitude
 read, 1 written. The price is a second reduction before anything may be written, so the row must stay in registers: it
 has at most 16384 columns.
 
-Weight and bias are read for every row, from L1; where that is the limit, x is loaded past it (ld.global.cg), so that
-they stay there. y is rounded once, to FP8; two kernels round it to 16 bits on the way.
+Weight and bias are read for every row, from L1; where that is the limit, loads of x bypass L1 (ld.global.cg), so that
+weight and bias stay there. y is rounded once, to FP8; two kernels round it to 16 bits on the way.
 
 Question   What does a norm save by writing FP8 and its scales itself, instead of leaving it to a quantizer?
 Needs      triton, sm_89
@@ -65,7 +65,7 @@ def layer_norm_quantize_rows_kernel(
     ROWS: tl.constexpr, BLOCK_N: tl.constexpr, FULL: tl.constexpr, ALIGN: tl.constexpr, VECTOR: tl.constexpr,
     STEP: tl.constexpr, PAST_L1: tl.constexpr,
 ):  # fmt: skip
-    # Of an argument Triton knows only whether 16 divides it. These products say that ALIGN does, which lets loads and
+    # Triton knows of an argument only whether 16 divides it. These products say that ALIGN does, which lets loads and
     # stores of a row of 5000 take as many bytes at once as those of 8192.
     n_cols, stride_xm = n_cols // ALIGN * ALIGN, stride_xm // ALIGN * ALIGN
     # As many columns to a thread as one load takes; left alone, the compiler gives it the 16 of an FP8 store.

@@ -1,22 +1,22 @@
 """One decoder block of Llama, step by step: eager, torch.compile, our kernels as operators, FP8; prefill and training.
 
 At 8x2048 tokens 96 % of the FLOPs of Llama 3 8B's block are in four Linears (qkv, out, gate and up, down). The compiler
-fuses what lies between them, kernels of one's own are for what it cannot fuse, and FP8 doubles the rate of the products
+fuses what lies between them, custom kernels are for what it cannot fuse, and FP8 doubles the rate of the products
 themselves. What FP8 asks for:
 
-  forward   y = x w^T. Both are quantized by rows, x where it is made: in the norm, in SwiGLU, after attention. For
-            prefill weights are quantized once, in training in each step, which counts in its time.
-  dx        = dy w, summed over the outputs: dy by rows again, and w transposed, since FP8 tensor cores read both
-            operands along the summed dimension, and by one scale, since its rows are what is summed.
-  dw        = dy^T x, summed over the tokens: both transposed, in a pass of their own. A scale must leave that sum, so
-            there is one for the whole operand: the largest of those by row, which are known already.
+  forward   y = x w^T. Both are quantized by rows, x where it is made: in the norm, in SwiGLU, after attention. Weights
+            are quantized once for prefill, but in each training step, as part of its time.
+  dx        = dy w, summed over the outputs. dy is quantized by rows again; w is transposed, since FP8 tensor cores read
+            both operands along the summed dimension, and has one scale, since its rows are what is summed.
+  dw        = dy^T x, summed over the tokens: both are transposed, in a pass of their own. Scales must factor out of
+            that sum, so each whole operand has one: the largest of its scales by row, which are known already.
 
 Norms, attention, residuals, and what is saved for their backward, stay in 16 bits. Gradients are e4m3, too.
 
 Question   What do the compiler, kernels of one's own and FP8 each add to a decoder block, in prefill and in training?
 Needs      triton, sm_90
-Wins when  tokens are many, so that products are compute-bound: their quantizing then costs less than it saves.
-           Whether training tolerates the error of its gradients only the loss of a whole run can show, no single step.
+Wins when  there are many tokens, so that products are compute-bound: quantizing then costs less than it saves. Only the
+           loss of a whole run, not a single step, can show whether training tolerates the error of its gradients.
 Variants   llama_block_model.py (the block around the kernels, a training step, the reference), llama_block_ops.py
            (kernels of other lessons as operators), llama_block_quantize.py (two quantizers)
 Study      studies/fp8/llama_block.py

@@ -7,13 +7,13 @@ A group of 32 or 16 values along K shares a scale of 8 bits:
   nvfp4    e2m1 values, one e4m3 scale for 16 and one float32 scale for the tensor: 4.5 bits.
 
 tl.dot_scaled hands values and scales to the instruction: tcgen05.mma with block_scale on sm_100, mma.sync with
-block_scale on sm_120. Before those the same kernel decodes both to 16-bit operands (in the interpreter to float32,
-where those would be bfloat16). That is exact, save for mxfp8 groups below 2**-119, but an emulation: no block-scaled
-instruction runs.
+block_scale on sm_120. On earlier GPUs the same kernel decodes both to 16-bit operands (in the interpreter, float32
+replaces bfloat16). That is exact, save for mxfp8 groups below 2**-119, but an emulation: no block-scaled instruction
+runs.
 
 Question   What do mxfp8, mxfp4 and nvfp4 lose, and what does a GPU without their instructions gain by them?
 Needs      triton, sm_90
-Wins when  the GPU has the instructions. Before those the formats save memory; the tables say what they cost in time.
+Wins when  the GPU has the instructions. On earlier GPUs the formats save memory; the tables say what they cost in time.
 Variants   microscaling_quantize.py (how the operands are made)
 Study      studies/fp8/microscaling.py
 Source     goes beyond the chapter; OCP Microscaling Formats (MX) 1.0, section 6.3; NVIDIA's description of NVFP4

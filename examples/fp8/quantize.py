@@ -4,12 +4,12 @@ A scale is amax / max of the format, so no element can be written before all tha
 costs depends only on how much shares one:
 
   group, block   128 columns of a row, or 128 x 128: a program reads its tile, finds amax and writes. From 16 bits that
-                 is 3 bytes an element, and the scales. A block is read again to be written, from L1;
+                 is 3 bytes an element, plus scales. A block is read again, from L1, to be written;
   row            a tile as wide as the row; above 8192 columns two reads, the second from cache (quantize_long_row.py);
   tensor         everything is read before anything is written: two kernels, 5 bytes an element (quantize_tensor.py).
 
 amax is a maximum of integers: the bits of |x| sort as the floats do, with NaN above infinity. So NaN is not lost, as it
-is in a GPU's floating-point maximum, and programs can share an amax by an atomic. The cast saturates.
+would be in a GPU's floating-point maximum, and programs can share an amax by an atomic. The cast saturates.
 
 Question   What does dynamic quantization to FP8 cost beside copying the tensor, and which recipe needs a second pass?
 Needs      triton, sm_89

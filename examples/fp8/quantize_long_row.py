@@ -1,6 +1,6 @@
 """Rows that are longer than a program holds: read in steps for amax, then again, backwards, to be written.
 
-The second pass hits L2, and at the end of the row, which the first pass read last, L1.
+The second pass hits L2, and it hits L1 at the end of the row, which the first pass read last.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """Blackwell: accumulators in tensor memory, one thread that issues MMAs, and what the compiler makes of tl.dot.
 
 sm_100 and sm_103 have tensor memory in every SM: 128 lanes of 512 columns of 32 bits. tcgen05.mma accumulates there,
-not in registers; one thread issues it, it reads operands that TMA put into shared memory, and it returns at once.
+not in registers; one thread issues it, TMA puts its operands into shared memory, and it returns at once.
 tcgen05.commit completes an mbarrier when all that was issued is done; tcgen05.ld brings an accumulator to registers. So
 no warp is needed to multiply, and kernels are warp-specialized. sm_120 has TMA, but neither tensor memory nor tcgen05:
 all warps multiply by mma.sync, in 99 KiB of shared memory. One persistent GEMM, its operands and result by TMA:
@@ -9,7 +9,7 @@ all warps multiply by mma.sync, in 99 KiB of shared memory. One persistent GEMM,
   pipelined    Triton, tl.range(flatten=True): all warps load, multiply and store;
   specialized  the same with warp_specialize=True: the compiler makes partitions, or drops the request (Hopper);
   by hand      partitions in Gluon (this file): a warp loads operands into a ring, a warp issues MMAs into one of two
-               accumulators, 2 x 256 columns, which is all there are, and eight warps empty the other and store it.
+               accumulators (2 x 256 columns, all there are), and eight warps empty the other and store it.
 
 Question   What does a GEMM look like on Blackwell, and what of it does the compiler generate for each architecture?
 Needs      triton, sm_90
@@ -78,7 +78,7 @@ def _load_partition(ring, a_desc, b_desc, M, N, K, STAGES: gl.constexpr, GROUP_M
 @gluon.jit
 def _mma_partition(ring, accs, M, N, K, STAGES: gl.constexpr, ACCS: gl.constexpr):
     """One warp, of which one thread issues. It waits for operands and for an accumulator that is empty, never for an
-    MMA: those signal by themselves, MMAs to the same accumulator in the order in which they were issued."""
+    MMA. MMAs signal by themselves, those to the same accumulator in the order in which they were issued."""
     a_bufs, b_bufs, full, empty = ring
     acc_bufs, acc_full, acc_empty = accs
     BLOCK_M: gl.constexpr = a_bufs.shape[1]
@@ -107,9 +107,9 @@ def matmul_by_hand_kernel(
     a_desc, b_desc, c_desc, M, N, K, STAGES: gl.constexpr, ACCS: gl.constexpr, BUFFERS: gl.constexpr,
     GROUP_M: gl.constexpr,
 ):  # fmt: skip
-    """At each barrier one side signals and one waits, for the other's previous round before it starts its next: so
+    """At each barrier one side signals and the other waits. Each waits for the other's previous round before its next:
     neither is ever two rounds ahead, and one bit of phase tells rounds apart. The tests run these very functions on a
-    model of an SM where all that is asynchronous is as late, early and disorderly as PTX allows."""
+    model of an SM where everything asynchronous is as late, early and disorderly as PTX allows."""
     BLOCK_M: gl.constexpr = a_desc.block_shape[0]
     BLOCK_N: gl.constexpr = b_desc.block_shape[0]
     ACC: gl.constexpr = TensorMemoryLayout((BLOCK_M, BLOCK_N), col_stride=1)

@@ -1,8 +1,8 @@
 """Block-scaled GEMMs by hand for Blackwell, mxfp8, mxfp4 and nvfp4: the tensor cores read the scales themselves.
 
-The partitions of blackwell.py. TMA also loads the scales of each 32 or 16 values, tcgen05.cp copies them to tensor
-memory, and tcgen05.mma with block_scale reads them there. Their columns leave room for one accumulator only. Compiled,
-and run on the tests' model of an SM, but never on a GPU, as all of that file.
+The partitions are those of blackwell.py. TMA also loads the scales of each 32 or 16 values, tcgen05.cp copies them to
+tensor memory, and tcgen05.mma with block_scale reads them there. Their columns leave room for one accumulator only.
+Like that file, it is compiled, and run on the tests' model of an SM, but never on a GPU.
 """
 
 from __future__ import annotations
@@ -79,7 +79,7 @@ def _mma_scaled(
     ACCS: gl.constexpr,
 ):  # fmt: skip
     """One warp, of which one thread issues. It waits for operands and for an accumulator that is empty, never for an
-    MMA: those signal by themselves, MMAs to the same accumulator in the order in which they were issued."""
+    MMA. MMAs signal by themselves, those to the same accumulator in the order in which they were issued."""
     a_bufs, b_bufs, full, empty = ring
     a_scale_bufs, b_scale_bufs, a_scales, b_scales = scales
     acc_bufs, acc_full, acc_empty = accs
@@ -99,7 +99,7 @@ def _mma_scaled(
             a = a_bufs.index(slot)
             b = b_bufs.index(slot).permute((1, 0))
             done = empty.index(slot)
-            # PTX orders an MMA after the copies before it, but no copy after an earlier MMA. So scales have a place
+            # PTX orders an MMA after the copies before it, but not a copy after an earlier MMA. So scales have a place
             # for each slot of the ring, which is known to be free when the slot is.
             a_scale = _copy_scales(a_scale_bufs.index(slot), a_scales.index(slot), BLOCK_M, BLOCK_K // GROUP)
             b_scale = _copy_scales(b_scale_bufs.index(slot), b_scales.index(slot), BLOCK_N, BLOCK_K // GROUP)

@@ -16,8 +16,8 @@ def epilogue_partition(
     BUFFERS: gl.constexpr, GROUP_M: gl.constexpr,
 ):  # fmt: skip
     """Eight warps: each can read one quarter of the lanes. A tile of 128 x 256 is 64 registers of two numbers a thread,
-    which it has to spare, so the tile leaves tensor memory at once and nobody waits for its stores. With scales of
-    whole tensors (nvfp4) it multiplies by both."""
+    which it has to spare, so the tile leaves tensor memory at once and nobody waits for its stores. With per-tensor
+    scales (nvfp4) it multiplies by both."""
     acc_bufs, acc_full, acc_empty = accs
     BLOCK_M: gl.constexpr = c_desc.block_shape[0]
     WIDTH: gl.constexpr = c_desc.block_shape[1]

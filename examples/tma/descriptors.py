@@ -11,7 +11,7 @@ and its other strides are multiples of 16 bytes. A descriptor is made in one of 
 Question   Which tensors can a descriptor describe, who notices when one cannot, and what does making one cost?
 Needs      triton, sm_90
 Wins when  host: the launch knows the tensor. device: only the kernel does (groups of tensors, a list of pointers), and
-           many tiles share a descriptor. In the copy below the loop that shares it costs about what that saves.
+           many tiles share a descriptor. In the copy below, the loop that sharing needs costs about what sharing saves.
 Variants   descriptors_rules.py (require_descriptor checks every rule)
 Study      studies/tma/descriptors.py (each rule broken, on the GPU)
 Source     goes beyond the chapter; limits: cuTensorMapEncodeTiled in the CUDA driver API; triton issue 10927; of

@@ -1,13 +1,13 @@
 """The rules of TMA descriptors: what checks every one of them, and a tensor that breaks each.
 
 Triton checks some of the rules on the host, and fewer in the kernel, where a row stride that is no multiple of 16 bytes
-goes through. It checks no coordinates. A box may lie partly or quite outside its tensor, also at negative coordinates:
-loads fill in zeros there. But its last coordinate must be a multiple of 16 bytes, and a store's must not be negative:
-else the kernel ends as an illegal instruction. A store writes on to the next multiple of 16 bytes in the last
-dimension, so rows that end elsewhere need padding of their own. (studies/tma/descriptors.py tries all of it.)
+goes through. It checks no coordinates. A box may lie partly or fully outside its tensor, also at negative coordinates:
+loads fill in zeros there. But its last coordinate must be a multiple of 16 bytes, and no coordinate of a store may be
+negative: else the kernel dies of an illegal instruction. A store writes up to the next multiple of 16 bytes in the last
+dimension, so rows that end elsewhere need their own padding. (studies/tma/descriptors.py tries all of it.)
 
-Two rules are here because the driver documents neither, not because breaking them does harm: a stride of 0 (an expanded
-tensor) was copied correctly by an H200, by either descriptor, and for a size of 0 no program is launched.
+Two rules are here because the driver does not document what breaking them does, not because it does harm: a stride of 0
+(an expanded tensor) was copied correctly by an H200, by either descriptor, and for a size of 0 no program is launched.
 """
 
 from __future__ import annotations
@@ -80,7 +80,7 @@ def numbered(device: torch.device | str, *shape: int, dtype: torch.dtype = torch
 
 # Each rule: a tensor that breaks it and nothing else (on `device`), the padding, the block. Those in OFFLINE would
 # take too much memory to run. cuTensorMapEncodeTiled asks for sizes from 1, and the strides that its documentation
-# computes are never 0: what becomes of others is nowhere promised, also where it goes well.
+# computes are never 0: what becomes of others is promised nowhere, even where it goes well.
 RULES: dict[str, tuple[str, Callable]] = {
     "start at 16 bytes": ("x[:, 1:]", lambda d: (numbered(d, 64, 64)[:, 1:], "zero", (16, 32))),
     "row stride of 16 bytes": ("rows of 63", lambda d: (numbered(d, 64, 63), "zero", (16, 32))),

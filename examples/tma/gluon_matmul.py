@@ -2,10 +2,10 @@
 
 tl.dot in a loop leaves to the compiler where tiles lie, how many loads are in flight, when a buffer may be loaded again
 and when to wait for an MMA. Gluon is the same language one level down: all of that is written out; only barriers among
-the threads of one partition are still the compiler's. On a tile of 128 x 256 a step of K, 64 wide, loads 48 KiB and
-computes 4.2 MFLOP: 0.6 us for an SM of an H200. A load takes about 1 us, so with one buffer the tensor cores idle most
-of the time. A ring of four, 192 of 227 KiB, starts each load three steps ahead, as tl.range(num_stages=4) does: see
-gluon_matmul_ring.py. Here are four more steps, of which persistent gains the most (1.03x on an H200):
+the threads of one partition are still left to the compiler. On a tile of 128 x 256 a step of K, 64 wide, loads 48 KiB
+and computes 4.2 MFLOP: 0.6 us for an SM of an H200. A load takes about 1 us, so with one buffer the tensor cores idle
+most of the time. A ring of four, 192 of 227 KiB, starts each load three steps ahead, as tl.range(num_stages=4) does:
+see gluon_matmul_ring.py. Here are four more steps, of which persistent gains the most (1.03x on an H200):
 
   partitions  a producer, one warp, only loads; two consumers, a warpgroup each, multiply half of a tile's rows each.
               They meet at barriers in shared memory, and setmaxnreg hands the producer's registers to the consumers;

@@ -2,16 +2,16 @@
 
 Each CTA has a producer and two consumers, as in gluon_matmul, and 128 rows of a tile's 256: its own rows of a, and all
 of the block of b. Of that, CTA 0 loads one copy from L2, and TMA writes it into the shared memory of both (multicast)
-and tells the barrier `full` of both: a step of K takes 64 KiB from L2 for 8.4 MFLOP, where two programs take 96 KiB.
-On an H200 it is not faster than gluon_matmul, nor quite as fast at 4096 (studies/tma/gluon_matmul.py, with Triton 3.9):
-a third less from L2 saves no time there.
+and signals the barrier `full` of both: a step of K takes 64 KiB from L2 for 8.4 MFLOP, where two programs take 96 KiB.
+On an H200 it is no faster than gluon_matmul, and slightly slower at 4096 (studies/tma/gluon_matmul.py, with Triton
+3.9): loading a third less from L2 saves no time there.
 
 A slot of b may then be loaded again only when the consumers of both CTAs have released it. `empty` tells a producer
 about its own CTA's, which is enough for a. For b each slot has one more barrier, `pair`, which lies in CTA 0 and at
-which all four arrive. Gluon does this for two_ctas=True: init doubles the count, either CTA's arrival goes to CTA 0,
-and a wait is CTA 0's alone. The cluster.barrier at the end keeps CTA 0 from ending while CTA 1 still arrives at its
-barriers. (Triton 3.9 adds one of its own there, and one after the barriers' initialization, which the source leaves to
-it.) Why no partition waits for ever: docs/memory_ordering.md.
+which all four consumers arrive. Gluon does this for two_ctas=True: init doubles the count, either CTA's arrival goes to
+CTA 0, and a wait is CTA 0's alone. The cluster.barrier at the end keeps CTA 0 from ending while CTA 1 still arrives at
+its barriers. (Triton 3.9 adds one of its own there, and one after the barriers' initialization, which the source leaves
+to it.) Why no partition waits for ever: docs/memory_ordering.md.
 
 Source   Gluon tutorial 14 (multi-CTA); CUTLASS's TMA multicast
 """

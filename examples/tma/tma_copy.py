@@ -1,17 +1,17 @@
 """TMA copy: how many bytes in flight saturate memory, and a ring whose tiles never enter registers.
 
 A copy has to keep memory busy: by Little's law bytes in flight = bandwidth x latency, some tens of KiB in each SM at
-all times. Ordinary loads have them because thousands of threads wait at once, each for registers to fill. The ring
-below, in Gluon, has them with two warps per SM: TMA loads tiles into a ring of buffers, TMA stores them out of the same
+all times. Ordinary loads reach that because thousands of threads wait at once, each for registers to fill. The ring
+below, in Gluon, needs only two warps per SM: TMA loads tiles into a ring of buffers, TMA stores them out of the same
 ones, and no value enters a register. So no thread reads a buffer, bank conflicts cannot occur, and it needs no swizzle.
 
-Edges take no code. A TMA load ends at the element, and what lies outside arrives as zeros. A store ends at the next
-multiple of 16 bytes in the row: in memory of its own that is padding; an `out` whose rows end elsewhere is refused.
+Edges need no code. A TMA load stops at the edge, and what lies outside arrives as zeros. A store ends at the next
+multiple of 16 bytes in the row: in an output made here that is padding; an `out` whose rows end elsewhere is refused.
 
 Question   Is TMA slower than ordinary loads for a plain copy, why, and what makes it as fast as torch's?
 Needs      triton, sm_90
 Wins when  rows are ragged, each padded to a multiple of 16 bytes: torch's copy loses the most bandwidth there, TMA less
-           than pointers on an H200, more on an H100. Else x.clone(). Of a matmul's loads: tma_matmul.
+           than pointers on an H200, more on an H100. Else x.clone(). For a matmul's loads: tma_matmul.
 Variants   tma_copy_triton.py (by pointers; by TMA with one tile a program, persistent, and pipelined; plans and checks)
 Study      studies/tma/tma_copy.py
 Source     chapter section "4. `triton_tma_blackwell.py` - TMA in Triton (NVIDIA GPU)", which claims loads 20-30 %

@@ -1,8 +1,8 @@
 """The copies that Triton's compiler makes of tma_copy's tiles; the plan of each variant, and what may be copied.
 
 pointers and tile have one program per tile; persistent and pipelined loop over tiles. In tile and persistent the
-compiler sees that the tile that was loaded is the tile to store, so it never enters registers. A pipelined loop moves
-each tile through registers into one more buffer, from which it is stored.
+compiler sees that the tile that was loaded is the tile to store, so the tile never enters registers. A pipelined loop
+moves each tile through registers into one more buffer, from which it is stored.
 """
 
 from __future__ import annotations

@@ -1,12 +1,12 @@
 """GEMM epilogue fusion: bias and activation in the store of a TMA matmul, before the result goes to memory.
 
-A linear layer is a GEMM and an elementwise epilogue. As two kernels the result travels to memory and back: 8192 x
+A linear layer is a GEMM and an elementwise epilogue. With two kernels the result travels to memory and back: 8192 x
 14336 x 4 bytes take 0.11 ms of an H200's memory, beside 1.2 ms of GEMM. In the GEMM's store the accumulator is still on
-the chip. Two kernels, on the same operands:
+the chip. Two variants, on the same operands:
   persistent        this file: one program per SM, all by TMA. All warps do the epilogue on the float32 accumulator,
                     while the tensor cores idle: it is exposed, so activations use tanh.approx.
   warp specialized  in Gluon, the default on Hopper: an epilogue partition finishes and stores a tile while two
-                    consumers multiply the next one. It gets the accumulator rounded to 16 bits, as two kernels do.
+                    consumers multiply the next one. It gets the accumulator rounded to 16 bits, as with two kernels.
 
 Question   What does an epilogue cost in the store of a GEMM, against a kernel of its own, and which do not fit there?
 Needs      triton, sm_90

@@ -1,8 +1,8 @@
 """linear_fp8: bias, activation and an FP8 quantizer in the store of a TMA matmul.
 
-Quantized by a scale that is given, or with one per group of 128 columns of a row, which a tile holds whole. A scale per
-row does not fit into this store: a row is spread over many tiles, and the first would have to wait for the last. Write
-y and quantize its rows afterwards, or take the scale from earlier steps.
+The result is quantized by a given scale, or by one per group of 128 columns of a row, which a tile holds whole. A scale
+per row does not fit into this store: a row is spread over many tiles, and the first would have to wait for the last.
+Write y and quantize its rows afterwards, or take the scale from earlier steps.
 """
 
 from __future__ import annotations

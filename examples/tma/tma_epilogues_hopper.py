@@ -2,9 +2,9 @@
 
 A producer, one warp, loads operands into a ring. Two consumers, a warpgroup each, multiply half of the rows of every
 tile, leave their accumulators in shared memory, rounded to 16 bits as two kernels would, and go on. An epilogue
-partition, two warps, finishes and stores them while the consumers multiply the next tile; where K is a few hundred,
-those wait for it. One kernel makes all layers: linear, swiglu (ACT), linear_fp8 (PER). gluon_matmul.py explains the
-ring.
+partition, two warps, finishes and stores them while the consumers multiply the next tile; where K is only a few
+hundred, the consumers wait for it. One kernel makes all layers: linear, swiglu (ACT), linear_fp8 (PER). gluon_matmul.py
+explains the ring.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """SwiGLU in the store of a TMA matmul: silu(x @ w_gate.t()) * (x @ w_up.t()), one matrix written instead of three.
 
 Half of a tile's columns come from each weight, so that gate and value of an element meet in one program. On an H200
-only the warp-specialized kernel wins with it; the persistent one, with two accumulators, is slower than two kernels.
+only the warp-specialized kernel gains from this; the persistent one, with two accumulators, is slower than two kernels.
 """
 
 from __future__ import annotations

@@ -1,9 +1,9 @@
 """TMA matmul, one change at a time: pointer loads, TMA loads, a TMA store, the store in parts; what each is worth.
 
-A claim such as "TMA is 20 to 30 % faster" often compares another tile or number of stages, too. Here the program stays:
-the same tile of c, 128 x 256, 64 deep, the same stages and warps, one program for each tile in the same order. A step
-of K loads 48 KiB: by pointers 3072 copies of 16 bytes, 12 of each thread, by TMA five boxes of 128 bytes a row. Each
-step changes one thing more:
+A claim such as "TMA is 20 to 30 % faster" often compares a different tile or number of stages, too. Here the program
+stays as it is: the same tile of c, 128 x 256, 64 deep, the same stages and warps, one program for each tile in the same
+order. A step of K loads 48 KiB: by pointers 3072 copies of 16 bytes, 12 per thread, by TMA five boxes of 128 bytes
+a row. Each step changes one more thing:
   pointers  tl.load: all threads copy to shared memory (cp.async) and advance a pointer for each copy; what lies past an
             edge is masked, or wraps around and is discarded by the masked store;
   loads     descriptor.load: one thread asks TMA for each box; an mbarrier counts bytes;

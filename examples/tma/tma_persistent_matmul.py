@@ -10,7 +10,7 @@ TMA needs a descriptor of each matrix, 128 bytes that say where it lies. Checkin
 looking up the compiled kernel takes the host about 100 us a call, over 3 times as long as the kernel for n = 2048.
 `prepare_matmul` does that once, for tensors that stay.
 
-`matmul_tma_persistent` takes the schedule by plan(): late for more than one wave of tiles on sm_90, if K is not too
+`matmul_tma_persistent` chooses the schedule by plan(): late for more than one wave of tiles on sm_90, if K is not too
 short; otherwise smaller tiles, one for each program, or split.
 
 Question   What does a persistent matmul still lose at the end of a tile, and how much does a later store win back?
@@ -72,7 +72,7 @@ def matmul_late_kernel(
     # not do: on an H200 a store to a negative row ends as an illegal instruction.)
     done = tl.zeros((BLOCK_M, BLOCK_N), dtype=c_desc.dtype)
     done_row, done_col = M, 0
-    # The two loops written as one: flatten=True would move the rounding beside the stores, and hold its result twice.
+    # The two loops written as one: flatten=True would move the rounding next to the stores, and hold its result twice.
     for _ in tl.range(0, own * steps, num_stages=STAGES):
         step = tl.where(step == steps - 1, 0, step + 1)
         if step == 0:
@@ -117,7 +117,7 @@ def matmul_tma_persistent(
 def prepare_matmul(
     a: torch.Tensor, b: torch.Tensor, out: torch.Tensor | None = None, schedule: str | None = None
 ) -> Callable[[], torch.Tensor]:
-    """What computes a @ b into `out` each time it is called, from what a and b then hold; it keeps all three alive.
+    """A function that computes a @ b into `out` at each call, from what a and b then hold; it keeps all three alive.
 
     (A cache by data_ptr would have to keep every output it has seen, or describe memory that has since gone to another
     tensor.) It launches on the current stream, and raises RuntimeError where the current device is not that of a.

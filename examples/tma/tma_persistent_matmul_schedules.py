@@ -2,7 +2,7 @@
 
 tile, pair    one program per tile, whose store takes the shared memory that its operands had. pair has tiles of half
               the size, so that two programs share an SM: one can multiply while the other starts or stores.
-whole, split  one program per SM, flattened loops: loads run on while a tile is stored, but the tensor cores wait. The
+whole, split  one program per SM, flattened loops: loads continue while a tile is stored, but the tensor cores wait. The
               store needs its own shared memory. split stores half a tile at a time, to leave room for a fourth stage.
 """
 
@@ -40,8 +40,8 @@ def matmul_flattened_kernel(
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, GROUP_M: tl.constexpr, STAGES: tl.constexpr,
     PARTS: tl.constexpr,
 ):  # fmt: skip
-    """a, b and c are descriptors made by the host, or pointers: of them each program makes descriptors, once before its
-    loop (DESCRIPTORS is "program") or, to see what that costs, for every tile ("tile")."""
+    """a, b and c are descriptors made by the host, or pointers, from which each program makes descriptors, once before
+    its loop (DESCRIPTORS is "program") or, to see what that costs, for every tile ("tile")."""
     rows_b, cols_b = (N, K) if B_COLUMNS else (K, N)
     BLOCK_B0: tl.constexpr = BLOCK_N if B_COLUMNS else BLOCK_K
     BLOCK_B1: tl.constexpr = BLOCK_K if B_COLUMNS else BLOCK_N
@@ -106,7 +106,7 @@ def shared_bytes(block_m: int, block_n: int, block_k: int, itemsize: int, stages
 def plan(M: int, N: int, K: int, device: torch.device, schedule: str | None = None) -> Plan:
     """The rule, for 16-bit operands; with `schedule` its first tile that fits, with the most stages.
 
-    The smallest tiles of which one wave covers c, so that the most SMs work: tile with 128x64 and six stages, or with
+    The smallest tiles that cover c in one wave, so that the most SMs work: tile with 128x64 and six stages, or with
     128x128 and five; then pair, but 128x256 where that is one wave too and K is long. What needs more waves takes
     128x256, late on sm_90 if a tile has more steps than parts to store, else split: elsewhere the accumulators are not
     in registers (sm_100: tensor memory) or shared memory is short. All of this was found on an H200.

@@ -1,18 +1,18 @@
 """Autotuning: what a search over configurations buys, what it costs, and what its key must name.
 
-A configuration is a tile, a number of warps and a number of stages. Which is fastest depends on the sizes: a GEMM is
-2 M N K FLOPs on 2 (M K + K N + M N) bytes in bf16. With thousands of rows it is compute-bound, and a 128 x 256 tile,
+A configuration is a tile, a number of warps and a number of stages. Which one is fastest depends on the sizes: a GEMM
+is 2 M N K FLOPs on 2 (M K + K N + M N) bytes in bf16. With thousands of rows it is compute-bound, and a 128 x 256 tile,
 85 FLOPs for each byte loaded, is right; with sixteen rows it is memory-bound, and tiles that wide are too few to keep
-all SMs loading. @triton.autotune times its candidates in the first call with a new key: the call that pays.
+all SMs loading. @triton.autotune times its candidates in the first call with a new key, which pays for the search.
 
-A key that names too little runs one size in the tile of another. One that names too much searches again
-and again: ours names M rounded up to a power of two. The search is cheap by what it leaves out (autotune_pruned.py),
-and its results are kept on disk, so that the next process neither compiles nor times.
+A key that names too little runs one size with the tile of another. One that names too much searches again and again, so
+ours names M rounded up to a power of two. The search is cheap because of what it leaves out (autotune_pruned.py), and
+its results are kept on disk, so that the next process neither compiles nor times.
 
 Question   What does a search over configurations buy, when has it paid for itself, and what must its key name?
 Needs      triton
-Wins when  shapes differ and each runs many times. Where one fixed tile is already right, a search buys nothing; nor
-           does it find what no candidate does: none splits K, and at 512 x 512 with a long K cuBLAS is ahead.
+Wins when  shapes differ and each runs many times. Where one fixed tile is already right, a search buys nothing. Nor can
+           it find what no candidate does: none splits K, and at 512 x 512 with a long K cuBLAS is ahead.
 Variants   autotune_pruned.py (which of 192 configurations are worth timing)
 Study      studies/triton/autotune.py
 Source     chapter section "Autotuning", whose key, n_elements, starts a search for every new length; triton.autotune,
@@ -41,8 +41,8 @@ FIXED = configuration(128, 256, 64, 8, 3)  # what matmul.py finds best for large
 KEY = ("M_BUCKET", "N", "K")  # and the dtypes, which Triton adds by itself
 
 
-# M_BUCKET is in the key and nowhere in the code: with M itself every new batch size would be tuned, and without
-# either one size would decide for all.
+# M_BUCKET is in the key but not used in the kernel: with M itself in the key every new batch size would be tuned, and
+# with neither one size would decide for all.
 @triton.jit(do_not_specialize=["M_BUCKET"])
 def matmul_tuned_kernel(
     a_ptr, b_ptr, c_ptr, M, N, K, M_BUCKET, stride_am, stride_bk, stride_cm,
@@ -62,7 +62,7 @@ def matmul_tuned_kernel(
 
 
 def time_config(fn, quantiles):
-    """Triton's do_bench, in a CUDA graph: events around one launch of a small kernel time Python on a slow host.
+    """Triton's do_bench, in a CUDA graph: on a slow host, events around one launch of a small kernel would time Python.
 
     A graph repeats with its inputs in L2, if they fit; where yours come from memory, pass tuner() another do_bench.
     """

@@ -1,8 +1,8 @@
 """Which configurations of a matmul a search should time: of 192, the dozen that fit, load least and do not spill.
 
-A search costs compiling and timing. What cannot fit shared memory is known before compiling; how much the busiest SM
-loads can be counted; what spills, the driver reports of a compiled kernel. Candidates compile side by side, since the
-compiler does not hold Python's lock; triton.autotune alone compiles one after the other.
+A search costs compiling and timing. Before compiling it is known what cannot fit shared memory and how much the busiest
+SM loads; after it, the driver reports what a kernel spills. Candidates compile side by side, since the compiler does
+not hold Python's lock; triton.autotune alone compiles them one after the other.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from triton.runtime.errors import OutOfResources, PTXASError
 
 from examples.common.device import architecture, device_limits
 
-CANDIDATES, PER_TILE = 12, 4  # compiled per key, and of these with the same BLOCK_M x BLOCK_N, at most
+CANDIDATES, PER_TILE = 12, 4  # at most: compiled per key, and of these, with one BLOCK_M x BLOCK_N
 SPILLS = 8  # 4-byte values that a thread may spill: a few outside the loop cost nothing
 
 
@@ -64,7 +64,7 @@ def loaded_per_sm(config: triton.Config, M: int, N: int, sms: int) -> int:
 
 
 def candidates(configs: list, M: int, N: int, itemsize: int, sm: int, sms: int, shared: int) -> list[triton.Config]:
-    """Those that fit: tiles that load least first, and of each tile the few that have most bytes in flight.
+    """Those that fit: tiles that load least first, and of each tile the few with the most bytes in flight.
 
     Nothing is compiled for this. Triton's perf_model and top_k only rank: they would keep every variant of one tile.
     """

@@ -1,19 +1,19 @@
 """Cross-entropy over a large vocabulary: loss and gradient from one read of the logits, no probabilities stored.
 
 The logits of a language model are its largest tensor: 8192 tokens by 128256 classes take 2.1 GB in bfloat16. A row's
-loss needs two numbers of it, the maximum and the sum of exp(x - maximum); the gradient of the mean loss is
-(exp(x - maximum) / sum - [class is target]) / n_rows. In two passes, two reads and a write, that is 6 bytes a logit.
+loss needs two numbers, the maximum and the sum of exp(x - maximum); the gradient of the mean loss is
+(exp(x - maximum) / sum - [class is target]) / n_rows. Two passes, with two reads and a write, move 6 bytes a logit.
 
 In training the gradient is wanted anyway, so the forward makes it: 4 bytes a logit, what a copy moves. The kernel below
-reads a row, which then is in the L1 cache of its SM, and reads it from there to write the gradient. A row too long for
-that is shared by a group of programs, which keep its exponentials in registers (cross_entropy_long.py): a second read
-would come from memory, 6 bytes a logit, as 132 rows of 250 KiB, with what else passes through, do not stay in L2. The
-gradient may also be written over the logits, and then the loss needs no memory beside them.
+reads a row, which is then in the L1 cache of its SM, and reads it again from there to write the gradient. A row too
+long for that is shared by a group of programs, which keep its exponentials in registers (cross_entropy_long.py). A
+second read would come from memory, for 6 bytes a logit, as 132 rows of 250 KiB, with all else that passes through, do
+not stay in L2. The gradient may also be written over the logits, and then the loss needs no memory besides them.
 
 Question   How close to a copy of the logits do a loss and its gradient come, at 32000 and 128256 classes?
 Needs      triton
 Wins when  there are thousands of classes, and backward starts from this loss. For a factor other than 1 (a scaled loss)
-           the gradient is made again, 8 bytes a logit; gradient="backward" takes 6.
+           the gradient is made again, 8 bytes a logit in all; gradient="backward" takes 6.
 Variants   cross_entropy_long.py (a row split over programs), cross_entropy_backward.py (the gradient, and autograd),
            cross_entropy_operands.py
 Study      studies/triton/cross_entropy.py
@@ -40,8 +40,8 @@ from examples.triton.cross_entropy_operands import edges_of, empty_gradient, pre
 
 WHEN = ("forward", "backward", "in place")  # the gradient is made, and where
 L1_BEST_KIB = 100  # of a row: 50257 classes of 16 bits; longer ones are faster if programs share them
-# Bytes of a row at a step, warps, steps unrolled, stages of the pipeline: with the gradient, and the loss alone, which
-# wants no row in L1 and has its blocks in flight to shared memory.
+# Bytes of a row per step, warps, steps unrolled, stages of the pipeline: for loss and gradient, then for the loss
+# alone, which needs no row in L1 and keeps its blocks in flight to shared memory.
 RESIDENT, STREAMED = (16384, 32, 2, 1), (8192, 8, 1, 4)
 
 
@@ -90,11 +90,11 @@ def cross_entropy_kernel(
     if EARLY:  # nothing is written before this, and what is read before it was there when `prepare` began
         tl.extra.cuda.gdc_wait()
     scale = 1.0 if scale_ptr is None else tl.load(scale_ptr)
-    # An ignored row has a gradient of 0 times its softmax; one whose target is no class, of NaN.
+    # An ignored row has a gradient of 0 times its softmax; a row whose target is no class has a gradient of NaN.
     factor = tl.where(known, scale, tl.where(counts, float("nan"), 0.0))
     weight = factor / row_sum
     x_target = tl.load(x_row + target, mask=known, other=float("nan")).to(tl.float32)
-    # Not the logarithm of the whole sum: of a maximum of 10000, float32 would keep three digits less.
+    # Not the logarithm of the whole sum: with a maximum of 10000, float32 would keep three digits fewer.
     log_sum = tl.log2(row_sum) * LN_2
     loss = log_sum + (row_max - x_target)
     if SMOOTH:  # the mean over all classes
@@ -166,7 +166,7 @@ def cross_entropy(
     gradient: "forward" makes it with the loss, and again in backward where the loss's own gradient is not 1. "backward"
     makes it there. "in place" makes it with the loss, over the logits: operations that saved them (a tanh, not a linear
     layer) then refuse their backward, this backward runs once, and another factor multiplies rounded gradients: not for
-    scaled losses in float16. None: "forward"; "backward" for reduction "none" and within torch.compile, whose graph
+    scaled losses in float16. None: "forward", but "backward" for reduction "none" and within torch.compile, whose graph
     "in place" breaks. All but "backward" make programs wait for each other beyond 100 KiB a row, as layer_norm's do.
 
     Raises TypeError for another dtype or an ignore_index that is no int; ValueError for other options, sizes that do

@@ -1,13 +1,13 @@
 """Cross-entropy backward: the gradient of a row from three numbers, and when it is made.
 
-With three numbers that the forward left, the row's maximum, a weight and a factor, the gradient is
+From three numbers that the forward saved, the row's maximum, a weight and a factor, the gradient is
 
     exp(x - maximum) * weight - ((1 - smoothing) * [class is target] + smoothing / n_cols) * factor
 
-times the gradient of the loss, which is 1 unless that is scaled or divided first. If it is 1 and the forward has made
-the gradient, the kernel below does nothing: it reads that number on the device, and the host waits for nothing. For any
-other number it makes the gradient again from the logits, because a mean's 16-bit gradients are too small to be scaled
-after they were rounded. In place no logits are left, and the rounded gradients are scaled all the same.
+times the gradient of the loss, which is 1 unless the loss is scaled or divided first. If it is 1 and the forward has
+made the gradient, the kernel below does nothing: it reads that number on the device, so the host waits for nothing. For
+any other number it makes the gradient again from the logits, because a mean's 16-bit gradients are too small to be
+scaled after rounding. In place no logits are left, so the rounded gradients are scaled all the same.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ def exp_of(x):
     """e^x for the difference x of a logit and a maximum, by the hardware's 2^x.
 
     An FMA, x * log2(e) - maximum * log2(e), would save an instruction. But it rounds one product and not the other: the
-    largest logit's weight would not be 1, and at 1e30, where float32 has steps of 1e23, be zero or infinite.
+    largest logit's weight would not be 1, and at 1e30, where float32 has steps of 1e23, it would be zero or infinite.
     exponentials.py uses that FMA and corrects for its rounding.
     """
     return tl.exp2(x * LOG2_E)
@@ -110,8 +110,8 @@ def launch_backward(dy, logits, target, stats, ready, smoothing: float, in_place
     n_rows, n_cols = logits.shape
     grad = empty_gradient(logits) if ready is None else ready
     if n_rows:
-        # Vectors where every row begins with one. By itself Triton knows of a stride and of n_cols whether they are
-        # multiples of 16 numbers, not of 16 bytes.
+        # Vectors where every row begins with one. By itself Triton knows whether a stride or n_cols is a multiple of 16
+        # numbers, not of 16 bytes.
         size = logits.element_size()
         aligned = not torch.compiler.is_compiling() and (logits.data_ptr() | logits.stride(0) * size) % 16 == 0
         block_n, num_warps = block_of(logits)
@@ -126,14 +126,14 @@ def launch_backward(dy, logits, target, stats, ready, smoothing: float, in_place
 
 
 class CrossEntropy(torch.autograd.Function):
-    """What autograd calls; `kernel` is the lesson's forward, `when` the gradient is made one of its WHEN."""
+    """What autograd calls; `kernel` is the lesson's forward, `when`, one of its WHEN, is when the gradient is made."""
 
     @staticmethod
     def forward(ctx, logits, target, kernel, when, reduction, ignore_index, smoothing):
         loss, stats, grad = kernel(logits, target, when, reduction, ignore_index, smoothing)
         if when == "in place":
-            # Autograd does not see what a kernel writes. Counted as a change, an operation that saved the logits for
-            # its own backward refuses to use them.
+            # Autograd does not see what a kernel writes. Once the write counts as a change, an operation that saved the
+            # logits for its own backward refuses to use them.
             torch.autograd.graph.increment_version(logits)
         if when != "backward":
             ctx.grad = grad

@@ -1,15 +1,15 @@
 """Cross-entropy of rows too long for the L1 cache: a group of programs shares a row, and exchanges maximum and sum.
 
 Each program owns a slice of the classes for good, and the group takes row after row. A slice's maximum and sum travel
-through memory as one 64-bit word, its own signal, and the exchange is hidden: the gradient of a row is written one
-iteration after its words were sent, from the slice's exponentials, which wait in registers while the next rows are in
-flight to shared memory. So each logit is read once and exponentiated once. With its gradient that is 4 bytes a 16-bit
-logit, as much as a copy moves.
+through memory as one 64-bit word, which is its own signal, and the exchange is hidden: the gradient of a row is written
+one iteration after its words were sent, from the slice's exponentials, which wait in registers while the next rows are
+in flight to shared memory. So each logit is read once and exponentiated once. With the gradient written, that is 4
+bytes a 16-bit logit, as much as a copy moves.
 
-One exponential a logit is not enough to keep up with memory. What a program does once for each row (exchanging words,
-reducing, computing addresses) costs as much as its work on the logits, and every reduction across warps is a barrier.
-So each thread has many logits (64 of 16 bits, 32 of float32); a program for 16-bit logits is a single warp, which needs
-no reduction across warps; and an SM holds several programs, so that some compute while others wait for words.
+One exponential a logit does not suffice to keep up with memory. What a program does once for each row (exchanging
+words, reducing, computing addresses) costs as much as its work on the logits, and every reduction across warps is a
+barrier. So each thread has many logits (64 of 16 bits, 32 of float32); a program for 16-bit logits is a single warp,
+which needs no reduction across warps; and an SM holds several programs, so that some compute while others wait.
 """
 
 from __future__ import annotations
@@ -92,7 +92,7 @@ def cross_entropy_split_kernel(
         head_due, vectors_due = vectors_of(due_row, n_cols, WIDTH, EDGES)
         counts = target_due != ignore_index
         known = counts & (target_due >= 0) & (target_due < n_cols)
-        # The program whose column the target is has its logit, and writes the row's loss and what backward needs.
+        # The program that owns the target's column has its logit, and writes the row's loss and what backward needs.
         at = target_due - head_due
         in_vectors = known & (at >= 0) & (at < vectors_due)
         in_slice = (at >= first) & (at < first + part_vectors * WIDTH)
@@ -178,13 +178,13 @@ def cross_entropy_split_kernel(
 
 
 def can_split(logits: torch.Tensor) -> bool:
-    """Whether a group of programs can wait for each other here, and share rows of these."""
+    """Whether the programs of a group can wait for each other here, and share rows like those of the logits."""
     block_n, _, per_sm = SHAPES[logits.element_size()]
     return not interpreted() and logits.shape[1] <= split_max_cols(logits.device, block_n, per_sm)
 
 
 def _mailbox(logits: torch.Tensor, words: int) -> torch.Tensor:
-    """So many words for each row, after one from which tickets are drawn; `prepare` empties it."""
+    """`words` words for each row, after one from which tickets are drawn; `prepare` empties this mailbox."""
     return torch.empty(1 + logits.shape[0] * words, dtype=torch.int64, device=logits.device)
 
 

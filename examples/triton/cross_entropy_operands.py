@@ -1,8 +1,8 @@
 """What cross_entropy asks of its operands: where the vectors of 16 bytes of a row are, and how many rows count.
 
-One kernel counts them before the main one runs, and another sums the losses after it. From sm_90 on the main kernel and
-the sum are launched while the kernel before them still runs, and wait for it where they need what it has written
-(programmatic dependent launch). The count starts when everything before it has ended.
+One kernel counts the rows before the main one runs, and another sums the losses after it. From sm_90 on, the main
+kernel and the sum are launched while the kernel before them still runs, and wait for it where they need what it has
+written (programmatic dependent launch). The count starts when everything before it has ended.
 """
 
 from __future__ import annotations
@@ -14,8 +14,8 @@ import triton.language as tl
 from examples.common.device import architecture, interpreted
 
 PREPARE_BLOCK = 8192  # targets, or words of a mailbox: 8 a thread, all in flight, as the losses of the sum
-SUM_BLOCK = 8192  # losses; of 16 a thread ptxas waits for 4 before it loads the next 4
-SUM_MOST = 8 * SUM_BLOCK  # losses that one program sums; of more torch's sum, by many programs
+SUM_BLOCK = 8192  # losses; with 16 a thread ptxas waits for 4 before it loads the next 4
+SUM_MOST = 8 * SUM_BLOCK  # losses that one program sums; more are left to torch's sum, by many programs
 PDL = True
 
 
@@ -43,7 +43,7 @@ def cross_entropy_prepare_kernel(
     target_ptr, scale_ptr, mail_ptr, stride_target, n_rows, n_words, ignore_index, BLOCK: tl.constexpr,
     EARLY: tl.constexpr,
 ):  # fmt: skip
-    """1 / rows that count, of all rows once, by the first program; the others empty the mailbox, if there is one."""
+    """The first program stores 1 / the number of rows that count; the others empty the mailbox, if there is one."""
     if EARLY:
         tl.extra.cuda.gdc_launch_dependents()  # once every program has started, the main kernel's may
     lane = tl.arange(0, BLOCK)
@@ -99,8 +99,8 @@ def prepare(
 ) -> tuple[torch.Tensor | None, dict]:
     """The factor of a mean over the rows that count, on the device; and an empty mailbox, in the same launch.
 
-    Returns the factor, or None, and options of the main kernel's launch. That may start early if this kernel is the one
-    before it: with neither a mean nor a mailbox, that is one of the caller's, which may write the logits.
+    Returns the factor, or None, and options of the main kernel's launch. The main kernel may start early if this one
+    comes right before it: with neither a mean nor a mailbox, a kernel of the caller's does, which may write the logits.
     """
     soon = early(target.device)
     summed = {"SUMMED": soon and reduction != "none" and target.shape[0] <= SUM_MOST}

@@ -1,15 +1,15 @@
 """Custom operators: what torch.compile does with a Triton kernel that it sees, and with one that it only calls.
 
-A wrapper in Python and its kernel become an operator of torch, which torch.compile puts into its graph, with a rule for
-shapes and a gradient. `torch.library.custom_op` makes it opaque: one node, and whatever the wrapper does in torch (here
-.contiguous(), a habit of many wrappers) stays inside. `torch.library.triton_op` with `wrap_triton` makes it traced: the
-compiler sees the wrapper, fuses its torch code with what surrounds it, and launches the kernel itself. Into the body of
-the kernel it fuses nothing, either way.
+A wrapper in Python and its kernel become an operator of torch, with a rule for shapes and a gradient, which
+torch.compile puts into its graph. `torch.library.custom_op` makes it opaque: one node, and whatever the wrapper does in
+torch (here .contiguous(), a habit of many wrappers) stays inside. `torch.library.triton_op` with `wrap_triton` makes it
+traced: the compiler sees the wrapper, fuses its torch code with what surrounds it, and launches the kernel itself.
+Either way, it fuses nothing into the body of the kernel.
 
 Here silu(gate) * up stands between a bias and a weight; gate and up are halves of one matrix. torch's own operations
 become one kernel of 3 passes over the result: two halves come in, one result goes out. Traced, bias and copies take 4
-passes, the kernel 3 and the weight 2. Opaque, the copies are kernels of their own: 4 passes more, in the time of 10 on
-an H200. A kernel that takes strides would need none.
+passes, the kernel 3 and the weight 2. Opaque, the copies are kernels of their own: 4 more passes, which take the time
+of 10 on an H200. A kernel that takes strides would need no copies.
 
 Question   What does the compiler fuse around a Triton kernel, and what does a call of the operator cost?
 Needs      triton
@@ -34,8 +34,8 @@ from examples.common.device import interpreted, require_triton_device
 from examples.common.training import forward_backward, in_float64
 from examples.triton.custom_op_layer import layer, layer_budget, layer_inputs, layer_reference, silu_mul_torch
 
-# Of the operator, in torch's registry. Defining a name again frees the first operator, and torch crashes when that is
-# called: a copy of this file that is loaded under another name, as a script for one, gets a namespace of its own.
+# The operators' namespace in torch's registry. Defining a name again frees the first operator, and torch crashes when
+# that one is called: a copy of this file loaded under another name, such as when run as a script, gets its own.
 NAMESPACE = "companion" if __name__ == "examples.triton.custom_op" else f"companion_{__name__.replace('.', '_')}"
 DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 BLOCK = 1024  # with the 4 warps that are the default: 16 bytes a thread and tensor in 16 bits, twice that in 32
@@ -66,7 +66,7 @@ def silu_mul_backward_kernel(grad_ptr, gate_ptr, up_ptr, dgate_ptr, dup_ptr, n_e
 
 
 def _empty(name: str, outputs: int, *inputs: Tensor) -> tuple[Tensor, ...]:
-    """The results before they are computed; of tensors without data too, so compiling refuses as running does."""
+    """The results, not yet computed; also for tensors without data, so compiling refuses what running refuses."""
     dtypes, shapes = [x.dtype for x in inputs], [tuple(x.shape) for x in inputs]
     if dtypes[0] not in DTYPES or any(dtype != dtypes[0] for dtype in dtypes):
         raise TypeError(f"{name}: dtypes {dtypes}; all must be the same one of {DTYPES}")
@@ -89,8 +89,8 @@ def silu_mul(gate: Tensor, up: Tensor) -> Tensor:
     """silu(gate) * up by a plain function: no gradient, and nothing that torch knows of.
 
     gate, up: one shape, any strides, float32, float16 or bfloat16; the result is contiguous, the arithmetic float32,
-    rounded once (silu underflows below -87, as in torch). The operators take the same, and have a gradient but no
-    second one, which torch refuses; nor a forward-mode one, where torch.func.jvp returns a tangent of 0.
+    rounded once (silu underflows below -87, as in torch). The operators take the same and have a gradient, but neither
+    a second one, which torch refuses, nor a forward-mode one, for which torch.func.jvp returns a tangent of 0.
     Raises TypeError for another dtype or two dtypes; ValueError for two shapes; RuntimeError for a device without
     Triton and, in the plain functions, for an input that requires grad.
     """
@@ -146,7 +146,7 @@ for _op, _backward in ((silu_mul_opaque, silu_mul_opaque_backward), (silu_mul_tr
 
 reference, reference_step = in_float64(silu_mul_torch), in_float64(forward_backward(silu_mul_torch))
 
-# exp turns the rounding of an argument of 88, beyond which float32 is 0 or infinite, into 64 of the result. The
+# exp turns one rounding of an argument of 88, beyond which float32 is 0 or infinite, into 64 of the result. The
 # derivative crosses 0, so there an element has the budget of its row.
 BUDGET = {"terms": 0, "roundings": 64}
 STEP_BUDGET = {"terms": 1, "roundings": 64}

@@ -1,12 +1,12 @@
 """Debugging: bugs planted in small kernels, and the tool that finds each.
 
 A kernel that writes past its output mostly gives the right answer; what breaks is another tensor, later. One that
-relies on the order of its programs is right in the interpreter, which runs them in order, and wrong on a GPU. Hence
-tools, and a tool is trusted once it has found a bug that is known to be there: here each has to name the planted bug
-and to pass the same kernel without it, or the run fails.
+relies on the order of its programs is right in the interpreter, which runs them in order, and wrong on a GPU. Such bugs
+call for tools, and a tool is trusted once it has found a bug that is known to be there: here each has to name the
+planted bug and to pass the same kernel without it, or the run fails.
 
-All four tools work on any machine. The study has those of a GPU (tl.device_print, tl.device_assert, compute-sanitizer)
-and the compiler's stages. Nothing is timed: these tools change the code or what runs it.
+All four tools work on any machine. The study covers those of a GPU (tl.device_print, tl.device_assert,
+compute-sanitizer) and the compiler's stages. Nothing is timed: these tools change the code or what runs it.
 
 Question   Which tool finds an out-of-bounds write, a bad value, a narrow load or a race?
 Needs      triton
@@ -52,7 +52,7 @@ def scale(x: torch.Tensor) -> torch.Tensor:
 
 
 def scale_overrun(x: torch.Tensor) -> torch.Tensor:
-    """scale() with the bug. Writes up to BLOCK - 1 elements behind its output: never on memory that matters."""
+    """scale() with the bug. Writes up to BLOCK - 1 elements past its output: never run it near memory that matters."""
     return elementwise("scale_overrun", scale_overrun_kernel, x)
 
 

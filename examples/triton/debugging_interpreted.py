@@ -1,7 +1,7 @@
 """Two bugs that the interpreter shows, a bad value and a race, and the order in which it runs programs.
 
-What it cannot show: races within a program, tiles that exceed shared memory, bfloat16 (silently wrong), and
-tl.device_assert (skipped; Python's assert is not).
+What the interpreter cannot show: races within a program, tiles that exceed shared memory, bfloat16 (silently wrong),
+and tl.device_assert (skipped; Python's assert is not).
 """
 
 from __future__ import annotations
@@ -47,12 +47,12 @@ def elementwise(name: str, kernel, x: torch.Tensor) -> torch.Tensor:
 
 
 def sqrt(x: torch.Tensor) -> torch.Tensor:
-    """The square root of x. A negative value is NaN, and where asserts are checked an error."""
+    """The square root of x. A negative value gives NaN, or an error where asserts are checked."""
     return elementwise("sqrt", sqrt_kernel, x)
 
 
 def total(x: torch.Tensor, racy: bool = False) -> torch.Tensor:
-    """The sum of x, a float32 scalar. `racy`: the kernel clears it, and no launch before it."""
+    """The sum of x, a float32 scalar. `racy`: the kernel itself clears it, instead of a launch before it."""
     check_elementwise("total", DTYPES, x)
     result = (torch.empty if racy else torch.zeros)((), dtype=torch.float32, device=x.device)
     if x.numel():

@@ -1,21 +1,21 @@
 """Decode attention: one to 16 new queries read all keys and values of a sequence, split over the whole GPU.
 
-A query of 16384 cached keys, with 8 heads of keys and values of D = 128 in bfloat16, needs 64 MiB: 15 us of an H200's
-memory. A query head does 2 FLOPs with each value that is read, 4 heads that share it 8; in the time that the value
-takes to arrive the tensor cores could do 360. So this is memory-bound, if each is read once and every SM reads.
+A query over 16384 cached keys, with 8 heads of keys and values of D = 128 in bfloat16, reads 64 MiB: 15 us of an H200's
+memory. A query head does 2 FLOPs with each value that is read, 4 heads that share it do 8; in the time a value takes to
+arrive the tensor cores could do 360. So this is memory-bound, if each is read once and every SM reads.
 
 All new positions of the query heads that share a head of keys (GQA) are the rows of one tile. mma.sync takes 16 rows:
-up to there, more of them cost nothing. But then a sequence is only H_kv programs on 132 SMs, so its keys are split too
-(flash decoding). Each part has its own maximum m, sum l and accumulator acc, as in flash_attention, and a second kernel
-merges them: with M the largest m, o = (sum of exp(m - M) * acc) / (sum of exp(m - M) * l).
+until these are full, more rows cost nothing. But then a sequence is only H_kv programs on 132 SMs, so its keys are
+split too (flash decoding). Each part has its own maximum m, sum l and accumulator acc, as in flash_attention, and a
+second kernel merges them: with M the largest m, o = (sum of exp(m - M) * acc) / (sum of exp(m - M) * l).
 
-Equal parts end together, so they are as many as fill the GPU, or a whole number of waves. Lengths are on the GPU, and
-to read them the host would have to wait: each sequence is cut in as many parts, and a program finds its keys, if any.
+Equal parts end together, so their number fills the GPU, or a whole number of waves. Lengths are on the GPU, and the
+host does not wait for them: every sequence has the same number of parts, and a program finds its keys, if any.
 
 Question   How close to the speed of memory is a decoding step, contiguous or paged, and how far ahead of libraries?
 Needs      triton
-Wins when  keys are few, in a CUDA graph: launched one by one, two kernels take the host longer than cuDNN's call takes.
-           Or the cache is in pages, which cuDNN's call does not take. Else take cuDNN, which is about as fast.
+Wins when  keys are few, in a CUDA graph: launching the two kernels one by one takes the host longer than cuDNN's call
+           takes. Or the cache is in pages, which cuDNN's call does not take. Else use cuDNN, which is about as fast.
 Variants   decode_attention_merge.py (the second kernel), decode_attention_operands.py (no kernel: what is timed)
 Study      studies/triton/decode_attention.py
 Source     goes beyond the chapter; Flash-Decoding (Dao et al. 2023), pages as in PagedAttention (Kwon et al. 2023).
@@ -116,9 +116,9 @@ def decode_attention_kernel(
 
 
 def count_splits(device: torch.device, programs: int, keys: int, ragged: bool = False, block_m: int = 16) -> int:
-    """Parts of each sequence of `keys` keys, where unsplit the grid has so many programs: few waves, and nearly full.
+    """Parts of each sequence of `keys` keys, if the unsplit grid has `programs` programs: few waves, and nearly full.
 
-    `ragged`: some have fewer keys. Then nobody knows how many waves there are, and parts of PART_MAX even them out.
+    `ragged`: some have fewer keys. Then the number of waves is unknown, and parts of at most PART_MAX even them out.
     """
     sms, shared_bytes = device_limits(device)
     slots = sms * (shared_bytes // (SHARED_KIB[block_m] * 1024))

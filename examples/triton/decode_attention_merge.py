@@ -1,9 +1,9 @@
 """Merge the parts of each query's keys: sums of weighted values, each relative to its own part's maximum.
 
-In order of the parts, so that every run gives the same bits. A part of -inf alone has the sum 0; NaN stays in its sum.
+Parts are added in order, so that every run gives the same bits. A part of -inf alone has sum 0; NaN stays in its sum.
 
-A step of 16384 keys takes so little time that this kernel's start counts. From sm_90 on its programs are launched while
-the first kernel's last ones run, and wait for their stores (programmatic dependent launch).
+A step of 16384 keys takes so little time that the start of this kernel counts. From sm_90 on, its programs are launched
+while the first kernel's last ones run, and wait for their stores (programmatic dependent launch).
 """
 
 from __future__ import annotations
@@ -77,7 +77,7 @@ def launch_merge(
 ) -> None:  # fmt: skip
     """o [B, H, S_q, D] and lse [B, H, S_q] (or None) of parts [B, H, S_q, splits, D] and maxima and sums in stats."""
     B, H, S_q, D = o.shape
-    # Most of its time is the latency of one load: so each program loads all at once that it needs, and little of it.
+    # Most of its time is the latency of one load, so each program loads little, and all of it at once.
     at_once = min(triton.next_power_of_2(splits), VALUES // LEAST_DIMS)
     block_d = max(LEAST_DIMS, min(D, VALUES // at_once))
     decode_attention_merge_kernel[(B * H * S_q, D // block_d)](

@@ -26,7 +26,7 @@ def inputs(h, B: int, H: int, H_kv: int, S_q: int, S: int, D: int, page: int = 0
 
 
 def any_order(h, B: int, pages: int) -> torch.Tensor:
-    """A block_table for in_pages(), a sequence's in any order: a query that sees all its keys gives the same result."""
+    """A block_table for in_pages(), in any order per sequence: a query that sees all its keys gives the same result."""
     return (h.randn(B, pages).argsort(1) + pages * torch.arange(B, device=h.device)[:, None]).int()
 
 

@@ -1,13 +1,13 @@
 """Dropout: backward draws the mask again from an eight-byte seed, so no mask is stored.
 
-Dropout uses one random mask twice: on x in forward, on the gradient in backward. Philox computes a random number from
-a seed and a counter, here the element's index, so backward can draw the same mask again: it is the same kernel on the
-gradient, and autograd keeps the seed alone. In 16 bits, forward then moves 4 bytes an element; writing a mask of one
-byte makes it 5, and so does reading it in backward: bytes alone allow 1.25x. (torch's kernels do not reach a copy's
-speed, so more is measured.)
+Dropout uses one random mask twice: on x in forward, on the gradient in backward. Philox computes a random number from a
+seed and a counter, here the element's index, so backward can draw the same mask again: it is the same kernel applied to
+the gradient, and autograd keeps only the seed. In 16 bits, forward then moves 4 bytes an element; writing a mask of one
+byte makes it 5, and so does reading it in backward: bytes alone allow a gain of 1.25x. (torch's kernels do not reach a
+copy's speed, so the measured gain is larger.)
 
 The price is integer arithmetic: a call of Philox is ten rounds of two 32-bit multiplies whose upper halves are needed
-too. It returns four numbers of 32 bits; a kernel that uses one, as `tl.rand` does, is limited by these multiplies, and
+too. It returns four numbers of 32 bits; a kernel that uses one, as `tl.rand` does, is limited by these multiplies, so
 here one call serves four neighbours. Numbers of 16 bits halve the arithmetic again, with less randomness than torch's.
 
 Question   What does it cost to draw a dropout mask again in backward, and what does it save against storing it?
@@ -50,7 +50,7 @@ def in_order(a, b, c, d):
     return tl.join(tl.join(a, c), tl.join(b, d))
 
 
-# threshold and start are data: specialized, 1 and multiples of 16 would each be a kernel of their own.
+# threshold and start are data: if they were specialized, 1 and multiples of 16 would each be a kernel of their own.
 @triton.jit(do_not_specialize=["threshold", "start"])
 def dropout_kernel(
     x_ptr, y_ptr, seed_ptr, threshold, scale, start, n_elements, PER_CALL: tl.constexpr, BLOCK: tl.constexpr

@@ -1,14 +1,14 @@
 """Flash attention: the scores never leave the chip, so long attention is compute-bound and not memory-bound.
 
 One head of S = 16384, D = 128 in bfloat16 is 4 S^2 D = 137 GFLOP of MMAs: 0.18 ms of an H200. Written out, its S^2
-scores are 0.5 GB, which is written, read by the softmax, written as weights and read again: 0.5 ms of memory. Q, K, V
+scores are 0.5 GB, which are written, read by the softmax, written as weights and read again: 0.5 ms of memory. Q, K, V
 and O are 17 MB: 4 us. So one kernel does it all. A program owns BLOCK_M rows of Q and walks over K and V in blocks of
-BLOCK_N rows, with an online softmax. Of each row it keeps
+BLOCK_N rows, with an online softmax. For each row it keeps
 
     m = max of the scores s_j seen,   l = sum of exp(s_j - m),   acc = sum of exp(s_j - m) * v_j.
 
 A block may raise the maximum to m'. Multiplied by alpha = exp(m - m'), l and acc are what they would have been under
-m', and the block is added. At the end acc / l is the exact answer, in any order of blocks.
+m', and the block is added. At the end acc / l is the exact answer, whatever the order of the blocks.
 
 At D = 128 a score costs 512 FLOPs of MMAs, 1/8 clock of a Hopper SM, and an exponential, 1/16 clock. Within a program
 these do not overlap, so two programs (of 4 warps) share an SM: one can multiply while the other exponentiates.
@@ -110,7 +110,7 @@ def flash_attention_kernel(
             v = v_desc.load([b, h_kv, n, 0]).reshape(BLOCK_N, D)
         acc = tl.dot(weights.to(v.dtype), v, acc * alpha[:, None])
     # The rest needs a mask. Rows of K and V beyond the end arrive as zeros, so 0 * v is 0 there and not NaN. A hidden
-    # key has weight 0 too, but any v: NaN or infinity in it reaches the rows of its block that do not see it.
+    # key has weight 0 too, but its v may be NaN or infinite, which reaches the rows of its block that do not see it.
     if CAUSAL or RAGGED:
         rows = start_m + tl.arange(0, BLOCK_M)
         end = min(S_KV, start_m + BLOCK_M) if CAUSAL else S_KV

@@ -1,14 +1,14 @@
 """The backward pass of flash attention: the weights are computed again from Q, K and the logarithm of each row's sum.
 
-With P = exp(S - lse), of S = scale * Q K^T, and delta = sum of o * do of each row:
+With S = scale * Q K^T, P = exp(S - lse), and delta, the sum of o * do over each row:
 
     dV = P^T dO,   dS = P * (dO V^T - delta),   dQ = scale * dS K,   dK = scale * dS^T Q.
 
 dQ sums over keys, dK and dV over queries. One kernel for all three would add to dQ from many programs, in any order:
-another result in every run, or programs that wait for each other. Here are two kernels, one for dQ, which also stores
-delta, and one for dK and dV. Each computes S and dO V^T for itself: 7 MMAs where one kernel needs 5, and every run
-gives the same bits. Gradients of heads that share keys are summed by the program of those keys. By default on sm_90,
-those of flash_attention_hopper_backward.py are launched instead: the same two in Gluon, and a third for delta.
+either results differ from run to run, or programs wait for each other. So there are two kernels, one for dQ, which also
+stores delta, and one for dK and dV. Each computes S and dO V^T for itself: 7 MMAs where one kernel needs 5, and every
+run gives the same bits. Gradients of heads that share keys are summed by the program of those keys. By default on
+sm_90, those of flash_attention_hopper_backward.py are launched instead: the same two in Gluon, and a third for delta.
 """
 
 from __future__ import annotations

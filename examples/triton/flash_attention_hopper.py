@@ -1,18 +1,18 @@
 """Flash attention in Gluon for Hopper: the softmax of one warpgroup runs under the MMAs of others.
 
 A block of 128 keys costs a warpgroup of 64 queries 1024 clocks of the SM's tensor cores at D = 128 and 512 at 64, and
-512 clocks of its exponential units: run one after the other, the tensor cores idle for a third or half of the time.
-What overlaps them:
+512 clocks of its exponential units: if these run one after the other, the tensor cores idle for a third or half of the
+time. What overlaps them:
 
   a producer  one warp loads Q, and K and V into rings of their own, as in gluon_matmul.py. The kernel is persistent, so
               the first K and V of the next tile are loaded while this one ends.
-  consumers   two warpgroups. Each starts Q K^T of the next block before P V of this one, under which its own next
-              softmax runs: so they need not take turns.
+  consumers   two warpgroups. Each starts Q K^T of the next block before P V of this one. Its next softmax then runs
+              under that P V, so the two need not take turns.
   or three    at D = 64 from 2048 queries on. To fit the registers, each waits for P V before it starts Q K^T, whose
               scores then reuse P's. They take turns (examples/common/turns.py): one multiplies while others do softmax.
-              Sums of the weights are an MMA of P by 8 columns of ones, in place of 64 additions a thread and block. As
-              they are of the rounded weights, a call that returns their logarithms, as training does, adds up the exact
-              ones instead.
+              Sums of the weights are an MMA of P by 8 columns of ones, in place of 64 additions per thread and block.
+              These are sums of the rounded weights, so a call that returns their logarithms, as training does, adds up
+              the exact ones instead.
 
 K and V are walked from the last block to the first: only the last that a consumer sees can need a mask.
 """

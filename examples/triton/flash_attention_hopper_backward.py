@@ -1,16 +1,16 @@
 """The backward pass of flash attention in Gluon for Hopper: scores and their gradients stay in registers.
 
 The two kernels of flash_attention_backward.py with the partitions of flash_attention_hopper.py: a producer loads, two
-or three consumers of 64 rows multiply. A tile owns the rows of its consumers, of queries for dQ and of keys for dK and
-dV, and walks over blocks of the others:
+or three consumers of 64 rows multiply. A tile owns the rows of its consumers, which are queries for dQ and keys for dK
+and dV, and walks over blocks of the other kind:
 
   tile of    owns     walks over   scores   adds
   queries    Q, dO    K, V         Q K^T    dQ += dS K
   keys       K, V     Q, dO        K Q^T    dV += P^T dO,  dK += dS^T Q
 
-A tile of keys has its scores transposed, so the left operands of what is added, dS and P^T, are results of the same
-warpgroup, which wgmma takes from its registers: neither is ever written to shared memory. The exponentials of a block
-run under its dO V^T, dS of a tile of keys under its P^T dO, and the rest under the MMAs of the other consumers.
+A tile of keys computes its scores transposed, so the left operands of what is added, dS and P^T, are results of the
+same warpgroup, and wgmma takes them from its registers: neither is ever written to shared memory. The exponentials of a
+block run under its dO V^T, dS of a tile of keys under its P^T dO, and the rest under the MMAs of the other consumers.
 
 Two numbers of each query, lse * log2(e) and delta (flash_attention_backward.py), come from a small kernel that runs
 first; TMA loads them with the queries.
@@ -55,7 +55,7 @@ LOG2_E = tl.constexpr(math.log2(math.e))
 
 @triton.jit
 def flash_attention_rows_kernel(o_ptr, do_ptr, lse_ptr, rows_ptr, S, PADDED, ROWS: tl.constexpr, D: tl.constexpr):
-    """Of each query lse * log2(e), infinite beyond S, so that its weights are 0; and delta, the sum of o * do.
+    """For each query lse * log2(e), infinite beyond S, so that weights are 0 there; and delta, the sum of o * do.
 
     rows_ptr: float32 [2 * B * H, PADDED], first every lse, then every delta.
     """

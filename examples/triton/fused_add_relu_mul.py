@@ -9,8 +9,8 @@ few microseconds to start and to drain, and eager has three of them.
 
 Question   What is fusing three elementwise kernels worth, and why not more?
 Needs      triton
-Wins when  over eager, most beyond L2; for small tensors only if the host is ahead of the GPU: it takes longer to launch
-           this kernel than eager's three. torch.compile finds the same fusion by itself and is as fast.
+Wins when  over eager, most beyond L2; for small tensors only if the host is ahead of the GPU: the host takes longer to
+           launch this kernel than eager's three. torch.compile finds the same fusion and is as fast.
 Study      studies/triton/fused_add_relu_mul.py
 Source     chapter section "Fused Add-ReLU-Mul Kernel", whose expected 3-4x the bytes rule out (H200: 2.37x, since
            eager reaches a little less bandwidth), and whose benchmark times the first call, which compiles

@@ -1,17 +1,17 @@
 """Grouped matmul: the experts of a layer in one launch, each with as many tokens as were routed to it.
 
 64 experts of 7168 x 2048 share 8,192 tokens: 240 GFLOP, and 1.9 GB of weights in 16 bits. By an H200's data sheet that
-is 0.25 ms of MMAs and 0.4 ms of memory: neither is short enough to hide the other's losses. A loop over experts
+is 0.25 ms of MMAs and 0.4 ms of memory: neither is short enough for the other to hide its losses. A loop over experts
 launches 64 GEMMs, each too small for the GPU, and the host waits to learn their sizes. Here the GPU reads them:
 
   find       each program adds up the tiles of all groups, and finds the group that its own tile lies in. There are as
              many programs as there can be tiles; those left over end at once.
   order      tiles of the same weights are neighbours: one reads them from memory, the others from L2.
-  fit        the last tile of a group has half the rows where these suffice, to multiply fewer of the next group.
+  fit        the last tile of a group has half the rows where they suffice, to multiply fewer rows of the next group.
 
 Question   How far ahead of torch's grouped GEMM, and of a loop over the experts, is one launch over uneven groups?
 Needs      triton
-Wins when  groups are uneven: the tiles of a last few rows are small ones. Even groups gain less, on an H100 nothing.
+Wins when  groups are uneven: a group's last few rows take a small tile. Even groups gain less, on an H100 nothing.
 Variants   grouped_matmul_operands.py (checks, routing, torch's calls)
 Study      studies/triton/grouped_matmul.py
 Source     goes beyond the chapter; arguments as torch._grouped_mm and torch._scaled_grouped_mm have them
@@ -135,7 +135,7 @@ def demo(h: Harness) -> None:
             a, b, *scales = cases.experts(h, ends[-1], len(ends), n, k or 16, fp8)
             inputs = (a[:, :k], b[:, :k], torch.tensor(ends, dtype=torch.int32, device=h.device), *scales)
             h.check(grouped_matmul, reference, *inputs, what=f"groups to {ends} {n}x{k}", **cases.budget(h, k, fp8))
-        # Without TMA descriptor loads become ordinary ones: it compiles for sm_80, and shows what is not there.
+        # Without TMA, descriptor loads become ordinary ones: this compiles for sm_80, and shows what is missing there.
         h.codegen(grouped_matmul, *cases.described(h, fp8), find=find | ({} if fp8 else {80: ("mma.sync",)}))
         tables += [compare(h, operands, how) for operands in [cases.experts(h, T, E, N, K, fp8)] for how in ways]
 

@@ -2,21 +2,21 @@
 
 Forward, a row's mean and variance must be known before any of it is written. The kernel below holds a row in registers,
 or several short ones, so x is read once and y written once: 2 * n_rows * n_cols elements, as a copy of x moves. Longer
-rows stay in the L1 cache of an SM (layer_norm_resident.py); where that holds only one, a group of programs shares a row
-(layer_norm_long.py).
+rows stay in the L1 cache of an SM (layer_norm_resident.py); where it holds only one such row, a group of programs
+shares a row (layer_norm_long.py).
 
 Backward needs two means along each row and two sums along each column: with x_hat = (x - mean) * rstd, g = dy * weight
 
     dx = rstd * (g - mean(g) - x_hat * mean(g * x_hat)),  dweight = sum(dy * x_hat),  dbias = sum(dy)
 
-x and dy are read and dx is written: 3 * n_rows * n_cols. Sums along columns would take a second pass, were it not for
-programs that take many rows each and keep these sums in registers (layer_norm_backward.py). A row too long for one
-program is shared by a group of them, which exchange the sums of each row (layer_norm_backward_split.py).
+x and dy are read and dx is written: 3 * n_rows * n_cols. Sums along columns would take a second pass; instead, programs
+take many rows each and keep these sums in registers (layer_norm_backward.py). A row too long for one program is shared
+by a group of them, which exchange the sums of each row (layer_norm_backward_split.py).
 
 Question   How close to a copy is LayerNorm, forward and in training, whose gradients are summed along both axes?
 Needs      triton
-Wins when  x is larger than L2: in training; forward alone at 65536 columns. Up to 16384 torch.compile is
-           as fast forward or, at 16384 on an H100, faster.
+Wins when  x is larger than L2: in training, and forward alone at 65536 columns. Up to 16384 columns torch.compile is as
+           fast in the forward or, at 16384 on an H100, faster.
 Variants   layer_norm_resident.py, layer_norm_long.py, layer_norm_backward.py, layer_norm_backward_split.py
 Study      studies/triton/layer_norm.py
 Source     goes beyond the chapter; backward as derived in Triton tutorial 05 (layer norm), without its locks.
@@ -92,8 +92,8 @@ def layer_norm_rows(x, weight, bias, eps: float = 1e-5) -> tuple[torch.Tensor, t
 def layer_norm_forward(x, weight, bias, eps: float = 1e-5) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """(y, mean, rstd) of x [n_rows, n_cols], by the kernel that is fastest for the row length; mean, rstd float32.
 
-    Takes and raises what layer_norm does, save that x is a matrix with any row stride, and nothing requires grad. Of
-    float32 x, y is computed from the mean as two float32 numbers; the one that is returned is their sum, rounded once.
+    Takes and raises what layer_norm does, save that x is a matrix with any row stride, and nothing requires grad. For
+    float32 x, y is computed from the mean as two float32 numbers; the mean returned is their sum, rounded once.
     """
     _, n_cols = check_layer_norm("layer_norm_forward", x, weight, bias, eps)
     if n_cols <= ROWS_MAX:
@@ -136,7 +136,7 @@ def short_of_rows(x, weight, bias, dy) -> tuple[torch.Tensor, ...]:
 
 
 def inputs(h: Harness, *shape: int) -> tuple[torch.Tensor, ...]:
-    """Rows of statistics of their own, some of a variance near eps: a neighbour's mean, or no eps, is then wrong."""
+    """Rows with statistics of their own, some with a variance near eps: a neighbour's mean or no eps is then wrong."""
     weight, bias = (h.randn(shape[-1], dtype=h.half) for _ in range(2))
     return h.rows(*shape, dtype=h.half), weight, bias, h.randn(*shape, dtype=h.half)
 

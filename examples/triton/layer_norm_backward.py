@@ -194,7 +194,7 @@ class LayerNorm(torch.autograd.Function):
 class LayerNormBackward(torch.autograd.Function):
     """A node of its own, so that differentiating again is an error.
 
-    once_differentiable would not do: it refuses only where dy requires grad, and for a sum of y, say, it does not.
+    once_differentiable would not do: it refuses only where dy requires grad, and for a sum of y, say, dy does not.
     """
 
     @staticmethod

@@ -1,11 +1,11 @@
 """LayerNorm backward of rows too long for one program: a group of programs shares a row, and exchanges two sums.
 
 Each program owns a slice of the columns for good, so weight and column sums stay in its registers, and the group takes
-row after row. For dx it needs the two sums of the whole row, of which it has its slice's. They travel through memory as
-one 64-bit word per row and program. The word is its own signal, so there is no counter and no fence, and the exchange
-is hidden: a row is written one iteration after its sums were sent, while the next rows are in flight to shared memory.
-Three passes, as if a program held the row. docs/memory_ordering.md says why the words are never torn and no wait is
-for ever.
+row after row. For dx a program needs two sums over the whole row, of which it has only those of its slice. They travel
+through memory as one 64-bit word per row and program. The word is its own signal, so there is no counter and no fence,
+and the exchange is hidden: a row is written one iteration after its sums were sent, while the next rows are in flight
+to shared memory. Three passes, as if a program held the row. docs/memory_ordering.md says why the words are never torn
+and every wait ends.
 """
 
 from __future__ import annotations
@@ -53,7 +53,7 @@ def layer_norm_backward_split_kernel(
         due = tl.maximum(row - groups, group)
         due_mail = mail_ptr + due * stride_mail + sender
         peeked = peek(due_mail)
-        # Loaded again, not carried over from the last iteration: then Triton would not pipeline the loop.
+        # Loaded again: if it were carried over from the last iteration, Triton would not pipeline the loop.
         mean_due, rstd_due = tl.load(mean_ptr + due), tl.load(rstd_ptr + due)
         # Loaded an iteration ahead, into registers: Triton's pipeliner would send each number through shared memory.
         next_row = row + groups

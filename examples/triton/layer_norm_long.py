@@ -1,18 +1,18 @@
 """LayerNorm and RMSNorm forward of rows too long for an SM to hold several: a group of programs shares a row.
 
-A row's statistics are known when all of it was read, and a program that waits for them should have the next rows in
-flight. As in layer_norm_backward_split.py each program owns a slice of the columns for good, so weight and bias stay in
-its registers; it sends two numbers of its slice as one 64-bit word, and writes a row one iteration later, when the
-words of the others have arrived. The slice is kept packed, two 16-bit values to a register; the next ones are on their
-way to shared memory. docs/memory_ordering.md says why no wait is for ever.
+A row's statistics are known only when all of it has been read, and a program that waits for them should have the next
+rows in flight. As in layer_norm_backward_split.py each program owns a slice of the columns for good, so weight and bias
+stay in its registers; it sends two numbers of its slice as one 64-bit word, and writes a row one iteration later, when
+the words of the others have arrived. The slice is kept packed, two 16-bit values to a register; the next slices are on
+their way to shared memory. docs/memory_ordering.md says why every wait ends.
 
 What a program does once for each row (exchanging words, reducing, computing addresses) costs as much as its work on the
 columns. So where rows are read 16 bytes at a time a program is a single warp, whose barriers wait for no other, with
-128 bytes of x a thread, and an SM holds twelve: some compute while others wait for words. Mean and squares are first
-each thread's own, in one pass that keeps no value of the slice in float32: around a pivot, the thread's first value,
-and corrected by the mean's distance from it. The pivot is one of the n values, so the squares around it add up to at
-most n times those around the mean: with 64 the correction costs six bits at worst, where the pivot is an outlier, and
-one usually.
+128 bytes of x a thread, and an SM holds twelve: some compute while others wait for words. Each thread first takes the
+mean and squares of its own values, in one pass that keeps no value of the slice in float32: around a pivot, its first
+value, and corrected by the mean's distance from it. The pivot is one of the n values, so the squares around it add up
+to at most n times those around the mean: with 64 values the correction costs six bits at worst, where the pivot is an
+outlier, and usually one.
 
 Source  Chan, Golub and LeVeque 1983 (merging means and squares).
 """
@@ -156,7 +156,7 @@ def norm_split_kernel(
                 off -= origin_due
                 row_mean += origin_due
                 origin = origin_next
-            # Not off * rstd - mean * rstd, an operation less: a row without variance would not be the bias.
+            # Not off * rstd - mean * rstd, an operation less: a row without variance would then not give the bias.
             y = (off - mean) * rstd * unpack(weight, WEIGHT_DTYPE) + unpack(bias, WEIGHT_DTYPE)
             tl.store(mean_ptr + due, row_mean, mask=(part == 0) & (row > group))
         tl.store(y_ptr + due * stride_ym + cols, y.to(DTYPE), mask=inside & (row > group))

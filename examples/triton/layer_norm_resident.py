@@ -15,7 +15,7 @@ import triton.language as tl
 
 from examples.common.rows import check_layer_norm
 
-# The KiB of a row at most; then 16-bit values a program takes at a step, warps, and steps that are unrolled.
+# The longest row in KiB; then 16-bit values a program takes at a step, warps, and steps that are unrolled.
 RESIDENT = [(4, 1024, 4, 1), (8, 2048, 8, 1), (16, 1024, 8, 1), (32, 4096, 16, 1), (64, 8192, 32, 1),
             (128, 16384, 32, 4), (float("inf"), 16384, 32, 1)]  # fmt: skip
 
@@ -75,8 +75,8 @@ def layer_norm_resident_kernel(
 def layer_norm_resident(x, weight, bias, eps: float = 1e-5) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """(y, mean, rstd) for rows of any length, read from memory once as long as a row fits the L1 cache of an SM.
 
-    Takes and raises what layer_norm_forward does. Of float32 x, y is computed from two numbers, the row's first element
-    and the mean of the differences from it; the mean that is returned is their sum, rounded to float32 once.
+    Takes and raises what layer_norm_forward does. For float32 x, y is computed from two numbers, the row's first
+    element and the mean of the differences from it; the mean that is returned is their sum, rounded to float32 once.
     """
     n_rows, n_cols = check_layer_norm("layer_norm_resident", x, weight, bias, eps)
     y = torch.empty(x.shape, dtype=x.dtype, device=x.device)

@@ -4,12 +4,12 @@ A GEMM of two n x n matrices in bf16 is 2 n^3 FLOPs on 6 n^2 bytes: compute-boun
 program computes a BLOCK_M x BLOCK_N tile of C. A step along K loads BLOCK_M + BLOCK_N values for 2 BLOCK_M * BLOCK_N
 FLOPs: 32 a byte for a 64 x 64 tile, 85 for 128 x 256. Larger tiles load less, until registers or shared memory run out.
 
-Most of these loads hit L2, if tiles in flight share rows of A and columns of B. Row by row they read all of B; in
-groups of GROUP_M rows (grouped rasterization) they are a patch of C, and read less. Large tiles hide it to 8192 (H100).
+Most of these loads hit L2 if tiles in flight share rows of A and columns of B. Row by row they read all of B; in groups
+of GROUP_M rows (grouped rasterization) they are a patch of C, and read less. Large tiles hide that up to 8192 (H100).
 
 Question   How close to cuBLAS does a page of Triton get, and how much does the order of tiles matter?
 Needs      triton
-Wins when  something is fused into it. Large squares are about equal; few rows, odd sizes and a short K are cuBLAS's.
+Wins when  something is fused into it. Large squares are about equal; for few rows, odd sizes or a short K take cuBLAS.
 Variants   matmul_tiles.py (no kernel: the tiles that are timed, and which of them fit)
 Study      studies/triton/matmul.py
 Source     chapter section "Tensor Cores"; chapter section "Key Takeaways", whose 90-95 % of hand-tuned kernels' speed

@@ -1,8 +1,8 @@
 """Persistent matmul: one program per SM walks over the tiles, so that the end of a tile overlaps with the next.
 
-With one program per tile, the tensor cores idle at the start of every program and while it stores. A persistent
-kernel has one program per SM, which takes tiles p, p + NUM_SMS, ... That alone (`persistent`) overlaps nothing: its
-pipeline drains after each tile. `flattened` makes one loop of tiles and K: the next tile is loaded while this one is
+With one program per tile, the tensor cores idle at the start of every program and while it stores. A persistent kernel
+has one program per SM, which takes tiles p, p + NUM_SMS, ... That alone (`persistent`) overlaps nothing: its pipeline
+drains after each tile. `flattened` makes one loop of those over tiles and K: the next tile is loaded while this one is
 stored. `split` stores halves of a tile, which frees shared memory for a fourth stage.
 
 Question   What does a persistent kernel win over one program per tile, and over cuBLAS, by size?

@@ -5,11 +5,11 @@ every step. With num_stages = s the compiler issues loads ahead, by cp.async int
 s - 1 steps are in flight while the tensor cores work on this one, so a load has s - 1 steps to arrive. Once that covers
 the latency of memory, a further stage hides nothing more.
 
-wgmma and tcgen05 read shared memory, which holds s stages; mma.sync has the current tile in registers, which leaves
-s - 1. A stage, (BLOCK_M + BLOCK_N) * BLOCK_K * 2 bytes, is 32 KiB here, and an SM of Hopper has 228 KiB: two
-programs of three stages share it, four stages leave room for one, and a second program hides latency too. So the best
-count is found by timing, as autotuning does; only num_stages changes below. Without timing take the most that fit: on
-an H200 those, five, were the fastest at both sizes here, and three took at most 3 % longer.
+wgmma and tcgen05 read shared memory, which must hold s stages; mma.sync has the current tile in registers, which leaves
+s - 1. A stage, (BLOCK_M + BLOCK_N) * BLOCK_K * 2 bytes, is 32 KiB here, and an SM of Hopper has 228 KiB: two programs
+of three stages share it, four stages leave room for one, and a second program hides latency too. So the best count is
+found by timing, as autotuning does; only num_stages changes below. Without timing take the most that fit: on an H200
+that was five, the fastest at both sizes here, and three took at most 3 % longer.
 
 Question   How many stages does a matmul need, and what does one more cost?
 Needs      triton
@@ -98,7 +98,7 @@ def matmul_pipelined(a: torch.Tensor, b: torch.Tensor, num_stages: int = 3) -> t
         matmul_pipelined_kernel[(triton.cdiv(M, BLOCK_M) * triton.cdiv(N, BLOCK_N),)](
             a, b, c, M, N, K, *a.stride(), *b.stride(), *c.stride(), EVEN_K=K % BLOCK_K == 0,
             BLOCK_M=BLOCK_M, BLOCK_N=BLOCK_N, BLOCK_K=BLOCK_K, num_warps=NUM_WARPS,
-            num_stages=operator.index(num_stages),  # no symbol, which torch.compile would make of a second count
+            num_stages=operator.index(num_stages),  # not a symbol, which torch.compile would make of a second count
         )  # fmt: skip
     return c
 

@@ -1,11 +1,11 @@
 """RMSNorm, forward and backward, with the residual addition before it: each input read once, each output written once.
 
-y = x * rstd * weight, rstd = 1 / sqrt(mean(x^2) + eps): in 16 bits 4 bytes an element, as a copy. In a transformer x
-is the sum of two tensors, wanted too: two kernels move 10 bytes an element, one pass 8 (x, residual, their sum, y).
+y = x * rstd * weight, rstd = 1 / sqrt(mean(x^2) + eps): 4 bytes an element in 16 bits, like a copy. In a transformer x
+is the sum of two tensors, needed too: two kernels move 10 bytes an element, one pass 8 (x, residual, their sum, y).
 
-The kernel below holds a row in registers. Of long rows few fit an SM, and a program that waits for the end of one loads
-nothing: programs share these, with their next rows in flight (layer_norm_long.py). Backward reads x and dy, writes dx,
-and sums dweight in registers (rms_norm_backward.py).
+The kernel below holds a row in registers. Few long rows fit an SM, and a program that waits for the end of one loads
+nothing, so programs share them, with their next rows in flight (layer_norm_long.py). Backward reads x and dy, writes
+dx, and sums dweight in registers (rms_norm_backward.py).
 
 Question   How close to a copy is RMSNorm, alone, with the residual, and in training, from 4096 to 131072 columns?
 Needs      triton

@@ -1,9 +1,9 @@
 """RMSNorm backward: a row sum for dx and column sums for dweight, from one pass over x and dy.
 
 With x_hat = x * rstd and g = dy * weight, dx = rstd * (g - x_hat * mean(g * x_hat)), dweight = sum(dy * x_hat). This is
-LayerNorm's backward (layer_norm_backward.py) without what its mean adds, and so are the three kernels: `rows` for rows
-that a program holds; `split` for longer ones, which programs share, exchanging sums; `loop` for any length, which reads
-x and dy twice. The gradient of x + residual, where that is an output too, is added on the way.
+LayerNorm's backward (layer_norm_backward.py) without the mean's terms, and the kernels are of the same three kinds:
+`rows` for rows that a program holds; `split` for longer ones, which programs share, exchanging sums; `loop` for any
+length, which reads x and dy twice. The gradient of x + residual, where that is an output too, is added on the way.
 """
 
 from __future__ import annotations

@@ -1,9 +1,9 @@
 """RMSNorm of rows longer than a program holds: shared by programs, or read again by one.
 
 Where programs may wait for each other they share a row, as LayerNorm's do (layer_norm_long.py). Elsewhere, in the
-interpreter and for rows of which an eighth of the SMs cannot hold the parts, one loop reads a row and writes the one
-before, block by block: it adds up the squares of the program's next row, from memory, and writes the previous one, read
-again, from L2 where it is still there.
+interpreter and for rows whose parts do not fit an eighth of the SMs, one loop goes through two rows block by block: it
+adds up the squares of the program's next row, read from memory, and writes the result of the previous one, which is
+read again, from L2 if it is still there.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from examples.triton.layer_norm_long import launch_split, split_limit
 
 BLOCK_BYTES = 16384  # of a row at a step: 2 loads of 128 bits a thread at 16 warps
 STAGES = 4  # three blocks of each operand in flight to shared memory while one is in use
-L2_BYTES = 24 << 20  # that rows may take which wait to be written; beyond, an SM has one program and not two
+L2_BYTES = 24 << 20  # for rows that wait to be written; beyond it, an SM has one program and not two
 
 
 @triton.jit
@@ -74,7 +74,7 @@ def rms_norm_long_kernel(
         squares += x * x
         rstd_due = tl.rsqrt(tl.sum(squares, axis=0) / n_cols + eps)
         tl.store(rstd_ptr + row, rstd_due, mask=is_row)
-        tl.debug_barrier()  # the sums that this program stored are read by other threads of it from here on
+        tl.debug_barrier()  # from here on, other threads of this program read the sums that it stored
 
 
 def launch_long(x, residual, weight, y, summed, rstd, eps: float) -> None:
@@ -91,7 +91,7 @@ def launch_loop(x, residual, weight, y, summed, rstd, eps: float) -> None:
     sms, shared = device_limits(x.device)
     per_sm = 2 if 2 * sms * n_cols * x.element_size() < L2_BYTES else 1
     block_n = min(BLOCK_BYTES // per_sm // x.element_size(), row_block(n_cols))
-    # A stage holds a block of the row, its residual and the one before, and of the weight, which may be float32.
+    # A stage holds a block each of the row, its residual, the row before and the weight, which may be float32.
     stage = block_n * ((2 if residual is None else 3) * x.element_size() + weight.element_size())
     rms_norm_long_kernel[(min(n_rows, per_sm * sms),)](
         x, residual, weight, y, summed, rstd, x.stride(0), 0 if residual is None else residual.stride(0), y.stride(0),

@@ -1,17 +1,17 @@
 """Where shared memory comes from: not from tl.zeros, but from tl.dot, num_stages and reductions; and what reuse saves.
 
-Triton has no call that allocates shared memory. A tensor, one of tl.zeros too, lives in registers. The compiler takes
+Triton has no call that allocates shared memory. A tensor, even one of tl.zeros, lives in registers. The compiler takes
 shared memory for what threads hand to each other (the operands of tl.dot, the partial results of a reduction that spans
 warps), and for loads that num_stages issues ahead. How much follows from the tile: num_stages * (BLOCK_M + BLOCK_N) *
-BLOCK_K values of a matmul on Hopper and Blackwell, one stage less where mma.sync reads from registers.
+BLOCK_K values for a matmul on Hopper and Blackwell, one stage less where mma.sync reads from registers.
 
-Its main use is reuse. A value of A, once there, serves BLOCK_N columns, one of B BLOCK_M rows: a matmul of M x N x K
-loads M * N * K * (1 / BLOCK_M + 1 / BLOCK_N) values for its 2 * M * N * K FLOPs. With tiles of 128 x 256 that is 10.7
-times fewer than with 16 x 16.
+Its main use is reuse. A value of A, once there, serves BLOCK_N columns, and one of B BLOCK_M rows: a matmul of
+M x N x K loads M * N * K * (1 / BLOCK_M + 1 / BLOCK_N) values for its 2 * M * N * K FLOPs. With tiles of 128 x 256 that
+is 10.7 times fewer than with 16 x 16.
 
 Question   What in a kernel takes shared memory, how much, and what does reusing a loaded value save?
 Needs      triton
-Wins when  a value is used more than once by the same program; what is used once gains a place for loads issued ahead.
+Wins when  a value is used more than once by the same program; one used once gains a place for loads issued ahead.
 Variants   shared_memory_single_use.py (the chapter's kernel, sums of columns and rows, a matmul without reuse)
 Study      studies/triton/shared_memory.py
 Source     chapter sections "Shared Memory" and "3. Optimize Triton Kernels", whose tl.zeros takes 0 bytes of it

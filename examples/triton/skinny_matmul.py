@@ -1,11 +1,11 @@
 """Skinny matmul: a linear layer of few rows, which is as fast as its weights are read.
 
-M rows by weights [N, K] are 2 M N K FLOPs on 2 N K bytes. An H200 does about 200 FLOPs in the time of a byte, so up to
-200 rows the time is that of reading the weights: 32 us for 8192 x 8192. Three things get in the way:
+M rows by weights [N, K] are 2 M N K FLOPs on 2 N K bytes. An H200 does about 200 FLOPs in the time it reads a byte, so
+up to 200 rows the time is that of reading the weights: 32 us for 8192 x 8192. Three things get in the way:
   few tiles      28672 outputs are 448 tiles of 64, 3.4 waves of 132 SMs. Stream-K (examples/common/stream_k.py) gives
-                 each SM an equal share of all steps along K, adds up parts of a tile in float32, merged in order.
+                 each SM an equal share of all steps along K, and merges the float32 parts of a tile in order.
   idle starts    one loop runs over the steps of all tiles, so the next tile is loaded while this one is stored.
-  padded rows    Hopper's wgmma has 64 rows or more. In y^T = w x^T these are outputs, and M is padded to 16 alone.
+  padded rows    Hopper's wgmma has 64 rows or more. In y^T = w x^T these are outputs, and M is padded only to 16.
 
 Question   How close to the speed of memory is a linear layer of 1 to 256 rows, and how far ahead of cuBLAS?
 Needs      triton

@@ -17,9 +17,9 @@ from examples.common.stream_k import check_linear
 
 DTYPES = (torch.float16, torch.bfloat16)
 OUTPUTS, BLOCK_K, WARPS, STAGES = 2, 2048, 8, 3
-# This kernel is taken from so many programs for each SM: with 132 SMs between the two sizes that are recorded. At 28672
-# outputs it is faster than MMAs on an H200 and on an H100; at 8192 slower on the H200, by which the rule goes, and
-# faster on the H100, by a few percent either way.
+# This kernel is used from this many programs per SM on: with 132 SMs, between the two sizes that are recorded. At 28672
+# outputs it is faster than MMAs on an H200 and on an H100; at 8192 it is slower on the H200, which the rule follows,
+# and faster on the H100, by a few percent either way.
 PER_SM = 64
 
 
@@ -52,5 +52,5 @@ def skinny_matmul_gemv(x: torch.Tensor, w: torch.Tensor) -> torch.Tensor:
 
 
 def takes_gemv(N: int, device: torch.device) -> bool:
-    """Whether N outputs are programs enough for this kernel to be faster than MMAs."""
+    """Whether N outputs make enough programs for this kernel to be faster than MMAs."""
     return PER_SM * OUTPUTS * device_limits(device).sms <= N

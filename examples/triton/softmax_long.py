@@ -1,15 +1,14 @@
 """Softmax of a row too long for one SM: a group of programs shares it, and exchanges two numbers of each part.
 
-Where a program waits for the others of its row, the next rows must be in flight. As in layer_norm_backward_split.py
+While a program waits for the others of its row, its next rows must be in flight. As in layer_norm_backward_split.py
 each program owns a slice of the columns for good and goes from row to row. It sends the maximum and the sum of its
 slice as one 64-bit word, and writes the slice one iteration later, when the words of the others have arrived; the next
-slices are on their way to shared memory. docs/memory_ordering.md says why the words are never torn and no wait is for
-ever.
+slices are on their way to shared memory. docs/memory_ordering.md says why the words are never torn and every wait ends.
 
 Exponentials are taken once, and stay in registers until they are written. As in cross_entropy_long.py, each thread
-takes them against the maximum of its own values and has a sum of its own: a 16-bit value costs an FMA and the
-hardware's 2^x (exponentials.py), and none waits for a reduction across the program. One factor a thread merges the
-sums, and another scales what is written. Where rows are read 16 bytes at a time a program is a single warp, whose
+takes them relative to the maximum of its own values and has a sum of its own: a 16-bit value costs an FMA and the
+hardware's 2^x (exponentials.py), and no thread waits for a reduction across the program. One factor per thread merges
+the sums, and another scales what is written. Where rows are read 16 bytes at a time a program is a single warp, whose
 barriers wait for no other, with 128 bytes of the row a thread, and an SM holds twelve.
 
 Source  Milakov and Gimelshein 2018 (merging maxima and sums).
@@ -73,7 +72,7 @@ def softmax_split_kernel(
         due_mail = mail_ptr + due * stride_mail + sender
         peeked = peek(due_mail)
         x = tl.load(x_ptr + row * stride_xm + cols, mask=inside & (row < n_rows), other=0.0)
-        if not FULL:  # not by the load: cp.async fills with 0 alone, and the mask would live until it arrives
+        if not FULL:  # not by the load: cp.async fills with 0 alone, and the mask would live until data arrives
             x = tl.where(inside, x, -float("inf"))
         # One maximum and one sum for each thread, of its own values: no thread waits for another.
         if WIDTH > 1:

@@ -13,7 +13,7 @@ import triton.language as tl
 from examples.common.operands import check_rows
 from examples.common.rows import DTYPES
 
-# The KiB of a row at most; then 16-bit values a program takes at a step, warps, and steps that are unrolled. Chosen by
+# The longest row in KiB; then 16-bit values a program takes at a step, warps, and steps that are unrolled. Chosen by
 # timing on an H200.
 RESIDENT = [(16, 2048, 8, 1), (32, 4096, 16, 1), (64, 4096, 32, 2), (float("inf"), 16384, 32, 2)]
 
@@ -53,7 +53,7 @@ def softmax_resident_kernel(
 
 
 def softmax_resident(x: torch.Tensor) -> torch.Tensor:
-    """Softmax over rows of any length that is read from memory once as long as a row fits the L1 cache of an SM.
+    """Softmax over rows of any length, each read from memory once as long as a row fits the L1 cache of an SM.
 
     Takes and raises what softmax does.
     """

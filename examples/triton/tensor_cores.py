@@ -11,7 +11,7 @@ accumulator is float32, or int32 for int8, which is exact. In the kernel only dt
 Question   What does each precision of tl.dot cost in time and in error, and which of them use the tensor cores?
 Needs      triton
 Wins when  it is fused with something; a plain GEMM is the library's, save int8's (1.17x cuBLAS on an H200). There
-           tf32x3 loses to ieee in time, though tf32 takes an eighth of ieee's, and wins in error (2e-7, not 1e-6).
+           tf32x3 loses to ieee in time, though tf32 takes an eighth of ieee's time, and wins in error (2e-7, not 1e-6).
 Variants   tensor_cores_precisions.py (no kernel: the tile and layout of each precision)
 Study      studies/triton/tensor_cores.py
 Source     chapter section "Tensor Cores", which does not say what tl.dot makes of float32: tf32, off by 8e-4 (rms)

@@ -5,13 +5,13 @@ program i owns block i: it loads the block of x and that of y, adds them, and st
 full, so each access has a mask, and a masked-off lane touches no memory.
 
 Each sum takes two reads and one write: 3 * n * itemsize bytes, one addition for every 12 bytes of float32, in whose
-time a GPU could do tens. So memory is the limit, and the yardstick is the bandwidth of a plain copy; that may be a
-little lower, since half of a copy's bytes are writes, and here a third.
+time a GPU could do tens. So memory is the limit, and the yardstick is the bandwidth of a plain copy. A copy's may be a
+little lower, since half of its bytes are writes, and here a third are.
 
 Question   What are programs, blocks and masks, and how close to the memory's limit does the plainest kernel get?
 Needs      triton
-Wins when  never: torch.add moves the same bytes at the same rate, and keeps it for 16-bit vectors whose length 16 does
-           not divide, where this kernel falls back to single elements (the study). The aim is to be equal.
+Wins when  never: torch.add moves the same bytes at the same rate, and keeps that rate for 16-bit vectors whose length
+           is not divisible by 16, where this kernel falls back to single elements (the study). The aim is to be equal.
 Study      studies/triton/vector_add.py
 Source     chapter section "Basic Triton Kernel"
 """

@@ -2,20 +2,20 @@
 
 In an ordinary kernel every warp waits for loads, multiplies and stores. In a warp-specialized one the warps form
 partitions: a producer keeps the loads in flight, and consumers do nothing but multiply. They meet at barriers in shared
-memory (mbarrier), and setmaxnreg moves registers from the producer to the consumers. In Triton it is one word,
-tl.range(..., warp_specialize=True), and the compiler may ignore it without saying so. What really happened is in the
-code: a specialized kernel has setmaxnreg, and more warps than were asked for.
+memory (mbarrier), and setmaxnreg moves registers from the producer to the consumers. In Triton one argument asks for
+it, tl.range(..., warp_specialize=True), and the compiler may ignore it without saying so. The generated code shows what
+really happened: a specialized kernel has setmaxnreg, and more warps than were asked for.
 
 Hopper's compiler wants 4 warps and makes three partitions of 4: one producer, two consumers. It splits a tile of 128
-rows between the consumers if the kernel makes the descriptors; with descriptors from the host it fails with an error.
-A tile of 64 rows is multiplied by both consumers and stored twice. With 8 warps, or on a flattened loop, it drops the
-request. Blackwell's compiler takes each of these (Triton 3.6: not an unflattened loop over tiles). A loop without
+rows between the consumers if the kernel makes the descriptors; with descriptors from the host it fails with an error. A
+tile of 64 rows is multiplied by both consumers and stored twice. With 8 warps, or on a flattened loop, it drops the
+request. Blackwell's compiler takes each of these (Triton 3.6: except an unflattened loop over tiles). A loop without
 tensor cores, such as the chapter's, is never specialized.
 
 Question   When does warp_specialize=True specialize warps, and what is it worth?
 Needs      triton, sm_90
-Wins when  not on Hopper with Triton 3.6: a tile that is split is as fast as without partitions, one that is not is
-           slower. There, write the partitions yourself, in Gluon (examples/tma/gluon_matmul.py).
+Wins when  not on Hopper with Triton 3.6: a tile that is split is as fast as without partitions, and one that is not
+           split is slower. There, write the partitions yourself, in Gluon (examples/tma/gluon_matmul.py).
 Study      studies/triton/warp_specialized_matmul.py (more loops, the chapter's own, Compute Sanitizer's reports)
 Source     chapter section "Warp Specialization", whose elementwise loop stays as it is: 4 warps and no setmaxnreg, on
            sm_90 and on sm_100
@@ -75,7 +75,7 @@ def matmul_specialized(
     """a [M, K] @ b [K, N] with `loop` of LOOPS asked to be specialized, or not: c [M, N], contiguous, dtype of a.
 
     "k" runs one program per tile, the others one per SM. block_m None is 128 where shared memory and Hopper's compiler
-    take it, else 64; num_warps None is the 4 of which that one makes 12, or what the tile needs without partitions.
+    take it, else 64; num_warps None is 4, which that compiler makes 12, or what the tile needs without partitions.
 
     float16 or bfloat16, both the same, with a float32 accumulator. Rows are contiguous, K and N multiples of 8, M any
     (0 too). Raises TypeError for another dtype or two dtypes; ValueError for rank, two devices, inner sizes that

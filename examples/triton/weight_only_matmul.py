@@ -1,21 +1,21 @@
 """Weight-only quantization: 4-bit or FP8 weights, 16-bit activations, dequantized between shared memory and the MMA.
 
-A linear layer of few rows takes as long as its weights are read (skinny_matmul). At a long copy's speed an H200 reads
+A linear layer of few rows takes as long as reading its weights (skinny_matmul). At a long copy's speed an H200 reads
 8192 x 8192 in 8 us at 4 bits (0.52 bytes with a scale for 128), 16 us in FP8 and 32 us in bf16; short reads are slower
 (study). And arithmetic is in the way: an SM receives 35 4-bit weights a cycle, and does 64 integer operations.
 
   layout      A 16-bit word has 4 (2) weights that are 64 columns apart, so a tile of words is 4 (2) tiles of weights,
               each in the very layout in which the MMA wants it: no weight moves between threads.
   operations  A nibble is or-ed into the mantissa of 128.0, two at a time, and 136 is subtracted: bf16 from -8 to 7.
-              FP8 is shifted to the exponent of bf16, and multiplied by 2^120, as the two have different biases.
+              FP8 is shifted into bf16's exponent and mantissa, and multiplied by 2^120, as the biases differ.
   scales      multiply sums, not weights: the products of rounded weights and x are then exact.
 
-y^T = w x^T, since an MMA of Hopper takes its left operand from registers; stream-K as in skinny_matmul.
+The MMA computes y^T = w x^T, since Hopper's takes its left operand from registers; stream-K as in skinny_matmul.
 
 Question   How much faster than a bf16 GEMM are 4-bit and FP8 weights, with 1 to 64 rows?
 Needs      triton, sm_90
-Wins when  M is at most 64, and most at 1, in a CUDA graph: the host takes longer to launch a call than the GPU to run
-           it. More rows would gain more from weights dequantized once for many, and then from FP8 activations.
+Wins when  M is at most 64, most of all at 1, in a CUDA graph: the host takes longer to launch a call than the GPU to
+           run it. More rows would gain more from weights dequantized once for many rows, and then from FP8 activations.
 Variants   weight_only_matmul_gemv.py (one row, unsplit), weight_only_matmul_packing.py (quantizing and its inverse)
 Study      studies/triton/weight_only_matmul.py
 Source     goes beyond the chapter; bits into a mantissa as in FasterTransformer's and Marlin's kernels
@@ -49,7 +49,7 @@ from examples.triton.weight_only_matmul_packing import (
     two_parts,
 )  # fmt: skip
 
-# BLOCK_M, BLOCK_N, warps: the first with all rows, else the last.
+# BLOCK_M, BLOCK_N, warps: the first that holds all rows, else the last.
 TILES = [(8, 128, 4), (16, 64, 4), (32, 64, 4), (64, 128, 8)]
 STAGES, PER_SM = 8, 4  # at most; of the programs of an SM one dequantizes while another multiplies
 linear = torch.nn.functional.linear
@@ -73,7 +73,7 @@ def weight_only_matmul_kernel(
     for i in tl.range(0, count, num_stages=STAGES):
         row, col, k = tile // tiles_m * BLOCK_N, tile % tiles_m * BLOCK_M, step * (PARTS * WORDS)
         words = w_desc.load([row, step * WORDS])
-        # cp.async copies 4 bytes at least: of a row, int4's two scales of a step (16 bits each) are one word.
+        # cp.async copies 4 bytes at least: int4's two scales of a row and step (16 bits each) are one word.
         n = tl.minimum(row + tl.arange(0, BLOCK_N), N - 1)
         if INT4:
             scales = tl.load(scale_ptr + step.to(tl.int64) * N + n)
@@ -137,7 +137,7 @@ def weight_only_matmul_stream_k(x: torch.Tensor, packed: PackedWeight) -> torch.
 def weight_only_matmul(x: torch.Tensor, packed: PackedWeight) -> torch.Tensor:
     """x [M, K] times the weights [N, K] of quantize_weight, transposed: y [M, N], contiguous, in the dtype of x.
 
-    float16 or bfloat16, for int4 the one that the weights were; any sizes (0 too) and strides of x, which is copied
+    float16 or bfloat16, for int4 that of the original weights; any sizes (0 too) and strides of x, which is copied
     where it cannot be loaded. The accumulator is float32. One row takes weight_only_matmul_gemv where N has work for
     all SMs, all else weight_only_matmul_stream_k.
 

@@ -1,9 +1,9 @@
 """weight_only_matmul for one row: the eight columns of an MMA are eight slices of K.
 
-FMAs are too slow for 4-bit weights. An SM issues 128 operations a cycle while 35 weights arrive, and each takes three
-or so, to unpack it, to widen it and to multiply it; loads come on top. An MMA multiplies 256 weights at a time, but
-with eight columns of x. Here the columns are eight successive steps of one row's K, and each output has a row of the
-MMA for each of them. Of all products only those count in which weights meet the x of their own step: the diagonal,
+FMAs are too slow for 4-bit weights. An SM issues 128 operations a cycle while 35 weights arrive, and each weight takes
+about three, to unpack, widen and multiply it; loads come on top. An MMA multiplies 256 weights at a time, but with
+eight columns of x. Here the columns are eight successive steps of one row's K, and each output has a row of the MMA for
+each of them. Of all products only those count in which weights meet the x of their own step: the diagonal, which is
 taken once, at the end. So a program has all of K for its outputs, as in skinny_matmul_gemv: nothing is split, and
 nothing is merged.
 """
@@ -76,7 +76,7 @@ def weight_only_matmul_gemv(x: torch.Tensor, packed: PackedWeight) -> torch.Tens
 
 
 def fills_gpu(N: int, device: torch.device) -> bool:
-    """Whether N outputs are work for all SMs."""
+    """Whether N outputs are enough work for all SMs."""
     return PER_SM * OUTPUTS * device_limits(device).sms <= N
 
 

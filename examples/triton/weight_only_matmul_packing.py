@@ -1,8 +1,8 @@
 """Packed weights of weight_only_matmul: words of 4-bit or FP8 weights, and what makes 16-bit weights of them again.
 
 A word of 16 bits has `parts` weights, 4 or 2, which are WORDS columns apart: bits 0 to 3 (0 to 7) of words 0 to 63 are
-columns 0 to 63, the next bits columns 64 to 127, and so on; the next 64 words go on after them. So ldmatrix gives a
-thread the words that it would get of a 16-bit matrix, and each part of them is what the MMA wants of that thread. A
+columns 0 to 63, the next bits columns 64 to 127, and so on; the next 64 words continue from there. So ldmatrix gives a
+thread the words that it would get from a 16-bit matrix, and each part of them is what the MMA wants from that thread. A
 32-bit register holds two words, so each instruction makes two weights.
 """
 

@@ -1,12 +1,12 @@
 """One model, six ways to run it: eager, Inductor, openxla, lazy XLA, torch_xla.compile, JAX; and when each one pays.
 
 The same weights go through every compiler, each cold. Three differ only in how torch_xla learns what to compile: lazy
-mode by recording each call, torch_xla.compile by recording each call between two syncs, openxla by Dynamo, once. JAX's
-is the same compiler with its own front end. A compiler is paid at the first call and earns at the later ones.
+mode by recording each call, torch_xla.compile by recording each call between two syncs, openxla by Dynamo, once. JAX
+uses the same compiler with its own front end. A compiler costs time at the first call and saves it at later ones.
 
 Question   Which compiler for this model, given how often it will be called with these sizes?
 Needs      torch_xla>=2.9
-Wins when  later calls earn the first one back: in the recorded run, on a CPU, Inductor's alone do. For one call, none.
+Wins when  later calls earn the first one back: in the recorded run, on a CPU, only Inductor's do. For one call, none.
 Variants   compare_jax.py (the model in JAX)
 Study      studies/xla/compare.py (what the two front ends hand to XLA)
 Source     chapter section "Ecosystem Context", which compares torch.compile with XLA and JAX without a number
@@ -34,9 +34,9 @@ CALLS = (1, 100, 10_000, 1_000_000)
 
 
 def another_program(model: Transformer) -> Transformer:
-    """The same with a row more in its tables of angles, which nothing reads.
+    """The same model with one more row, which nothing reads, in its tables of angles.
 
-    torch_xla.compile records the graph that lazy mode does, and would find it compiled: this is another.
+    torch_xla.compile records the same graph as lazy mode, and would find it already compiled: this one differs.
     """
     longer = copy.deepcopy(model)
     longer.cos, longer.sin = (torch.cat((table, table[-1:])) for table in (model.cos, model.sin))
@@ -77,7 +77,7 @@ def sizes(h: Harness) -> tuple[Config, tuple[tuple[int, int], ...]]:
 
 
 def totals(table, calls: int) -> dict[str, float]:
-    """Seconds that each way takes for so many calls: the first, and the later ones at their time each."""
+    """Seconds that each way takes for so many calls: the first, plus the later ones at their time each."""
     return {row.variant: row.first_call_s + (calls - 1) * row.ms / 1000 for row in table.rows}
 
 
@@ -104,7 +104,7 @@ def measure(h: Harness, model: Transformer, tokens: torch.Tensor):
 
 def demo(h: Harness) -> None:
     config, shapes = sizes(h)
-    with logs():  # what only the first compilation of a process costs is no model's
+    with logs():  # the extra cost of a process's first compilation belongs to no model
         warm_up(h.device)
         xla.warm_up()
         warm_up_jax()
@@ -115,7 +115,7 @@ def demo(h: Harness) -> None:
         h.table(f"total seconds by the number of calls, {table.case}", rows)
 
     def answer() -> str:
-        cases: dict[str, list[str]] = {}  # those of one answer stand together
+        cases: dict[str, list[str]] = {}  # cases with the same answer are grouped
         for table in tables:
             calls: dict[str, list[str]] = {}
             for n in CALLS:

@@ -16,7 +16,7 @@ def have_jax() -> bool:
 
 
 def weights_for_jax(model: Transformer) -> dict:
-    """The very weights of the model, and its tables of angles, as JAX's arrays on the CPU, by their torch names."""
+    """The model's own weights, and its tables of angles, as JAX's arrays on the CPU, by their torch names."""
     import jax
 
     tensors = {**dict(model.named_parameters()), **dict(model.named_buffers())}
@@ -30,7 +30,7 @@ def ids_for_jax(tokens: torch.Tensor):
 
 
 def jax_way(model: Transformer, tokens: torch.Tensor) -> Callable:
-    """The forward pass on these tokens, whatever it is called with, and its result as a torch tensor."""
+    """A function that runs the forward pass on these tokens, ignoring its arguments; the result is a torch tensor."""
     import jax
 
     weights, ids, compiled = weights_for_jax(model), ids_for_jax(tokens), jax.jit(jax_forward(model.config))
@@ -83,5 +83,5 @@ def jax_forward(config: Config) -> Callable:
 
 
 def to_torch(value) -> torch.Tensor:
-    """JAX's result, waited for, as a torch tensor of the same memory."""
+    """Wait for JAX's result, and return it as a torch tensor that shares its memory."""
     return torch.from_dlpack(value.block_until_ready())

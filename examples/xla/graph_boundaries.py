@@ -1,10 +1,10 @@
 """Graph boundaries: a line that looks at a value ends the graph there and runs it; each beside a line that does not.
 
-A recorded step is one program until Python needs a number out of it: to print it, to branch on it, to size a tensor, or
-for an operation that XLA does not have. What is pending for that number is compiled and run in the middle of the step,
-the host waits, and the sync at the end runs much of it once more.
+A recorded step is one program until Python needs a number from it: to print it, to branch on it, to size a tensor, or
+for an operation that XLA does not have. Whatever that number depends on is compiled and run in the middle of the step,
+the host waits, and the sync at the end runs much of it again.
 
-Below, each such line stands beside one that gives the same result without. To find the boundaries of other code:
+Below, each such line stands beside one that gives the same result without a boundary. To find boundaries in other code:
 torch_xla.compile(full_graph=True) raises where a value is looked at, and PT_XLA_DEBUG_LEVEL=2 in the environment prints
 the line behind each compile and each run.
 
@@ -29,7 +29,7 @@ from torch_xla.core import xla_model
 
 from examples.common import xla
 
-ROWS, WIDTH = 59, 331  # of no other technique: a program compiled there would be found here
+ROWS, WIDTH = 59, 331  # used by no other technique, whose programs would be found again here
 STEPS = 6
 LIMIT = 0.9  # of the values, above which the step halves them
 CUT, WHOLE = "torch_xla with the boundary", "torch_xla without"
@@ -42,7 +42,7 @@ def advance(x: torch.Tensor, w: torch.Tensor) -> torch.Tensor:
 def loop(lines: Callable, x: torch.Tensor, w: torch.Tensor, steps: int = STEPS) -> tuple[torch.Tensor, torch.Tensor]:
     """Steps that end in `lines`, a sync after each: the last x, and the values of all, read at the end.
 
-    `lines` gives x and a value, or a function that is called after the sync and gives it.
+    `lines` returns x and a value, or x and a function that is called after the sync and returns the value.
     """
     values = []
     for _ in range(steps):
@@ -70,7 +70,7 @@ def print_after(x):
 
 
 def branch(x):
-    # max() and not amax(): without dim, that of torch_xla 2.9 reduces nothing
+    # max() and not amax(): without dim, torch_xla 2.9's amax() reduces nothing
     if x.abs().max() > LIMIT:
         x = x * 0.5
     return x, size(x)
@@ -100,7 +100,7 @@ PAIRS = {
 
 
 def counted(pair: tuple[Callable, Callable], x: torch.Tensor, w: torch.Tensor) -> dict[str, list | str]:
-    """What XLA does in a loop of each step, from its first call on; a result is read at the end of both."""
+    """What XLA does in a loop of each step, from the first call on; a result is read at the end of each loop."""
     ran = []
     for fewer, lines in enumerate(pair, 1):
         fresh, there = x[fewer:].to(xla.device()), w.to(xla.device())  # a size that no other step has compiled
@@ -114,11 +114,11 @@ def counted(pair: tuple[Callable, Callable], x: torch.Tensor, w: torch.Tensor) -
 
 
 def measure(h: Harness, what: str, pair: tuple[Callable, Callable], width: int):
-    """What the pair runs, and the table of its times; a width of its own, so that it finds no other's programs."""
+    """What the pair runs, and the table of its times; each pair has its own width, to find no other pair's programs."""
     x, w = h.randn(ROWS, width), h.randn(width, width, scale=1.5 * width**-0.5)  # the gain keeps x from dying out
     there, row = (x.to(xla.device()), w.to(xla.device())), {} if h.profile else counted(pair, x, w)
     loops = [xla.waited(lambda *_, lines=lines: loop(lines, *there)) for lines in pair]
-    # Four times the terms: each step takes up what those before it rounded, with that gain.
+    # Four times the terms: each step carries on the rounding of earlier steps, with that gain.
     return row, h.compare(
         dict(zip((CUT, WHOLE), loops, strict=True)), lambda x, w: loop(pair[0], x.double(), w.double()), x, w,
         baseline=CUT, work=Work(flops=2 * STEPS * ROWS * width * width, dtype=torch.float32), title=f"{STEPS} steps",

@@ -4,14 +4,14 @@ An operation on an XLA tensor adds a node to a graph and returns: shapes and dty
 torch_xla.sync() hands XLA everything that is pending and still referenced. The program is looked up by the graph:
 operations in their order, shapes, dtypes, constants, and which results are still held; a new one is compiled first.
 
-Lazy mode loses in two ways. Recording costs the host microseconds an operation, which small operations do not earn
-back. And a read (.item()) runs what its value needs and keeps none of it: without a sync between steps, each step's
+Lazy mode loses in two ways. Recording costs the host microseconds per operation, which small operations do not earn
+back. And a read (.item()) runs what its value needs but keeps none of it: without a sync between steps, each step's
 read runs all steps before it again, as a program that is compiled anew.
 
 Question   When does PyTorch/XLA compile, when does it run, and what does recording cost?
 Needs      torch_xla>=2.9
-Wins when  a step is long against what recording it costs on the host, and each step records the same graph.
-           In the recorded run, on a CPU, it is not faster than eager.
+Wins when  a step takes long compared with recording it on the host, and each step records the same graph. In the
+           recorded run, on a CPU, it is not faster than eager.
 Study      studies/xla/lazy_tensors.py (what is the same graph, numbers that compile)
 Source     goes beyond the chapter, whose section "PyTorch XLA Backend" has openxla only; torch_xla's own counters
 """
@@ -30,7 +30,7 @@ import torch_xla
 
 from examples.common import xla
 
-ROWS, INNER, WIDTH = 53, 379, 443  # sizes of no other technique: a program compiled there would be found here
+ROWS, INNER, WIDTH = 53, 379, 443  # sizes that no other technique uses: its programs would be found here
 LAYERS, OPS = 24, 4  # of chain(): matmul, tanh, scale, add
 STEPS = 8
 EAGER, LAZY = "torch eager", "torch_xla lazy"
@@ -51,7 +51,7 @@ def exact(fn: Callable) -> Callable:
 
 
 def stages(h: Harness) -> dict[str, xla.Ran]:
-    """What XLA does in each stage of a layer's way, from tensors on the CPU to its result there."""
+    """What XLA does in each stage of a layer, from its tensors on the CPU to its result there."""
     inputs, ran = (h.randn(ROWS, INNER), h.randn(INNER, WIDTH, scale=INNER**-0.5), h.randn(WIDTH)), {}
     with xla.watch() as ran["three tensors to the device"]:
         there = [t.to(xla.device()) for t in inputs]

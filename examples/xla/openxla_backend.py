@@ -3,8 +3,8 @@
 Lazy mode records the Python of a model again at every call and looks the recording up. torch.compile records once,
 guards, and then hands XLA the program's hash and its inputs: the same compiler behind another front end.
 
-In training AOTAutograd cuts a step in two programs, forward and backward. What is not compiled (the loss, the first
-gradient, the optimizer) stays lazy: further programs. Only the whole step as one function is one, as in lazy mode.
+In training AOTAutograd cuts a step into two programs, forward and backward. What is not compiled (the loss, the first
+gradient, the optimizer) stays lazy: more programs. Only a step compiled as one function is one, as in lazy mode.
 
 Question   What does openxla save over lazy mode, what does it cost first, and how many programs is a training step?
 Needs      torch_xla>=2.9
@@ -34,10 +34,10 @@ LIKE_EAGER = 2.0  # times eager's own error from float64
 
 
 def through_openxla(fn: Callable) -> Callable:
-    """fn by torch.compile(backend="openxla"): one graph for fixed sizes, of tensors on the XLA device.
+    """fn by torch.compile(backend="openxla"): one graph for fixed sizes, for tensors on the XLA device.
 
     Raises TypeError for what cannot be called, ValueError for a model whose weights are not on the XLA device and, at
-    the call, for a tensor that is not. torch itself only warns where all are on the CPU, and then runs without XLA.
+    the call, for a tensor that is not. torch itself only warns if all are on the CPU, and then runs without XLA.
     """
     if not callable(fn):
         raise TypeError(f"through_openxla: got {type(fn).__name__}; need a module or a function of XLA tensors")
@@ -59,7 +59,7 @@ def through_openxla(fn: Callable) -> Callable:
 
 
 def on_xla(fn: Callable, *inputs: torch.Tensor) -> Callable:
-    """fn, waited for, on copies of the inputs that are on the device: what a table can call with its CPU tensors."""
+    """fn, waited for, on device copies of the inputs: a function that a table can call with its CPU tensors."""
     moved = [x.to(xla.device()) for x in inputs]
     return xla.waited(lambda *_: fn(*moved))
 
@@ -121,7 +121,7 @@ def demo(h: Harness) -> None:
         xla.warm_up()
     table, per_step = inference(h), {}
     for i, name in enumerate([] if h.profile else WAYS):
-        x, y = h.randn(13, 17 + 2 * i), h.randint(11, 13)  # a width each: no way finds the programs of another
+        x, y = h.randn(13, 17 + 2 * i), h.randint(11, 13)  # a width for each: no way finds another's programs
         counts, trainer, exact = steps_of(name, x, y)
         h.check(lambda x, y, t=trainer: t.moved(x.to(xla.device()), y.to(xla.device())),
                 lambda x, y, t=exact: t.moved(x.double(), y),

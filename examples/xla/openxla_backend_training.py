@@ -19,7 +19,7 @@ def compiled(fn: Callable, fullgraph: bool = True) -> Callable:
 
 
 class Trainer:
-    """(x, y) -> the loss before an SGD step, which it does. Lazy mode and eager are one code on two devices.
+    """(x, y) -> the loss before the SGD step that it does. Lazy mode and eager are the same code on two devices.
 
     `how` says what goes through openxla: "model"; "model, loss"; "model, loss, update", whose first gradient, 1.0, is
     on the device already; "whole step". None is eager, or lazy mode.
@@ -28,7 +28,7 @@ class Trainer:
     def __init__(self, model: nn.Module, how: str | None) -> None:
         self.model, self.how = model, how
         self.optimizer = torch.optim.SGD(model.parameters(), lr=LR)
-        # On the CPU: openxla may take over the memory of a copy on the device, once copy_() has put it back.
+        # On the CPU: openxla may reuse a device copy's memory once copy_() has restored the weights from it.
         self.start = [p.detach().cpu().clone() for p in model.parameters()]
         self.loss_of, self.update, self.seed = self.uncompiled_loss, self.optimizer.step, None
         if how == "model":
@@ -71,7 +71,7 @@ class Trainer:
             weight.copy_(start)
 
     def moved(self, x: torch.Tensor, y: torch.Tensor) -> tuple[torch.Tensor, ...]:
-        """How far each weight is from where it began after STEPS steps."""
+        """How far each weight has moved from its start after STEPS steps."""
         self.reset()
         for _ in range(STEPS):
             self(x, y)

@@ -3,15 +3,15 @@
 A Python loop over N equal layers is recorded N times, and XLA compiles N copies. scan makes it one While loop over
 stacked weights: the layer is compiled once, and once more for backward.
 
-torch_xla's scan_layers stacks the weights within every step: its graph still grows with each weight. Unless told
+torch_xla's scan_layers stacks the weights in every step: its graph still grows with each weight. Unless told
 is_layer_pure=True it traces the layer anew at each call. Stacked, below, stacks once and keeps the trace. It also
-refuses what scan_layers takes without a word and computes wrongly, such as a layer that works in place, or a setting
-that differs between layers.
+refuses what scan_layers silently accepts and computes wrongly, such as a layer that works in place, or a setting that
+differs between layers.
 
 Question   How does the time to compile N equal layers grow with N, unrolled and scanned, and what does a step cost?
 Needs      torch_xla>=2.9
-Wins when  layers are many and compiling is the larger part: short runs, many shapes, development. scan_layers by
-           default traces in every step, several times as long as unrolled; a stacked training step is not slower.
+Wins when  layers are many and compiling dominates: short runs, many shapes, development. By default scan_layers traces
+           in every step, which takes several times as long as unrolled; a stacked training step is not slower.
 Variants   scan_layers_checks.py (which layers can be scanned), scan_layers_model.py (what is scanned, unrolled)
 Study      studies/xla/scan_layers.py (layers that are not equal or not pure, traces that are kept)
 Source     goes beyond the chapter; scan and scan_layers of torch_xla.experimental
@@ -40,7 +40,7 @@ NAMED = {False: "forward", True: "forward and backward"}
 class Stacked(nn.Module):
     """N equal layers as one module: weights stacked along a new first dimension, once, and a scan over them.
 
-    Its parameters are the stacked ones, which an optimizer gets; write_back() puts them into layers again.
+    Its parameters, for an optimizer, are the stacked ones; write_back() copies them back into layers.
     """
 
     def __init__(self, layers: Sequence[nn.Module]) -> None:
@@ -73,7 +73,7 @@ class Stacked(nn.Module):
         if (looks := (x.shape, x.dtype)) not in self.carried:
             require_equal([copy.deepcopy(self.template[0]).to(x.device)], x)
             self.carried.add(looks)
-        # A kept trace is found by its function, shapes and dtypes; which gradients it gives is not looked at.
+        # torch_xla looks a kept trace up by function, shapes and dtypes, but not by which gradients it gives.
         key = torch.is_grad_enabled(), x.requires_grad, *(tensor.requires_grad for tensor in self.stacked)
         body = self.bodies.setdefault(key, partial(self._layer))
         return scan(body, x, dict(zip(self.names, self.stacked, strict=True)), is_fn_pure=True)[0]
@@ -91,7 +91,7 @@ class Stacked(nn.Module):
 
 
 def sweep(h: Harness, width: int, backward: bool, depths: Sequence[int]) -> dict[str, dict[str, dict[str, float]]]:
-    """A first step of each depth in three forms: its graph and compiling it, by what and form."""
+    """A first step at each depth in three forms: the size of its graph and its compile time, by quantity and form."""
     found = {what: {form: {} for form in FORMS} for what in ("operations", "loops", "compiles", "compile s")}
     for depth in depths:
         model, x, got = Model(depth, width, Stacked), h.randn(ROWS, width), ()

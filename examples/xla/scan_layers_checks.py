@@ -11,17 +11,17 @@ from collections.abc import Sequence
 import torch
 from torch import nn
 
-# What torch keeps in a module's __dict__ for itself; hooks among it are looked at apart.
+# What torch itself keeps in a module's __dict__; the hooks among it are checked separately.
 OWN = set(vars(nn.Module())) | {"training"}
 HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
 
 
 def require_equal(layers: Sequence[nn.Module], x: torch.Tensor | None = None) -> None:
-    """Raise unless one of these layers can stand for all, and for their order in a loop that carries x.
+    """Raise unless one of these layers can stand for all of them, in a loop that carries x from one to the next.
 
-    TypeError for what is no sequence of modules (a generator too); ValueError, with the layer and the fix, for none,
-    for layers that differ in class, parameters, dtype, device or settings, for hooks, for active dropout, and, where x
-    is given, for a layer that changes its input or buffers, or the shape.
+    TypeError for anything but a sequence of modules (a generator too); ValueError, with the layer and the fix, for no
+    layers, layers that differ in class, parameters, dtype, device or settings, hooks, active dropout, and, where x is
+    given, a layer that changes its input or buffers, or the shape.
     """
     if not isinstance(layers, (Sequence, nn.ModuleList, nn.Sequential)) or isinstance(layers, str):
         raise TypeError(f"require_equal: got {type(layers).__name__}; pass a list of modules, which can be read twice")
@@ -71,7 +71,7 @@ def _described(layer: nn.Module) -> dict[str, object]:
 def _same(one: object, other: object) -> bool:
     try:
         return one is other or bool(one == other)
-    except (RuntimeError, ValueError):  # tensors within
+    except (RuntimeError, ValueError):  # the settings contain tensors
         return repr(one) == repr(other)
 
 

@@ -48,16 +48,16 @@ class Model:
         xla.settle()
 
     def results(self, fn, parameters, x, backward: bool, stacked: bool = False) -> tuple[torch.Tensor, ...]:
-        """The output; with `backward` the loss and the gradients: of each kind of weight, of all layers together.
+        """The output; with `backward` the loss and, for each kind of weight, the gradients of all layers together.
 
-        `stacked` says that they come so, or that they may stay as they come.
+        `stacked` means that they come stacked, or may stay as they come.
         """
         if not backward:
             with torch.no_grad():
                 return (fn(x),)
         loss = fn(x).square().sum()
-        # By default a thread of autograd's own runs the backward pass of an XLA device, and may still hold tensors of
-        # it at the next sync. They are results of that program too, then, and it is another one, compiled anew.
+        # By default one of autograd's own threads runs an XLA device's backward pass, and may still hold its tensors at
+        # the next sync. They are then results of that program too, which makes it another one, compiled anew.
         with torch.autograd.set_multithreading_enabled(False):
             grads = torch.autograd.grad(loss, parameters)
         kinds = len(grads) if stacked else len(grads) // self.depth
@@ -76,7 +76,7 @@ class Model:
         }
 
     def steps(self, x: torch.Tensor, backward: bool) -> dict[str, Callable]:
-        """A step of each form, with its gradients as they come: to stack them is no part of a step."""
+        """A step of each form, with its gradients as they come: stacking them is not part of a step."""
         moved = x.to(xla.device())
 
         def timed(fn: Callable, parameters: list[nn.Parameter]) -> Callable:

@@ -4,9 +4,9 @@ With torch_xla.runtime.use_spmd() one process sees one device. mark_sharding (he
 mesh each dimension of a tensor is sharded. XLA derives the sharding of everything computed from there, and inserts
 collectives where a device needs what another one holds.
 
-Here the mesh is of virtual CPU devices in a process of its own: nothing gets faster. A product is sharded in six ways;
-what the devices send stands next to what theory asks for: here XLA makes an all-reduce where a reduce-scatter would do,
-and sends twice its bytes. The study does the same for a training step, in four layouts.
+Here the mesh consists of virtual CPU devices in a process of its own: nothing gets faster. A product is sharded in six
+ways; what the devices send stands next to what theory asks for: here XLA makes an all-reduce where a reduce-scatter
+would do, and sends twice as many bytes. The study does the same for a training step, in four layouts.
 
 Question   Which sharding of a product costs which communication, and what does each device hold?
 Needs      torch_xla>=2.9
@@ -66,7 +66,7 @@ PRODUCTS = {
 
 
 def shards(t: torch.Tensor) -> list[list[int]]:
-    """The shape of what each device holds of it."""
+    """The shape of the part that each device holds."""
     xla.settle()
     return [list(each.data.shape) for each in xs.XLAShardedTensor(t.detach()).local_shards]
 
@@ -93,9 +93,9 @@ def child_products(folder: str) -> None:
 
 
 def on_devices(child: Callable, given: object) -> tuple[dict, dict[str, torch.Tensor | list[torch.Tensor]]]:
-    """Run child(folder) in a process with DEVICES devices: what it reports, and the tensors that it leaves behind.
+    """Run child(folder) in a process with DEVICES devices: what it reports, and the tensors that it saves.
 
-    It finds `given` in given.pt, XLA dumps its programs into hlo, and it leaves out.pt.
+    The child finds `given` in given.pt and writes out.pt; XLA dumps its programs into hlo.
     """
     with tempfile.TemporaryDirectory() as folder:
         torch.save(given, Path(folder, "given.pt"))

@@ -20,7 +20,7 @@ class Collective:
 
     @property
     def sent(self) -> float:
-        """Bytes that a device must send at least, which a ring does; an all-reduce goes around twice."""
+        """The fewest bytes that a device can send, as in a ring; an all-reduce goes around twice."""
         if self.op == "collective-permute":
             return self.bytes
         parts = {"reduce-scatter": self.devices, "all-reduce": 2}.get(self.op, 1)
@@ -28,7 +28,7 @@ class Collective:
 
 
 def collectives(text: str) -> Iterator[tuple[str, int, int]]:
-    """Those of a program's optimized HLO, as JSON can hold them: the fields of a Collective each.
+    """The collectives in a program's optimized HLO, each as the fields of a Collective, which JSON can hold.
 
     Pairs of -start and -done, as XLA has them on GPUs and TPUs, are not read.
     """
@@ -52,7 +52,7 @@ class Programs:
         self.folder, self.seen = folder, set()
 
     def new(self) -> list[str]:
-        """Of each lazy graph compiled since the last call; what .cpu() compiles to gather a tensor is left out."""
+        """The HLO of each lazy graph compiled since the last call, without what .cpu() compiles to gather a tensor."""
         found = set(self.folder.glob("*SyncTensorsGraph*after_optimizations.txt")) - self.seen
         self.seen |= found
         return [path.read_text() for path in sorted(found)]

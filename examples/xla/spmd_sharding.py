@@ -32,7 +32,7 @@ def make_mesh(shape: tuple[int, ...], names: tuple[str, ...]) -> xs.Mesh:
 def require_cut(shape: tuple[int, ...], spec: Spec, axes: dict[str, int]) -> None:
     """ValueError for a spec of another rank, an unknown axis, an axis used twice, or a dimension that does not divide.
 
-    torch_xla would pad such a dimension in silence, on the last devices.
+    torch_xla would silently pad such a dimension, on the last devices.
     """
     if len(spec) != len(shape):
         raise ValueError(f"shard: spec {spec} for a tensor {shape}; name an axis, or None, for each dimension")

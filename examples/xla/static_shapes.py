@@ -3,14 +3,14 @@
 An XLA program is valid only for the sizes it was compiled for. Padding saves compilations: all batches padded to the
 largest size (one program, half of the rows wasted), or to the next power of two (seven programs, a quarter wasted).
 
-Pad before the transfer and cut after it. On the device both are operations of the graph, and bring one program for each
-size back. Row by row, padding cannot be seen; whatever looks across rows (a mean over the batch, batch norm) needs the
-mask of the real rows as one more input.
+Pad before the transfer to the device, and cut after the transfer back. On the device both are operations of the graph,
+and bring back one program for each size. Row by row, padding cannot be seen; whatever looks across rows (a mean over
+the batch, batch norm) needs the mask of the real rows as one more input.
 
 Question   How often does a model compile for batches of 1 to 64, how much does padding waste, and when does it pay?
 Needs      torch_xla>=2.9
-Wins when  the sizes are many. Buckets pay after a number of calls that each run measures; one padded size is best for a
-           life shorter than that, no padding for a few sizes that stay. In the recorded run, on a CPU, eager is faster.
+Wins when  there are many sizes. Buckets pay after a number of calls that each run measures; one padded size is best for
+           a shorter life, no padding for a few fixed sizes. In the recorded run, on a CPU, eager is faster.
 Study      studies/xla/static_shapes.py (padding on the device, masks, torch.compile)
 Source     chapter section "PyTorch XLA Backend", whose padding to one fixed size wastes half of the rows here
 """
@@ -54,8 +54,8 @@ def pad_batch(x: torch.Tensor, sizes: Sequence[int] = POWERS) -> tuple[torch.Ten
 class Served:
     """A model on the XLA device, called with batches on the host.
 
-    XLA keeps a program for the process, whoever compiled it, and two policies meet at a size. So that each is seen to
-    compile its own, its programs have one more output: a few zeros, their number the policy's.
+    XLA keeps a program for the whole process, whoever compiled it, and policies can share a size. So that each compiles
+    its own, its programs have one more output: a few zeros, as many as the policy's number.
     """
 
     def __init__(self, model: nn.Module, policy: str) -> None:
@@ -97,7 +97,7 @@ def stream_of(requests: int, seed: int) -> list[int]:
 
 
 def break_even(ours: Sequence[float], theirs: Sequence[float]) -> int | None:
-    """The number of calls after which `ours` has taken less time in all than `theirs`, and stays so; None: never."""
+    """The number of calls after which `ours` has taken less total time than `theirs` for good; None: never."""
     behind = [a >= b for a, b in zip(accumulate(ours), accumulate(theirs), strict=True)]
     calls = max((i + 1 for i, late in enumerate(behind) if late), default=0) + 1
     return calls if calls <= len(ours) else None
@@ -108,7 +108,7 @@ def count(h: Harness, model: nn.Module, served: dict[str, Served]) -> tuple[dict
     width, stream = model[0].in_features, stream_of(h.pick(quick=500, full=1500), h.seed)
     batches = {size: h.randn(size, width) for size in range(1, LARGEST + 1)}
     rows, seconds = {}, {name: [] for name in served}
-    served[NONE](h.randn(LARGEST + 1, width))  # what the first compilation of a process starts
+    served[NONE](h.randn(LARGEST + 1, width))  # takes the extra cost of a process's first compilation
     for name, one in served.items():
         with xla.watch() as ran:
             for size in stream:
@@ -140,13 +140,13 @@ def demo(h: Harness) -> None:
         {"torch eager": lambda *xs: tuple(model(x) for x in xs), **variants}, reference_of(model), *batches,
         baseline="torch eager", work=Work(flops=16 * width * width * sum(sizes), dtype=torch.float32),
         title="32 batches, from host to host", case=f"{sum(sizes)}x{width} float32", terms=4 * width,
-        timing=Timing(first_calls=dict.fromkeys(variants)),  # compiled for the stream, all but new sizes
+        timing=Timing(first_calls=dict.fromkeys(variants)),  # already compiled for the stream, except new sizes
     )  # fmt: skip
 
     def answer() -> str:
         counts = ", ".join(f"{name} {row['compiles']} ({row['wasted %']}%)" for name, row in rows.items())
         gain = table.over(f"torch_xla {FIXED}", f"torch_xla {BUCKETS}")
-        # None compiled: this process had done so before the stream.
+        # If none was compiled, this process had compiled them before the stream.
         call = break_even(seconds[BUCKETS], seconds[FIXED]) if rows[BUCKETS]["compiles"] else None
         when = f"; with compiling included they are ahead from call {call} on" if call else ""
         speed = f"Once compiled, {BUCKETS} run at {gain:.2f}x the speed of {FIXED}{when}."

@@ -1,11 +1,11 @@
 """A training loop on a lazy device: what makes a step one program, and what sync() does.
 
 On an XLA device the forward pass, the backward pass and the optimizer are only recorded. torch_xla.sync() at the end of
-a step hands all of it to XLA as one program, compiled once for each shape of a step. torch_xla.step() is the same as a
-context manager.
+a step hands all of it to XLA as one program, compiled once for each shape of a step. The context manager
+torch_xla.step() does the same.
 
-What a loop does around the sync decides how many programs there are. A last batch that is smaller is another program.
-So is a first step in which AdamW makes its state: zeros are constants of that program, and data of the later ones.
+What a loop does around the sync decides how many programs there are. A smaller last batch makes another program. So
+does a first step in which AdamW makes its state: its zeros are constants of that program, but data of the later ones.
 
 Question   How many programs does a training loop compile and run, and what in the loop decides that?
 Needs      torch_xla>=2.9
@@ -39,8 +39,8 @@ LATE = f"{LAZY}, AdamW makes its state"
 class Trainer:
     """tokens -> their losses before the update of that step. `sync` ends a step; on XLA it is torch_xla.sync.
 
-    `ready` makes AdamW's state before the first step, which is then a step like all others to XLA. `losses` stands in
-    for the model: a compiled version of it. Raises ValueError for tokens on another device than the model's.
+    `ready` makes AdamW's state before the first step, which to XLA is then like all others. `losses`, a compiled
+    version of the model, replaces it. Raises ValueError for tokens on another device than the model's.
     """
 
     def __init__(
@@ -61,7 +61,7 @@ class Trainer:
         losses = self.losses(tokens)
         losses.mean().backward()
         self.optimizer.step()
-        # Before the sync: gradients that are alive then are results of the program too, and written to memory.
+        # Before the sync: gradients still alive then would be results of the program too, and written to memory.
         self.optimizer.zero_grad()
         self.sync()
         return losses.detach()
@@ -114,14 +114,14 @@ def count(h: Harness, config: Config, data: torch.Tensor, rows: int) -> tuple[di
 
 
 def sizes(h: Harness) -> tuple[Config, int, torch.Tensor]:
-    """The model's, the rows of a batch, and an epoch of FIRST batches and a smaller one."""
+    """The model's configuration, the rows of a batch, and an epoch of FIRST batches and a smaller one."""
     config, rows, tokens = h.pick((CONFIG, 30, 18), (LARGE, 60, 20))
     generator = torch.Generator().manual_seed(h.seed)
     return config, rows, sequences(FIRST * rows + rows // 2 + 1, tokens, config.vocab, generator)
 
 
 def demo(h: Harness) -> None:
-    xla.device()  # before the first backward pass on the CPU: after one, XLA's own would fail
+    xla.device()  # before the first backward pass on the CPU: after that, one on XLA would fail
     config, rows, data = sizes(h)
     first, programs = ({}, {}) if h.profile else count(h, config, data, rows)
     tokens, here = data[:rows], data[:rows].to(xla.device())

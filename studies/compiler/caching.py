@@ -1,6 +1,6 @@
 """caching, shown: what TORCH_COMPILE_CACHE_DIR keeps, and the variable that switches the caches off.
 
-Each variable is set in a process of its own; one that does not do what it is said to fails the run.
+Each variable is set in a process of its own; the run fails if one does not do what is claimed.
 """
 
 from __future__ import annotations

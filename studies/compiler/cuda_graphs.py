@@ -1,6 +1,6 @@
 """cuda_graphs, measured: the gaps between kernels, and results of reduce-overhead that are read after the next call.
 
-Gaps are seen by torch.profiler, which slows launches: gaps are longer under it. Each call's time without it stands
+Gaps are measured by torch.profiler, which slows launches and so lengthens gaps. Each call's time without it stands
 beside its time with it.
 """
 
@@ -23,7 +23,7 @@ from examples.common.shown import require
 from examples.compiler.cuda_graphs import EAGER, FUSED, STEPS, WARM_UP, WIDTH, Captured, make_chain, which
 
 REPLAYED = "CUDA graph replayed"
-CALLS, SHOWN = 4, 20  # profiled calls, of which the last is shown; kernels of it, from its middle
+CALLS, SHOWN = 4, 20  # profiled calls, of which the last is shown; its kernels shown, from its middle
 EVENTS = "start and duration of kernels in us, event by event"
 
 
@@ -48,10 +48,10 @@ def launch_gaps(h: Harness) -> None:
             call()
     alone = {name: 1000 * statistics.median(ms for ms, _ in whole_call_ms(call, 25)) for name, call in calls.items()}
     beside = {}
-    # One profile for all, and CUPTI stays ready after it: its end and a second start have crashed beside CUDA graphs.
+    # One profile for all, and CUPTI is kept running: stopping and restarting it has crashed beside CUDA graphs.
     with patch.dict(os.environ, TEARDOWN_CUPTI="0"), profile(activities=[ProfilerActivity.CUDA]) as seen:
         for name, call in calls.items():
-            call()  # the profiler's first
+            call()  # the first under the profiler
             torch.cuda.synchronize()
             started = time.perf_counter()
             for _ in range(CALLS - 1):
@@ -89,7 +89,7 @@ def launch_gaps(h: Harness) -> None:
 
 
 def kept_outputs(h: Harness) -> None:
-    """Each call's result, read after the next call: of reduce-overhead, cloned, and with both calls in one step."""
+    """Each call's result, read after the next call: under reduce-overhead, cloned, and with both calls in one step."""
     torch.compiler.reset()
     chain, inputs = make_chain(h), [h.randn(WIDTH) for _ in range(6)]
     wants = [chain(x) for x in inputs]

@@ -52,7 +52,7 @@ def user(op: Callable) -> Callable:
 
 
 def consequence(op: Callable, x: torch.Tensor, backend: str | None) -> str:
-    """What a user's code gets, compiled or (backend None) not: an error's kind, or how far it is from eager's."""
+    """What a user's code gets, compiled or (backend None) not: an error's kind, or its distance from eager's result."""
     torch.compiler.reset()
     called = torch.compile(user(op), backend=backend, fullgraph=True) if backend else user(op)
     try:

@@ -20,7 +20,7 @@ RECORDED = {
 
 
 class Replayed(Served):
-    """Under CUDA graphs an output lives until the next call, so that each is copied out."""
+    """Under CUDA graphs an output lives only until the next call, so each is copied out."""
 
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
         return super().__call__(x).clone()
@@ -42,7 +42,7 @@ def device_mib() -> float:
 def recorded(model: nn.Module, name: str, batches) -> tuple[Served, dict]:
     """A policy called until everything that it records is recorded, and what that took.
 
-    A size that is new to a graph runs as a warm-up the first time and is recorded the second time.
+    A size that is new to a graph runs as a warm-up the first time, and is recorded the second time.
     """
     policy, options = RECORDED[name]
     served = (Replayed if options else Served)(model, policy, **options)
@@ -60,7 +60,7 @@ def recorded(model: nn.Module, name: str, batches) -> tuple[Served, dict]:
 
 
 def cuda_graphs_over_sizes(h: Harness, model: nn.Module, batches) -> None:
-    """One compiled graph, and a CUDA graph for each size that it meets: their number, memory and time."""
+    """One compiled graph, and a CUDA graph for each size that it sees: their number, memory and time."""
     torch.compiler.reset()
     served, table = {}, {}
     for name in RECORDED:

@@ -42,7 +42,7 @@ def child_step() -> None:
 
 
 def debug_folder(h: Harness, folder: Path) -> None:
-    """What TORCH_COMPILE_DEBUG=1 wrote; each file has to show what is planted."""
+    """What TORCH_COMPILE_DEBUG=1 wrote; each file has to show what was planted for it."""
     graphs = sorted(folder.glob("torch_compile_debug/run_*/torchinductor/model__*"), key=lambda path: path.suffix)
     require(len(graphs) == 3, f"TORCH_COMPILE_DEBUG=1 kept {len(graphs)} graphs of 3")
     texts = {name: (graphs[-2] / name).read_text() for name in STAGES if (graphs[-2] / name).exists()}
@@ -98,7 +98,7 @@ def study(h: Harness) -> None:
             "TORCH_COMPILE_DEBUG_DIR": str(folder),
         }  # fmt: skip
         if h.device.type == "cpu":
-            # No search for the CPU's vector units; and with this switch torch imports Triton before the harness does.
+            # No search for the CPU's vector units; this switch also makes torch import Triton before the harness does.
             env |= {"TORCHINDUCTOR_VEC_ISA_OK": "1", "TRITON_INTERPRET": "1"}
         with h.progress("the switches of a process"), Child(child_step, env=env, timeout=TIMEOUT_S) as child:
             graphs = child.result()["graphs"]

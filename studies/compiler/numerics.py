@@ -15,8 +15,8 @@ from examples.compiler.numerics import measure, share_differing
 def study(h: Harness) -> None:
     if h.profile:
         return
-    # What is left in float32 is the order of sums and the fused multiply-add: one instruction of a GPU, which Triton
-    # uses unless it emulates; g++ is told to contract nothing.
+    # What is left in float32 is the order of sums and the fused multiply-add, a single GPU instruction that Triton uses
+    # unless it emulates; g++ is told to contract nothing.
     h.table("float32: rms error from float64, share of bits that differ from eager's", measure(h, torch.float32))
     show_random(h)
 

@@ -26,7 +26,7 @@ DRAWS = {
 
 
 def random_values(h: Harness, x: torch.Tensor) -> None:
-    """A number drawn within the compiled function: cache entries, breaks, and how many numbers the calls get."""
+    """A number drawn in the compiled function: cache entries, breaks, and how many different numbers the calls get."""
     rows = {}
     for name, fn in DRAWS.items():
         found = count_entries(fn, [lambda f: f(x)] * CALLS)
@@ -75,6 +75,6 @@ def study(h: Harness) -> None:
                 count_entries(scales, calls, dynamic=False, **options)
             loud[name] = "quiet"
         except (torch._dynamo.exc.RecompileError, torch._dynamo.exc.FailOnRecompileLimitHit) as error:
-            first = re.sub(r"\S*/", "", str(error).splitlines()[0])  # a file by its name
+            first = re.sub(r"\S*/", "", str(error).splitlines()[0])  # files by name, without their folders
             loud[name] = f"call {len(made)}: {type(error).__name__}: {first}"
     h.fact("made loud by", loud)

@@ -27,7 +27,7 @@ def study(h: Harness) -> None:
 
 
 class Scaled(Block):
-    """A block with a number of its own, as many models have: their depth, a scale that follows from it."""
+    """A block with a number of its own, as in many models: its depth, or a scale that follows from it."""
 
     def __init__(self, config: Config, scale: int | torch.Tensor) -> None:
         super().__init__(config)
@@ -46,10 +46,10 @@ def dynamo_alone(way: Callable, model: Transformer, tokens: torch.Tensor) -> dic
         return graph.forward
 
     torch.compiler.reset()
-    with logs(), watch() as seen:  # the warning at the limit is a count here
+    with logs(), watch() as seen:  # the warning at the limit, which is counted here
         try:
             way(model, backend=backend, fullgraph=False)(tokens)
-        except RuntimeError as error:  # of a region: torch 2.13 gives up where 2.11 makes a subgraph for each
+        except RuntimeError as error:  # from a region: torch 2.13 gives up where 2.11 makes a subgraph for each
             return {"raises": str(error).split(". ")[0].split(" for function code")[0]}
     nodes = [node for graph in graphs for node in graph.graph.nodes if node.op == "call_function"]
     calls = [node.args[0].target for node in nodes if "invoke_subgraph" in str(node.target)]
@@ -60,7 +60,7 @@ def dynamo_alone(way: Callable, model: Transformer, tokens: torch.Tensor) -> dic
 
 
 def what_shares(h: Harness, layers: int) -> None:
-    """On small blocks: one graph for all of them, and a number of its own in each, which undoes that."""
+    """On small blocks: one graph for all of them, and a number of its own in each, which defeats sharing."""
     config, found = replace(MINI, layers=layers), {}
     tokens, plain = h.randint(config.vocab, 1, 8), Transformer.random(config, h.device, torch.float32)
     models = {"equal blocks": plain}

@@ -20,7 +20,7 @@ def study(h: Harness) -> None:
 
 
 def within_another_threads_stance() -> str:
-    """A stance is one for the whole process: while one thread has set it, it holds in all of them."""
+    """A stance applies to the whole process: while one thread has set it, it holds in all threads."""
     inside, done = threading.Event(), threading.Event()
 
     def other() -> None:

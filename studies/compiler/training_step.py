@@ -26,7 +26,7 @@ from examples.compiler.training_step import (
 FUSED, COMPILED = "torch AdamW fused", "torch.compile AdamW"
 STEPS = 4
 NEAR = 4  # times eager's own error, after some steps
-ADAMW_BYTES = 28  # of a float32 parameter: it, its gradient and two moments are read, all but the gradient written
+ADAMW_BYTES = 28  # per float32 parameter: it, its gradient and two moments are read, all but the gradient written
 
 
 def study(h: Harness) -> None:
@@ -51,7 +51,7 @@ def study(h: Harness) -> None:
 
 
 def gradients(model: LanguageModel, losses: Callable) -> Callable:
-    """tokens -> the gradient of the mean loss by each parameter."""
+    """tokens -> the gradient of the mean loss with respect to each parameter."""
     parameters = list(model.parameters())
     return lambda tokens: torch.autograd.grad(losses(tokens).mean(), parameters)
 
@@ -93,10 +93,10 @@ def rms(x: torch.Tensor) -> float:
 
 
 def show_training(h: Harness, trainers: dict[str, Trainer], exact: Trainer, tokens: torch.Tensor) -> None:
-    """How far training has come after some steps: as far as in float64."""
+    """How far training has come after some steps, against float64."""
     first, want = after(0, exact, tokens), after(STEPS, exact, tokens)
     losses = {name: after(STEPS, trainer, tokens) for name, trainer in trainers.items()}
-    # Errors grow from step to step, so what a compiled step may be off follows from eager's own.
+    # Errors grow from step to step, so the error allowed to a compiled step follows from eager's own.
     allowed = NEAR * max(rms(losses[EAGER] - want), 2**-22 * rms(want))
     if not allowed < rms(want - first):
         raise VacuousCheck(f"losses after {STEPS} steps: {allowed:.3g} (rms) allowed, and no step at all is nearer")

@@ -1,8 +1,8 @@
 """when_it_helps, further: one operation by itself, after how many calls compiling has paid for itself, and a map.
 
 The map is eager against compiled over batch x tokens, on a GPU. One function with dynamic=True serves all cells: sizes
-of 1 are always specialized, so that it compiles up to four times instead of once for each cell, and its kernels may be
-a little slower than the lesson's, which are compiled for one size each.
+of 1 are always specialized, so it compiles up to four times instead of once for each cell, and its kernels may be a
+little slower than the lesson's, which are compiled for one size each.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from examples.compiler.when_it_helps import EAGER, bound_of
 BATCHES, TOKENS = (1, 2, 8, 32), (1, 16, 128, 512, 2048)
 MAP = "eager against compiled by batch x tokens"
 BLOCK_MS, TURNS = 12, 5  # of whole calls in a turn, which are three batches; turns of eager and compiled
-FAR = 0.05  # of the logits' norm: two bfloat16 runs are nearer to each other, zeros are not
+FAR = 0.05  # of the logits' norm: two bfloat16 runs are nearer than that to each other, zeros are not
 
 
 def scaled(x: torch.Tensor) -> torch.Tensor:
@@ -68,8 +68,8 @@ def study(h: Harness) -> None:
 
 
 def measure(calls: list) -> tuple[float, list[tuple[float, float, float]]]:
-    """How many times as fast as the first the second is, and for each the milliseconds of a call, of the host's part of
-    it and of the GPU's (see harness.bench): in turns, as a host's speed drifts by more than what is compared."""
+    """How many times as fast as the first the second is, and for each the milliseconds of a call, of its host part and
+    its GPU part (see harness.bench): timed in turns, as a host's speed drifts more than the difference."""
     alone = [enqueue_ms(call) for call in calls]
     turns = [[median_pair(whole_call_ms(call, BLOCK_MS)) for call in calls] for _ in range(TURNS)]
     ratio = statistics.median(first / second for (first, _), (second, _) in turns)

@@ -13,7 +13,7 @@ from examples.distributed.ddp import BUCKETS, Step, case_of, sizes
 
 
 def answer(table: Table) -> str:
-    """Which size is the fastest, or that it hardly matters, where all times are near each other."""
+    """Which size is the fastest, or that it hardly matters if all times are close."""
     fastest, slowest = min(table.rows, key=lambda row: row.ms), max(table.rows, key=lambda row: row.ms)
     ratio = f"{table.over(slowest.variant, fastest.variant):.2f}x"
     size = {row.variant: row.variant.partition(", ")[2] for row in table.rows}

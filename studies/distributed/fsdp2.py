@@ -15,7 +15,7 @@ from examples.distributed.fsdp2 import BEFORE, Step, row_of, sizes
 
 
 def part_of(parameters: Iterable[torch.Tensor], ranks: int) -> int:
-    """The elements of a rank's part of them: their rows are shared out, and padded to a multiple of the ranks."""
+    """The elements of a rank's part of the parameters: rows are padded to a multiple of the ranks and split evenly."""
     return sum(-(-len(each) // ranks) * (each.numel() // len(each)) for each in parameters)
 
 

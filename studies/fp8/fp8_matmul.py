@@ -2,7 +2,7 @@
 
 1. The code of each variant: no tensor-core instruction but FP8's, for e4m3 by e5m2.
 2. Squares and the layers of a transformer, scales per tensor and per row, beside all that torch._scaled_mm can be asked
-   for. Its calls with scales by row are its fastest but where K is 14336, so scales per tensor are also handed to it
+   for. Its calls with scales by row are its fastest except where K is 14336, so scales per tensor are also handed to it
    expanded to rows; `promoted` calls (use_fast_accum=False) add partial sums in float32, as blockwise_matmul does.
 """
 

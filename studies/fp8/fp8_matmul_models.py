@@ -3,7 +3,7 @@
 Four blocks of Llama 3 8B. At 4x2048 tokens 96 % of the FLOPs are in Linears, whose products FP8 does at twice the rate;
 of 2.0 GB of weights 1.7 are theirs, and FP8 halves them. With the embedding, which is also the head, left in bfloat16,
 a compute-bound call can gain up to 1.9x, one that only reads weights up to 1.8x. Quantizing activations costs part of
-that: a pass over each Linear's input (per tensor two), which Inductor fuses with what makes that input.
+that: a pass over each Linear's input (two if per tensor), which Inductor fuses with what makes that input.
 
 Weights are quantized ahead, activations in every call. As blocks repeat, one is compiled and called for each layer; the
 call is captured in a CUDA graph, as servers do, so that the host hardly counts. Eager bfloat16 is not captured.

@@ -1,8 +1,8 @@
 """Study of llama_block: where the time of the block goes, what each product gains, what each choice is worth.
 
-1. The time of each part, under torch.profiler, beside its least: FLOPs and bytes at the measured ceilings. Parts are
-   products, attention, and what lies between them, quantizers included. What lies between can beat its least where
-   a product's kernel does some of it: our SwiGLU.
+1. The time of each part, by torch.profiler, and its lower bound: FLOPs and bytes at the measured ceilings. Parts are
+   products, attention, and what lies between them, quantizers included. What lies between can beat its bound where a
+   product's kernel does part of it: our SwiGLU.
 2. Each of the twelve products (four Linears; forward, dx, dw) in bfloat16 and in FP8, and what its operands cost to
    quantize, by kernels of their own.
 3. Every choice of the lesson: torch.compile's modes (prefill), which of our kernels it is given, who multiplies in FP8,
@@ -170,7 +170,7 @@ def choices(block: Block, phase: str) -> Iterator[tuple[str, torch.nn.Module, st
     """Names and modules of every choice that the lesson has, the compiled block first, and who multiplies in FP8."""
     product = lesson.PRODUCT
     prefill = phase == "prefill"
-    # Of a training step max-autotune takes minutes to compile, for the same products.
+    # For a training step max-autotune takes minutes to compile, for the same products.
     for name in MODES if prefill else (lesson.COMPILED,):
         yield name, block, product
     fp8, use = (lesson.FP8Prefill if prefill else lesson.FP8Training), lesson.USE[phase]

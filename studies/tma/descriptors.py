@@ -1,9 +1,9 @@
 """descriptors, broken: what a launch does with a broken rule of a descriptor, or with a box at a forbidden place.
 
 A tensor that breaks one of RULES goes to Triton as it is, in a host descriptor and in one that the kernel makes; what
-TensorDescriptor refuses is not launched. A box breaks no rule of its descriptor, but begins where none may begin, or
-is stored to rows that end within 16 bytes. On a GPU each launch has a process of its own, as an illegal instruction
-ends the process's use of the GPU; without one the interpreter runs it.
+TensorDescriptor refuses is not launched. A box breaks no rule of its descriptor, but begins where none may begin, or is
+stored to rows whose length is no multiple of 16 bytes. On a GPU each launch has a process of its own, as an illegal
+instruction ends the process's use of the GPU; without one the interpreter runs it.
 """
 
 from __future__ import annotations

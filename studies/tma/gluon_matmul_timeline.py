@@ -2,10 +2,10 @@
 
 The kernel has the lesson's partitions, ring and stagger, less its other options, and a short K, so that two whole tiles
 of a program are a few dozen events. Thread 0 of each partition of program 0 reads %clock64 and stores it; all
-partitions of a program run on one SM, so that their clocks are one. A partition's MMA lasts here until the MMAs of the
+partitions of a program run on one SM, so they read the same clock. Here a partition's MMA lasts until the MMAs of the
 step before are done, as one step is in flight.
 
-Reading the clock costs a little: the same kernel is timed without. What a picture shows is the kernel that reads it.
+Reading the clock costs a little: the same kernel is also timed without. The picture shows the kernel that reads it.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """Study of the persistent TMA matmul: every schedule over sizes and layers, and who makes the descriptors.
 
 1. All five schedules and the rule of plan(), beside cuBLAS: squares and the layers of a transformer.
-2. Few tiles, where tiles of 128x256 would leave most SMs idle: in all of one wave, or in the second.
+2. Few tiles, where tiles of 128x256 would leave most SMs idle, in the only wave or in the second.
 3. Schedule split with descriptors made by the host for each call; by the host once (prepare_matmul); by each program
    before its loop; or by each program for every tile, as where each tile is of another matrix. The GPU's time of many
    short tiles shows what the last two cost it, and a caller in a loop, at a size of one tile for each program, what the

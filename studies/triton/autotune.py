@@ -1,9 +1,9 @@
 """autotune, measured: four configurations chosen by hand or 192, what a search costs, and what a later process pays.
 
-An elementwise kernel is tuned over the chapter's four BLOCK_SIZEs, and put beside each: the larger two equal torch.
+An elementwise kernel is tuned over the chapter's four BLOCK_SIZEs, and compared with each: the larger two equal torch.
 
-Every search starts from a cache directory that knows only the fixed configuration. The configurations that a search
-times are checked one by one, on poisoned outputs: it must choose among right ones.
+Every search starts from a cache directory that holds only the fixed configuration. The configurations that a search
+times are checked one by one, on poisoned outputs: a search must choose among correct ones.
 """
 
 from __future__ import annotations

@@ -1,10 +1,10 @@
 """cross_entropy, measured: what each way to make the gradient costs, in time and in memory.
 
-1. The code of the kernels: wide loads and stores, for classes that are no multiple of 8 too, whose rows begin anywhere;
-   of long rows, loads in flight to shared memory.
+1. The code of the kernels: wide loads and stores, even if the number of classes is no multiple of 8 and rows begin
+   anywhere; for long rows, loads in flight to shared memory.
 2. Loss and gradient, by when the gradient is made, with a gradient of the loss of 1 and of another number; beside eager
-   torch in 16 bits, whose logarithms are rounded to them.
-3. The memory that each takes at its peak, the logits included.
+   torch in 16 bits, which rounds its logarithms to 16 bits.
+3. The peak memory of each, the logits included.
 """
 
 from __future__ import annotations

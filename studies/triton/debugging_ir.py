@@ -1,7 +1,7 @@
 """debugging, the compiler's stages: what one load is at each, which pass made it so, and the switches that show them.
 
 The texts come from harness.codegen.dump, for GPUs that need not be here; with TRITON_DUMP_DIR=folder and
-TRITON_KERNEL_DUMP=1 Triton keeps them there. Its own switches are listed in triton/knobs.py.
+TRITON_KERNEL_DUMP=1 Triton writes them to that folder. Triton's own switches are in triton/knobs.py.
 """
 
 from __future__ import annotations

@@ -68,8 +68,8 @@ def child_sanitized() -> None:
 def read_memcheck(h: Harness, alone: str, cached: str) -> None:
     """`alone` is what was printed with every tensor an allocation of its own, `cached` with torch's allocator.
 
-    That one cuts tensors from pieces of 2 MiB, which are the allocations that compute-sanitizer knows: what leaves
-    a tensor and stays in its piece is in bounds.
+    The latter cuts tensors from pieces of 2 MiB, which are the allocations that compute-sanitizer knows: what leaves a
+    tensor and stays in its piece is in bounds.
     """
     _, places = memcheck_report(alone)
     known = r"Device not supported|Internal \w+ [Ee]rror|[Ii]nsufficient p(?:ermissions|rivileges)"

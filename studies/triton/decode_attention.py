@@ -3,7 +3,7 @@
 1. The code for tiles of 16, 32 and 64 rows, contiguous and paged: registers, spills, shared memory.
 2. One sequence to many, 1024 to 131072 keys: the call without options beside other numbers of parts, and torch.
 3. FlexAttention tuned by max-autotune, at one size.
-4. More queries and more heads to a head of keys: until the tensor cores take longer than memory.
+4. More queries, and more query heads per head of keys, until the tensor cores take longer than memory.
 5. Pages of 1 to 256 keys, keys of a head adjacent in memory or not; lengths of which most are short.
 6. The keys and values read and added up, by a kernel that does nothing else: a few tens of MiB do not reach the speed
    of a long copy.

@@ -1,7 +1,7 @@
 """Study of dropout: how many elements a call of Philox should serve.
 
-1. What limits the kernel: the multiplies of an element, counted in the PTX, beside the share of a copy's speed, with
-   one, four and eight elements to a call (one to a call is what `tl.rand` makes).
+1. What limits the kernel: the multiplies per element, counted in the PTX, beside the share of a copy's speed, with one,
+   four and eight elements to a call (one to a call is what `tl.rand` does).
 2. What a mask of bytes would cost by its traffic alone, beside what torch and torch.compile take.
 3. The bytes that autograd keeps for backward.
 """

@@ -1,13 +1,13 @@
 """Study of flash attention: training, what FlexAttention gains by tuning, and where wgmma finds its left operand.
 
-Forward + backward is one call: 3.5 times the FLOPs of forward; backward alone is 2.5 of them. It computes 7 products
-where one kernel needs 5 (flash_attention_backward.py), so that every run gives the same bits. The tensor cores do 1.4
-times the TFLOP/s that its rows show.
+Forward + backward is one call: 3.5 times the FLOPs of forward, of which backward alone is 2.5. Backward computes 7
+products where one kernel needs 5 (flash_attention_backward.py), so that every run gives the same bits. The tensor cores
+then do 1.4 times the TFLOP/s that the rows of backward show.
 
-FlexAttention's own options and torch.compile's max-autotune take some 10 s of compiling a case: they are timed here, at
-one size, and not in the lesson. The generated code says how many programs share an SM, and whether the left operands
-of their wgmma lie in registers or in shared memory: the weights come from registers, and at a head dim of 64 the
-queries too (the kernel adds 0 to them). At 128 the queries would spill.
+FlexAttention's own options and torch.compile's max-autotune take some 10 s of compiling per case, so they are timed
+here, at one size, and not in the lesson. The generated code shows how many programs share an SM, and whether the left
+operands of their wgmma lie in registers or in shared memory: the weights come from registers, and at a head dim of 64
+the queries too (the kernel adds 0 to them). At 128 the queries would spill.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """grouped_matmul, measured: beside Inductor's own kernel, with fewer bytes in flight, and from few tokens to many.
 
-With few tokens reading the weights is all the time, and padding costs nothing; with many the MMAs are, and what a
+With few tokens, reading the weights takes all the time and padding costs nothing; with many, the MMAs do, and what a
 group's last tile multiplies in vain counts.
 """
 
@@ -58,7 +58,7 @@ def with_stages(n: int) -> Callable:
 
 
 def tokens(h: Harness, E: int, N: int, K: int) -> None:
-    """From few tokens, where the weights are all the time, to many, where the MMAs are; FP8 too."""
+    """From few tokens, where reading the weights takes all the time, to many, where the MMAs do; FP8 too."""
     for T in h.pick(interpreted=(33,), quick=(256,), full=(512, 2048, 32768)):
         for fp8 in (False, True) if architecture(h.device) >= 89 else (False,):
             compare(h, experts(h, T, E, N, K, fp8), "skewed", title="tokens")

@@ -1,6 +1,6 @@
 """matmul, measured: how many rows of tiles a group should have, and at which shapes cuBLAS wins.
 
-The search runs for each width of a group; of tiles that are about as fast it takes now one, now another. Row by row,
+The search runs for each width of a group; among tiles that are about as fast it picks now one, now another. Row by row,
 132 programs of 128 x 128 are one row of tiles of a 16384-wide C, so each 128 rows of A read all of B again: 69 GB in
 all, 14 ms of an H200's 4.8 TB/s, beside 13 ms of MMAs. Tiles of 128 x 256 read half of that, which the MMAs hide.
 """

@@ -1,7 +1,7 @@
 """pipelined_matmul, in detail: what a stage takes, as predicted and as compiled, and where a further one stops helping.
 
-Predicted and compiled shared memory must agree: the wrapper refuses counts by the prediction. Where the time goes is
-estimated from the lesson's own times: with one stage a step contains the whole wait for a load.
+Predicted and compiled shared memory must agree, because the wrapper goes by the prediction when it refuses a count.
+Where the time goes is estimated from the lesson's own times: with one stage a step contains the whole wait for a load.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
 """skinny_matmul, measured: every number of rows, what stream-K is worth, and which tile is best for how many rows.
 
-Where the tiles are one wave, or several full ones, stream-K gives every program the same as a program per tile; 28672
+Where the tiles are one wave, or several full ones, stream-K gives every program what a program per tile gets. 28672
 outputs are 448 tiles up to 64 rows, whose last wave leaves 3 of 5 SMs idle. A wave that is not full costs less than its
-share of time: the SMs that still work get more of the memory's speed each, if they have enough bytes in flight.
+share of time: each SM still at work gets more of the memory's speed, if it has enough bytes in flight.
 """
 
 from __future__ import annotations

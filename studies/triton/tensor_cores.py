@@ -1,7 +1,7 @@
 """tensor_cores, explained: what rounding alone predicts of each error, and which instruction each precision becomes.
 
 The prediction rounds operands and result to their formats; its products and sums are exact. Where the measured error is
-no larger, the additions cost nothing; for tf32 the same comparison tells whether the unit rounds the bits or cuts them.
+no larger, the additions add none; for tf32 the comparison also tells whether the unit rounds or cuts the bits.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """vector_add, measured: from which size on memory is its limit, and what a size that 16 does not divide costs.
 
-Triton specializes a kernel on integers that 16 divides. Only then does it know that the mask has one value for all of
-a 128-bit access; of a vector with one element more, each thread loads and stores single elements.
+Triton specializes a kernel on integers that are divisible by 16. Only then does it know that the mask has one value for
+all of a 128-bit access; with one element more, each thread loads and stores single elements.
 """
 
 from __future__ import annotations

@@ -1,9 +1,9 @@
 """warp_specialized_matmul, in detail: every kind of loop on every architecture, the chapter's own, what is done twice.
 
 On Hopper the compiler leaves barriers that no partition uses in the first bytes of the ring of loaded tiles, without
-invalidating them as PTX demands. Without tools no result was ever wrong on an H200. Compute Sanitizer reports them as
-initialized twice, and results were wrong under its racecheck and synccheck, and once under memcheck. Where the wrong
-columns were looked at (the first two), they were those whose elements of b lie in those bytes, 4 for each buffer of the
+invalidating them as PTX demands. Without tools no result was ever wrong on an H200. Compute Sanitizer reports these
+barriers as initialized twice, and results were wrong under its racecheck and synccheck, and once under memcheck. Where
+the wrong columns were looked at (under the first two), their elements of b lie in those bytes, 4 for each buffer of the
 ring. So under a sanitizer the lesson runs the specialized kernels without holding them to a reference.
 """
 

@@ -1,8 +1,8 @@
 """weight_only_matmul, measured: what quantization loses, other sizes, programs to an SM, reading alone.
 
-A GEMM is checked against the weights as they are packed; what packing them lost is a table of its own, of normal
-weights and of such with heavy tails. Real weights differ, and so does what a model makes of the loss. The last tables
-are the floor for one row: a kernel that reads the same words and only adds them up. Where these are a few tens of MB it
+A GEMM is checked against the weights as they are packed; what packing lost has a table of its own, for normal weights
+and for heavy-tailed ones. Real weights differ, and so does what the loss does to a model. The last tables are the floor
+for one row: a kernel that reads the same words and only adds them up. Where the words are only a few tens of MB, it
 does not reach the speed of a long copy either.
 """
 

@@ -65,7 +65,7 @@ def census(h: Harness) -> None:
     x, index = h.randn(ROWS, WIDTH - 2).to(xla.device()), h.randint(4, ROWS).to(xla.device())
     groups: dict[str, list[str]] = {}
     for name in lines(x, index):
-        xla.settle()  # what the lines before left
+        xla.settle()  # what earlier lines left pending
         with xla.watch() as ran:
             y, at = x * 2 + 1, index + 1
             lines(y, at)[name]()

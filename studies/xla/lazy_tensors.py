@@ -76,7 +76,7 @@ def baked_in(h: Harness) -> None:
     }
     found = {}
     for i, (what, (fn, values)) in enumerate(cases.items()):
-        x, results = h.randn(ROWS, 67 + i), []  # a width each, so that no case finds the programs of another
+        x, results = h.randn(ROWS, 67 + i), []  # a width for each, so that no case finds another's programs
         there = x.to(xla.device())
         with xla.watch() as ran:
             for value in values:

@@ -30,7 +30,7 @@ def study(h: Harness) -> None:
 
 
 def host_ms(fn: Callable, *args, calls: int = 21) -> float:
-    """Median time in ms until fn has returned; what it left to run is waited for outside of the clock."""
+    """Median time in ms until fn has returned; what it left running is waited for outside the timed part."""
     times = []
     for _ in range(calls):
         xla.settle()
@@ -43,7 +43,7 @@ def host_ms(fn: Callable, *args, calls: int = 21) -> float:
 
 @torch.no_grad()
 def host(h: Harness) -> None:
-    """How long the host is busy with a call, of how long it takes in all."""
+    """How long the host is busy with a call, out of its total time."""
     model, tokens = given(h)
     rows = {row.variant: row for row in h.lesson[0].rows}
     there, moved = copy.deepcopy(model).to(xla.device()), tokens.to(xla.device())
@@ -62,7 +62,7 @@ def host(h: Harness) -> None:
 
 
 def cpu_tensors(h: Harness) -> None:
-    """What torch does with tensors that were not moved, all of which through_openxla refuses."""
+    """What torch does with tensors that were not moved to the device, all of which through_openxla refuses."""
     w, x = h.randn(43, 43), h.randn(5, 43)
     there, moved, told = w.to(xla.device()), x.to(xla.device()), {}
 

@@ -53,7 +53,7 @@ def outcome(fn: Callable, layers: list[nn.Module], x: torch.Tensor) -> str:
     try:
         with torch.no_grad():
             got = fn(moved, on_xla).cpu().double()
-    except Exception as error:  # also torch's own, which share no class
+    except Exception as error:  # also torch's own errors, which share no class
         xla.forget_pending()
         return f"{type(error).__name__}: {' '.join(str(error).split())[:170]}"
     with torch.no_grad():
@@ -77,7 +77,7 @@ def refusals(h: Harness, width: int) -> None:
 
 
 def kept_traces(h: Harness, width: int) -> None:
-    """is_layer_pure=True keeps the trace: it does not see another setting, nor that gradients are wanted now."""
+    """is_layer_pure=True keeps the trace: it notices neither a changed setting nor that gradients are now wanted."""
     x = h.randn(4, width).to(xla.device())
     layers = nn.ModuleList(Layer(width) for _ in range(2)).to(xla.device())
     stacked = Stacked(layers)

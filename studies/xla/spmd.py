@@ -27,7 +27,7 @@ WEIGHTS = 2 * LAYERS
 
 
 class Mlp(nn.Module):
-    """Residual blocks: x + down(silu(up(x))). At relu's kink one rounding would decide over a whole gradient."""
+    """Residual blocks: x + down(silu(up(x))). Not relu: at its kink, one rounding would decide a whole gradient."""
 
     def __init__(self, width: int, hidden: int) -> None:
         super().__init__()
@@ -104,7 +104,7 @@ def run_layout(case: Layout, model: Mlp, x: torch.Tensor, y: torch.Tensor, progr
     for layers, spec in ((model.up, case.up), (model.down, case.down)):
         for layer in layers:
             shard(layer.weight, mesh, spec)
-            if case.up == case.down:  # weights alone are cut: without a mark XLA cuts outputs as it likes
+            if case.up == case.down:  # only weights are cut: unmarked outputs are cut as XLA likes
                 layer.register_forward_hook(lambda *args: shard(args[-1], mesh, (case.rows, None)))
     xla.settle()
     programs.new()
@@ -150,7 +150,7 @@ def study(h: Harness) -> None:
         reported, out = on_devices(child_layouts, {"x": x, "y": y, "model": model.state_dict()})
 
     def learned(losses, after):
-        # Not the weights: they are so much larger than what three steps change that no step at all might pass.
+        # Not the weights: three steps change them so little that taking no step at all might pass.
         return (losses, *(p - before for p, before in zip(after, start, strict=True)))
 
     def float64(x, y):

@@ -26,7 +26,7 @@ def study(h: Harness) -> None:
 def normalize(x: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
     """Batch norm over the real rows. Their number is a sum on the device: as a Python number it may be a constant."""
     real, count = mask[:, None], mask.sum()
-    # where, not a product: whatever the padding has become, NaN too, it must not count.
+    # where, not a product: whatever the padding has become, even NaN, it must not count.
     mean = torch.where(real, x, 0).sum(0) / count
     variance = torch.where(real, x - mean, 0).square().sum(0) / count
     return (x - mean) * torch.rsqrt(variance + 1e-5)

@@ -39,7 +39,7 @@ def reading(h: Harness, config: Config, tokens: torch.Tensor) -> None:
 
 def schedule(h: Harness, trainer: Trainer, tokens: torch.Tensor) -> None:
     """A learning rate is an input of the program, until it is so small that weight decay multiplies by exactly 1."""
-    trainer(tokens)  # compiled here, unless an epoch before was of this shape
+    trainer(tokens)  # compiled here, unless an earlier epoch had this shape
 
     def step(lr: float) -> None:
         trainer.optimizer.param_groups[0]["lr"] = lr
