@@ -66,13 +66,15 @@ def is_offline(item: pytest.Item) -> bool:
     return any(getattr(fn, "__module__", "") in COMPILING for fn in named) and "h" not in item.fixturenames
 
 
-# --- several processes with one GPU: each compiles on a core of its own
+# --- several processes: threads of each would spin while they wait for one that has no core
 
-SHARED = "PYTEST_XDIST_WORKER" in os.environ and machine().mode == "gpu"
-GIB_A_WORKER = 6
-if SHARED:
+WORKER, GIB_A_WORKER = "PYTEST_XDIST_WORKER" in os.environ, 6
+SHARED = WORKER and machine().mode == "gpu"  # one GPU for all: each compiles on a core of its own
+if WORKER:
     torch.set_num_threads(1)
-    os.environ |= {"OMP_NUM_THREADS": "1", "TORCHINDUCTOR_COMPILE_THREADS": "1", "TORCHINDUCTOR_VEC_ISA_OK": "1"}
+    os.environ["OMP_NUM_THREADS"] = "1"
+if SHARED:
+    os.environ |= {"TORCHINDUCTOR_COMPILE_THREADS": "1", "TORCHINDUCTOR_VEC_ISA_OK": "1"}
 
 
 @pytest.hookimpl(optionalhook=True)

@@ -7,8 +7,8 @@
 Each test on the GPU first holds every variant to a float64 reference, ours on outputs filled with NaN before. Then it
 times them all in the same rounds, in a random order within each, and takes ratios within a round: a GPU that slows down
 as it warms slows both sides. TABLE below says which ratios are asked for; the run ends with what it measured beside it.
-Without a GPU every such test skips and says what it needs; the tests of TABLE run anywhere. Odd sizes and generated
-code are left to each technique's own tests.
+Beside other processes (pytest -n auto) nothing is timed. Without a GPU every such test skips and says what it needs;
+the tests of TABLE run anywhere. Odd sizes and generated code are left to each technique's own tests.
 """
 
 from __future__ import annotations

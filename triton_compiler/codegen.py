@@ -157,7 +157,8 @@ class Writer(Walker):
         number = number.replace(ToFloat, lambda a: a)
         for division in (FloatTrueDiv, IntTrueDiv):
             number = number.replace(division, lambda a, b: a / b)
-        number = number.replace(lambda part: part.is_Float and float(part).is_integer(), sympy.Integer)
+        whole = [each for each in number.atoms(sympy.Float) if float(each).is_integer() and abs(each) < WIDE]
+        number = number.xreplace({each: sympy.Integer(int(each)) for each in whole})
         top, bottom = map(size_of, number.as_numer_denom())
         if bottom == 1:
             return self.size(top)

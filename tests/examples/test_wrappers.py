@@ -216,8 +216,8 @@ def with_fewer_rows(wrapper, arguments):
 
 
 def close(got, want) -> bool:
-    if isinstance(want, tuple):
-        return all(close(*pair) for pair in zip(got, want, strict=True))
+    if isinstance(want, tuple):  # a gradient of rows, which is no sum over them, and one of the weight
+        return same(got[:-1], want[:-1]) and close(got[-1], want[-1])
     return torch.allclose(got.float(), want.float(), rtol=max(torch.finfo(want.dtype).eps, 1e-5), atol=1e-3)
 
 

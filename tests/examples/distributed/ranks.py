@@ -13,6 +13,14 @@ import pytest
 import torch
 
 PRELOAD = ["harness", "examples.distributed.one_shot_allreduce"]
+ON_A_CPU = {"CUDA_VISIBLE_DEVICES": "", "TRITON_INTERPRET": "1"}
+
+
+def needs_the_interpreter() -> None:
+    """Skip where ranks cannot interpret kernels, be it that this process, on a GPU, does not."""
+    with patch.dict(os.environ, ON_A_CPU):
+        if missing := machine().lacks(Needs.parse("triton")):
+            pytest.skip(missing)
 
 
 def on_ranks(fn, world: int = 2, timeout_s: float = 25) -> list[str]:
@@ -24,10 +32,7 @@ def on_ranks(fn, world: int = 2, timeout_s: float = 25) -> list[str]:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
     ranks = [context.Process(target=_rank, args=(fn, rank, world, port, results)) for rank in range(world)]
-    on_a_cpu = {"CUDA_VISIBLE_DEVICES": "", "TRITON_INTERPRET": "1", "OMP_NUM_THREADS": "1"}
-    with patch.dict(os.environ, PYTHONPATH=str(Path(__file__).parents[3]), **on_a_cpu):
-        if missing := machine().lacks(Needs.parse("triton")):
-            pytest.skip(missing)
+    with patch.dict(os.environ, PYTHONPATH=str(Path(__file__).parents[3]), OMP_NUM_THREADS="1", **ON_A_CPU):
         for each in ranks:
             each.start()
     found: dict[int, str] = {}

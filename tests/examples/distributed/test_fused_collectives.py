@@ -5,7 +5,7 @@ import time
 import pytest
 import torch
 
-from tests.examples.distributed.ranks import on_ranks
+from tests.examples.distributed.ranks import needs_the_interpreter, on_ranks
 
 
 def products(rank: int) -> str:
@@ -35,6 +35,7 @@ def products(rank: int) -> str:
 
 
 def test_each_call_uses_its_own_numbers():
+    needs_the_interpreter()
     assert on_ranks(products) == ["right", "right"]
 
 

@@ -206,7 +206,7 @@ def test_the_gradient_of_a_linear_is_that_of_what_it_multiplied(h):
         gots = (y.detach(), *torch.autograd.grad(y, leaves, dy))
         wants = x.double() @ w.double().t(), dy.double() @ w.double(), dy.double().t() @ x.double()
         for got, want in zip(gots, wants, strict=True):
-            assert off_by(got, (want,)) < torch.finfo(h.half).eps
+            assert off_by(got, (want,)) < torch.finfo(h.half).eps / 2  # of a rounding to 16 bits: 0.2 eps
 
 
 def test_a_scale_that_is_four_times_too_large_is_no_result_that_passes(h, monkeypatch):
