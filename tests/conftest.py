@@ -5,6 +5,7 @@ memory.
 """
 
 import contextlib
+import functools
 import itertools
 import os
 import subprocess
@@ -198,10 +199,11 @@ def locked(path: Path):
 def gpu_gib():
     """Skip a test that needs more GPU memory than there is: gpu_gib(40). Of several processes one at a time gets it."""
     with contextlib.ExitStack() as held:
+        take_turn = functools.cache(lambda: held.enter_context(locked(Path(__file__))))  # twice would wait for itself
 
         def need(gib: float) -> None:
             if SHARED:
-                held.enter_context(locked(Path(__file__)))
+                take_turn()
             for spare in range(20, -1, -1) if SHARED else [0]:  # for tests that need less, which let go of theirs
                 free = torch.cuda.mem_get_info()[0] / 2**30
                 if free >= gib + spare:

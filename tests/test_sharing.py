@@ -1,9 +1,11 @@
 """Tests of several processes that share a GPU: their order, and who gets its memory."""
 
+import contextlib
 import threading
 from types import SimpleNamespace
 
 import pytest
+import torch
 
 from tests.conftest import in_turns, locked
 
@@ -41,3 +43,21 @@ def test_the_memory_is_for_one_at_a_time(tmp_path):
     for each in users:
         each.join()
     assert inside == ["in", "out"] * 4
+
+
+def test_a_test_that_asks_twice_does_not_wait_for_itself(monkeypatch, gpu_gib):
+    lock, taken = threading.Lock(), []
+
+    @contextlib.contextmanager
+    def once(path):
+        assert lock.acquire(blocking=False), "it waits for itself"
+        taken.append(path)
+        yield
+        lock.release()
+
+    for name, value in (("SHARED", True), ("locked", once)):
+        monkeypatch.setitem(gpu_gib.__globals__, name, value)
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda: (2**40, 2**40))
+    gpu_gib(1)
+    gpu_gib(2)
+    assert len(taken) == 1
