@@ -41,9 +41,9 @@ from examples.triton.decode_attention_operands import any_order, in_pages, input
 DTYPES = (torch.float16, torch.bfloat16)
 # Head dim -> keys of a block, warps for 16 rows, buffers of K and V. A block is 16 KiB, and two or three are in flight.
 TILES = {64: (64, 2, 3), 128: (32, 2, 3)}
-# Rows of a tile -> shared memory of a program. An SM of sm_90 runs 4, 3 and 2 of them; 40 KiB in flight on it saturate
-# memory. Where there are more rows there are more tiles, which find K and V in L2.
+# Rows of a tile -> shared memory of a program. With more rows there are more tiles, which find K and V in L2.
 SHARED_KIB = {16: 56, 32: 60, 64: 82}
+AT_ONCE = 2  # programs of an SM: they saturate memory; with more, parts are shorter, and more of them are to merge
 # Keys of a part: fewer are not worth a program; with more, where lengths differ, the longest sequence would end alone.
 PART_MIN, PART_MAX = 128, 4096
 START = 64  # keys that a program could read in the time of its start and its end
@@ -51,17 +51,17 @@ START = 64  # keys that a program could read in the time of its start and its en
 
 @triton.jit
 def decode_attention_kernel(
-    q_ptr, k_ptr, v_ptr, lengths_ptr, table_ptr, o_ptr, lse_ptr, stats_ptr, scale, keys, splits, H_KV, TILES_M,
+    q_ptr, k_ptr, v_ptr, lengths_ptr, table_ptr, o_ptr, lse_ptr, stats_ptr, scale, keys, splits,
     stride_qb, stride_qh, stride_qs, stride_kb, stride_kh, stride_kt, stride_vb, stride_vh, stride_vt, stride_table,
-    GROUP: tl.constexpr, S_Q: tl.constexpr, D: tl.constexpr, PAGE: tl.constexpr, SPLIT: tl.constexpr,
-    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, STAGES: tl.constexpr, EARLY: tl.constexpr,
+    H_KV: tl.constexpr, TILES_M: tl.constexpr, GROUP: tl.constexpr, S_Q: tl.constexpr, D: tl.constexpr,
+    PAGE: tl.constexpr, SPLIT: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, STAGES: tl.constexpr,
+    EARLY: tl.constexpr,
 ):  # fmt: skip
     if EARLY:
         tl.extra.cuda.gdc_launch_dependents()  # once every program has started, the merge's may
     # Tiles that read the same keys run side by side, then heads: in most caches these are neighbours in memory.
-    pid = tl.program_id(0)
-    tile, h_kv = pid % TILES_M, (pid // TILES_M % H_KV).to(tl.int64)
-    part, b = pid // (TILES_M * H_KV) % splits, (pid // (TILES_M * H_KV) // splits).to(tl.int64)
+    pid, part = tl.program_id(0), tl.program_id(1)
+    tile, h_kv, b = pid % TILES_M, (pid // TILES_M % H_KV).to(tl.int64), (pid // (TILES_M * H_KV)).to(tl.int64)
     n, size = part_of_keys(lengths_ptr, b, keys, splits, BLOCK_N)
     if SPLIT and part * size >= n:
         return
@@ -106,7 +106,7 @@ def decode_attention_kernel(
     if SPLIT:
         o_row = o_row * splits + part
         tl.store(stats_ptr + o_row, row_max, mask=inside)
-        sums_ptr = stats_ptr + tl.num_programs(0).to(tl.int64) // TILES_M * (GROUP * S_Q)
+        sums_ptr = stats_ptr + (tl.num_programs(0) // TILES_M).to(tl.int64) * (GROUP * S_Q) * splits
         tl.store(sums_ptr + o_row, row_sum, mask=inside)
     else:
         acc = tl.where((last >= 0)[:, None], acc / row_sum[:, None], 0.0)  # no key is seen: 0
@@ -121,7 +121,7 @@ def count_splits(device: torch.device, programs: int, keys: int, ragged: bool = 
     `ragged`: some have fewer keys. Then the number of waves is unknown, and parts of at most PART_MAX even them out.
     """
     sms, shared_bytes = device_limits(device)
-    slots = sms * (shared_bytes // (SHARED_KIB[block_m] * 1024))
+    slots = sms * min(AT_ONCE, shared_bytes // (SHARED_KIB[block_m] * 1024))
     least, most = triton.cdiv(keys, PART_MAX) if ragged else 1, triton.cdiv(keys, PART_MIN)
 
     def time(splits: int) -> int:  # in keys
@@ -171,12 +171,12 @@ def decode_attention(
         if splits > 1:
             parts = torch.empty((*q.shape[:3], splits, D), dtype=torch.float32, device=q.device)
             stats = torch.empty((2, *q.shape[:3], splits), dtype=torch.float32, device=q.device)
-        decode_attention_kernel[(B * H_kv * tiles_m * splits,)](
-            q, k, v, lengths, block_table, parts, lse, stats, scale * math.log2(math.e), keys, splits, H_kv, tiles_m,
+        decode_attention_kernel[(B * H_kv * tiles_m, splits)](
+            q, k, v, lengths, block_table, parts, lse, stats, scale * math.log2(math.e), keys, splits,
             *q.stride()[:3], *k.stride()[:3], *v.stride()[:3], block_table.stride(0) if page else 0,
-            GROUP=H // H_kv, S_Q=S_q, D=D, PAGE=page, SPLIT=splits > 1, BLOCK_M=block_m, BLOCK_N=block_n,
-            # The page is loaded before K and V are: each takes a stage.
-            STAGES=1 + buffers * (2 if page else 1), EARLY=early, num_warps=num_warps * (1 if block_m == 16 else 2),
+            H_KV=H_kv, TILES_M=tiles_m, GROUP=H // H_kv, S_Q=S_q, D=D, PAGE=page, SPLIT=splits > 1,
+            BLOCK_M=block_m, BLOCK_N=block_n, EARLY=early, num_warps=num_warps * (1 if block_m == 16 else 2),
+            STAGES=1 + buffers * (2 if page else 1),  # a page's number is loaded before K and V: each takes a stage
         )  # fmt: skip
         if splits > 1:
             launch_merge(parts, stats, lengths, o, lse, keys, splits, block_n, early)

@@ -744,6 +744,9 @@ the scale of the scores is not in powers of 2
 the sum of a part is not rescaled when the maximum grows
   - lane_sums = lane_sums * alpha + weights
   + lane_sums = lane_sums + weights
+the sums of some parts lie over the maxima of others
+  - (tl.num_programs(0) // TILES_M).to(tl.int64) * (GROUP * S_Q) * splits
+  + (tl.num_programs(0) // TILES_M).to(tl.int64) * (GROUP * S_Q)
 the last keys belong to no part
   - tl.cdiv(tl.cdiv(n, splits), BLOCK_N)
   + n // splits // BLOCK_N

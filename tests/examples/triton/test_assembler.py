@@ -9,15 +9,13 @@ import pytest
 import torch
 
 from examples.triton.cross_entropy import loss_and_gradient
-from examples.triton.decode_attention import decode_attention
 from examples.triton.flash_attention import flash_attention
 from tests.examples.triton.helpers import BEFORE_39, meta
 
-LOGITS, QUERY, KEYS = meta(8192, 128256), meta(1, 32, 1, 128), meta(1, 8, 16384, 128)
+LOGITS = meta(8192, 128256)
 LONG, RAGGED = meta(4, 32, 4096, 64), meta(4, 32, 4100, 64)
 CALLS = [
     (loss_and_gradient, (LOGITS, meta(8192, dtype=torch.int64)), "cross_entropy_split_kernel"),
-    (decode_attention, (QUERY, KEYS, KEYS), "decode_attention_kernel"),
     (flash_attention, (RAGGED, RAGGED, RAGGED), "flash_attention_hopper_kernel"),
     (flash_attention, (LONG, LONG, LONG, True), "flash_attention_hopper_kernel"),
 ]
