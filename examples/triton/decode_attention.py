@@ -82,10 +82,9 @@ def decode_attention_kernel(
     for first in tl.range(part * size, end, BLOCK_N, num_stages=STAGES):
         key = first + tl.arange(0, BLOCK_N)
         there = (key < end)[:, None]  # beyond the end of a sequence a cache holds anything, NaN too
-        if PAGE > 0 and PAGE % BLOCK_N > 0:  # keys of a block are in several pages
+        if PAGE > 0 and PAGE % BLOCK_N > 0:  # a block is in several pages, and begins with one if they divide it
             page = tl.load(table_ptr + b * stride_table + key // PAGE, mask=key < end, other=0).to(tl.int64)
-            slot, lane = (0, tl.arange(0, BLOCK_N) % PAGE) if BLOCK_N % PAGE == 0 else (key % PAGE, 0)
-            slot, lane = tl.cast(slot, tl.int64), tl.cast(lane, tl.int64)
+            slot, lane = ((tl.arange(0, BLOCK_N) if BLOCK_N % PAGE == 0 else key) % PAGE).to(tl.int64), 0
         else:  # one address, and offsets from it that stay in registers
             page, slot, lane = b, tl.cast(first, tl.int64), tl.arange(0, BLOCK_N).to(tl.int64)
             if PAGE > 0:
