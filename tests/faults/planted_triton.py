@@ -738,6 +738,9 @@ every sequence has the pages of the first
 the pages of a block that lies within one start at the sequence's keys
   - slot % PAGE
   + slot
+pages that do not divide a block of keys are read as if they did
+  - if BLOCK_N % PAGE == 0 else key) % PAGE
+  + if PAGE > 0 else key) % PAGE
 the scale of the scores is not in powers of 2
   - scale * math.log2(math.e), keys
   + scale, keys
