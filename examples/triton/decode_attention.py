@@ -59,9 +59,9 @@ def decode_attention_kernel(
 ):  # fmt: skip
     if EARLY:
         tl.extra.cuda.gdc_launch_dependents()  # once every program has started, the merge's may
-    # Tiles that read the same keys run side by side, then heads: in most caches these are neighbours in memory.
-    pid, part = tl.program_id(0), tl.program_id(1)
-    tile, h_kv, b = pid % TILES_M, (pid // TILES_M % H_KV).to(tl.int64), (pid // (TILES_M * H_KV)).to(tl.int64)
+    pid = tl.program_id(0)  # side by side: tiles that read the same keys, heads (neighbours in most caches), parts
+    tile, h_kv, item = pid % TILES_M, (pid // TILES_M % H_KV).to(tl.int64), pid // (TILES_M * H_KV)
+    part, b = item % splits, (item // splits).to(tl.int64)
     n, size = part_of_keys(lengths_ptr, b, keys, splits, BLOCK_N)
     if SPLIT and part * size >= n:
         return
@@ -106,7 +106,7 @@ def decode_attention_kernel(
     if SPLIT:
         o_row = o_row * splits + part
         tl.store(stats_ptr + o_row, row_max, mask=inside)
-        sums_ptr = stats_ptr + (tl.num_programs(0) // TILES_M).to(tl.int64) * (GROUP * S_Q) * splits
+        sums_ptr = stats_ptr + (tl.num_programs(0) // TILES_M).to(tl.int64) * (GROUP * S_Q)
         tl.store(sums_ptr + o_row, row_sum, mask=inside)
     else:
         acc = tl.where((last >= 0)[:, None], acc / row_sum[:, None], 0.0)  # no key is seen: 0
@@ -171,7 +171,7 @@ def decode_attention(
         if splits > 1:
             parts = torch.empty((*q.shape[:3], splits, D), dtype=torch.float32, device=q.device)
             stats = torch.empty((2, *q.shape[:3], splits), dtype=torch.float32, device=q.device)
-        decode_attention_kernel[(B * H_kv * tiles_m, splits)](
+        decode_attention_kernel[(B * H_kv * tiles_m * splits,)](
             q, k, v, lengths, block_table, parts, lse, stats, scale * math.log2(math.e), keys, splits,
             *q.stride()[:3], *k.stride()[:3], *v.stride()[:3], block_table.stride(0) if page else 0,
             H_KV=H_kv, TILES_M=tiles_m, GROUP=H // H_kv, S_Q=S_q, D=D, PAGE=page, SPLIT=splits > 1,

@@ -528,6 +528,9 @@ the exponents of large numbers are rounded  [tests=examples/common/test_exponent
 the gradient of a shared row is that of the one before
   - tl.store(grad_slice + lane, grad.to(grad_ptr.dtype.element_ty), mask=lane < own * WIDTH)
   + tl.store(grad_slice + groups * stride_gm + lane, grad.to(grad_ptr.dtype.element_ty), mask=lane < own * WIDTH)
+the largest of negative maxima is the lowest
+  - return bits ^ ((bits >> 31) & 0x7FFFFFFF)
+  + return bits
 two parts of a shared row write the target's column
   - in_slice = (at >= first) & (at < first + part_vectors * WIDTH)
   + in_slice = at >= first
@@ -748,8 +751,8 @@ the sum of a part is not rescaled when the maximum grows
   - lane_sums = lane_sums * alpha + weights
   + lane_sums = lane_sums + weights
 the sums of some parts lie over the maxima of others
-  - (tl.num_programs(0) // TILES_M).to(tl.int64) * (GROUP * S_Q) * splits
-  + (tl.num_programs(0) // TILES_M).to(tl.int64) * (GROUP * S_Q)
+  - (tl.num_programs(0) // TILES_M).to(tl.int64) * (GROUP * S_Q)
+  + (tl.num_programs(0) // TILES_M).to(tl.int64) * S_Q
 the last keys belong to no part
   - tl.cdiv(tl.cdiv(n, splits), BLOCK_N)
   + n // splits // BLOCK_N
