@@ -28,7 +28,7 @@ from examples.common.device import architecture, device_limits
 from examples.common.stream_k import first_unit, fit_tile, launch_stream_k, load_block, start_dependents, store_share
 from examples.common.tma import tma_descriptor, tma_takes
 from examples.common.untraced import untraced
-from examples.triton.skinny_matmul_gemv import DTYPES, check_linear, skinny_matmul_gemv, takes_gemv
+from examples.triton.skinny_matmul_gemv import DTYPES, check_linear, skinny_matmul_gemv
 
 # BLOCK_M, BLOCK_N, BLOCK_K, warps. x is read again, from L2, for every BLOCK_N outputs.
 TILES = [(16, 64, 256, 4), (32, 64, 128, 4), (64, 64, 128, 4), (128, 128, 64, 8), (256, 128, 64, 8)]
@@ -97,11 +97,11 @@ def skinny_matmul(x: torch.Tensor, w: torch.Tensor) -> torch.Tensor:
     """x [M, K] times w [N, K] transposed, as torch.nn.functional.linear(x, w): y [M, N], contiguous, in their dtype.
 
     float16 or bfloat16, any sizes (0 too), K contiguous and any row strides; the accumulator is float32. One row takes
-    skinny_matmul_gemv where N is large, all else skinny_matmul_stream_k. Raises TypeError for another dtype or two;
-    ValueError for rank, inner sizes or layout; RuntimeError for no Triton or an input that requires grad.
+    skinny_matmul_gemv, more take skinny_matmul_stream_k. Raises TypeError for another dtype or two; ValueError for
+    rank, inner sizes or layout; RuntimeError for no Triton or an input that requires grad.
     """
-    M, N, _ = check_linear("skinny_matmul", x, w, DTYPES)
-    return (skinny_matmul_gemv if M == 1 and takes_gemv(N, x.device) else skinny_matmul_stream_k)(x, w)
+    M, _, _ = check_linear("skinny_matmul", x, w, DTYPES)
+    return (skinny_matmul_gemv if M == 1 else skinny_matmul_stream_k)(x, w)
 
 
 def reference(x: torch.Tensor, w: torch.Tensor) -> torch.Tensor:
@@ -127,7 +127,7 @@ def demo(h: Harness) -> None:
     w, tma = h.meta(8192, 8192), ("cp.async.bulk.tensor", "mbarrier")
     find = {80: ("cp.async", "mma.sync"), 90: (*tma, "wgmma"), 100: (*tma, "tcgen05.mma"), 120: (*tma, "mma.sync")}
     h.codegen(skinny_matmul, h.meta(16, 8192), w, find=find)
-    h.codegen(skinny_matmul_gemv, h.meta(1, 8192), w, find=dict.fromkeys(find, ("cp.async", "fma.f32")))
+    h.codegen(skinny_matmul_gemv, h.meta(1, 8192), w, find=dict.fromkeys(find, ("ld.global.v4", "fma.f32")))
 
     rows = h.pick(interpreted=(1, 16), quick=(1, 16, 64), full=(1, 16, 64, 256))
     sizes = h.pick(interpreted=[(72, 264)], quick=[(4096, 4096)], full=[(8192, 8192), (28672, 8192)])

@@ -1,4 +1,6 @@
-"""skinny_matmul, measured: every number of rows, what stream-K is worth, and which tile is best for how many rows.
+"""skinny_matmul, measured: one row, every number of rows, what stream-K is worth, and which tile suits how many rows.
+
+One row by FMAs is measured beside the same kernel for a K that it does not know: a loop, and a mask on every load.
 
 Where the tiles are one wave, or several full ones, stream-K gives every program what a program per tile gets. 28672
 outputs are 448 tiles up to 64 rows, whose last wave leaves 3 of 5 SMs idle. A wave that is not full costs less than its
@@ -14,16 +16,53 @@ from harness import Harness, Work
 
 import torch
 import triton
+import triton.language as tl
 
 from examples.common.stream_k import fit_tile
 from examples.triton import skinny_matmul as lesson
 from examples.triton.skinny_matmul import compare, reference, skinny_matmul, skinny_matmul_stream_k
+from examples.triton.skinny_matmul_gemv import BLOCK_K_MAX, BLOCK_K_MIN, VECTOR, skinny_matmul_gemv
 
 
 def study(h: Harness) -> None:
+    one_row(h)
     every_number_of_rows(h)
     whole_tiles(h)
     tiles(h)
+
+
+@triton.jit
+def any_k_kernel(x_ptr, w_ptr, y_ptr, stride_wn, K, BLOCK_K: tl.constexpr):
+    """skinny_matmul_gemv_kernel for x [K], w [N, K] and y [N] of 16 bits, with K known at run time."""
+    n, inner = tl.program_id(0), tl.arange(0, BLOCK_K)
+    w_ptr += n.to(tl.int64) * stride_wn
+    acc = tl.zeros((BLOCK_K,), tl.float32)
+    for k in tl.range(0, K, BLOCK_K, num_stages=1):
+        w = tl.load(w_ptr + k + inner, mask=inner < K - k, other=0.0, eviction_policy="evict_first")
+        x = tl.load(x_ptr + k + inner, mask=inner < K - k, other=0.0, eviction_policy="evict_last")
+        acc += w.to(tl.float32) * x.to(tl.float32)
+    tl.store(y_ptr + n, tl.sum(acc, axis=0).to(y_ptr.dtype.element_ty))
+
+
+def any_k(x: torch.Tensor, w: torch.Tensor) -> torch.Tensor:
+    y = torch.empty((1, w.shape[0]), dtype=x.dtype, device=x.device)
+    block_k = max(BLOCK_K_MIN, min(triton.next_power_of_2(x.shape[1] + 1) // 4, BLOCK_K_MAX))
+    any_k_kernel[(w.shape[0],)](x, w, y, w.stride(0), x.shape[1], BLOCK_K=block_k, num_warps=block_k // (32 * VECTOR))
+    return y
+
+
+def one_row(h: Harness) -> None:
+    """FMAs beside MMAs and beside a K at run time, where K is short, long, or no whole number of blocks."""
+    more = {"FMAs": skinny_matmul_gemv, "MMAs": skinny_matmul_stream_k, "FMAs, K at run time": any_k}
+    sizes = [(8192, 8192), (1024, 8192), (4096, 4096), (14336, 4096), (4096, 14336), (5120, 5120), (8192, 28672)]
+    tables = [
+        compare(h, 1, *size, more, title="one row")
+        for size in h.pick(interpreted=[(72, 600)], quick=[(1024, 4096)], full=sizes)
+    ]
+    if all(tables):
+        for name in ("MMAs", "FMAs, K at run time"):
+            ratios = [table.over(name, "FMAs") for table in tables]
+            h.say(f"FMAs over {name}: {min(ratios):.2f} to {max(ratios):.2f}x")
 
 
 def every_number_of_rows(h: Harness) -> None:

@@ -1,8 +1,9 @@
 """skinny_matmul: any share of any tile, both kernels at every edge, layouts, tiles that fit, bad input, the code."""
 
 import itertools
+import re
 
-from harness.codegen import compile_for
+from harness.codegen import compile_for, dump
 
 import pytest
 import torch
@@ -12,7 +13,6 @@ from hypothesis import strategies as st
 from examples.common import stream_k
 from examples.common.device import SHARED_LIMIT, Limits
 from examples.triton import skinny_matmul as lesson
-from examples.triton import skinny_matmul_gemv as gemv
 from examples.triton.skinny_matmul import skinny_matmul, skinny_matmul_gemv, skinny_matmul_stream_k
 from tests.examples.triton import helpers
 from tests.examples.triton.helpers import INF, NAN, check_product, code, meta, products, refused
@@ -92,17 +92,22 @@ def test_tiles_that_the_sms_hold_at_once_beyond_64_rows(h, monkeypatch):
     assert lesson.tiles_for(128, 28672, h.device) is lesson.tiles_for(256, 28672, h.device) is lesson.TILES
 
 
-def test_one_row_takes_the_kernel_that_was_recorded_as_the_faster_one(h, monkeypatch):
-    """Without MMAs from so many outputs that an SM has PER_SM of its programs: on 132 SMs more than 8192, not 28672."""
+def test_one_row_takes_fmas_and_more_take_mmas(h, monkeypatch):
     called = []
     for name in ("skinny_matmul_gemv", "skinny_matmul_stream_k"):
         monkeypatch.setattr(lesson, name, lambda *_, name=name: called.append(name.removeprefix("skinny_matmul_")))
-    busy = gemv.OUTPUTS * gemv.PER_SM * gemv.device_limits(h.device).sms
-    for M, N in ((1, busy), (1, busy - 1), (2, busy)):
-        skinny_matmul(h.randn(M, 8, dtype=h.half), h.randn(N, 8, dtype=h.half))
-    assert called == ["gemv", "stream_k", "stream_k"]
-    monkeypatch.setattr(gemv, "device_limits", lambda _: Limits(132, SHARED_LIMIT[90]))
-    assert [gemv.takes_gemv(N, h.device) for N in (8192, 28672)] == [False, True]
+    for M in (1, 2):
+        skinny_matmul(h.randn(M, 8, dtype=h.half), h.randn(9, 8, dtype=h.half))
+    assert called == ["gemv", "stream_k"]
+
+
+@pytest.mark.parametrize(("K", "vectors"), [(304, 2), (4096, 2), (5120, 3), (14336, 4)])
+def test_vectors_of_a_thread_for_one_row(K, vectors):
+    """16 bytes at a time where rows are aligned, of weights and of x; what K has beyond whole blocks is one more."""
+    for sm in SHARED_LIMIT:
+        ptx = dump(skinny_matmul_gemv, (meta(1, K), meta(64, K)), sm=sm)["ptx"]
+        loads = [len(re.findall(rf"ld\.global\.L1::{name}\S*\.v4\.b32", ptx)) for name in ("evict_first", "evict_last")]
+        assert loads == [vectors, vectors]
 
 
 @pytest.mark.parametrize("sm", SHARED_LIMIT)
@@ -179,5 +184,5 @@ def test_generated_code(sm, found, rows):
         tiles = lesson.TILES if M <= 64 else lesson.ONE_WAVE[M // 256 :]
         m, n, *_ = stream_k.fit_tile(tiles, M, lesson.STAGES, torch.device("cpu"))
         assert kernel.shared * n / (m + n) >= 64 * 1024 or sm != 90
-    kernel = code(sm, "cp.async fma.f32", skinny_matmul, meta(1, 8192), meta(28672, 8192))
-    assert kernel.registers <= 80, "six programs to an SM"
+    kernel = code(sm, "ld.global.v4 fma.f32", skinny_matmul, meta(1, 8192), meta(28672, 8192))
+    assert kernel.registers * kernel.warps * 32 <= 65536 // 4, "four programs to an SM"
