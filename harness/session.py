@@ -214,7 +214,10 @@ class Harness:
         if self.interpreted or self.SANITIZED:
             kept = [*own, baseline] if self.interpreted or max_error_ratio else own
             variants = {name: fn for name, fn in variants.items() if name in kept}
-        if self.profile:
+        if self.profile:  # what another table has had under the same name is not called again: ranges would add up
+            variants = {
+                name: variants[name] for name in variants if range_name(table, name) not in self.record.profiled
+            }
             bench.profile_variants(table, variants, inputs, self.machine, self.progress)
             self.record.profiled |= {range_name(table, name): work.record() for name in variants}
             self.say(f"profiled  {table.title}  {table.case}: {', '.join(variants)}")

@@ -424,3 +424,12 @@ def test_a_sample_names_its_command_its_machine_and_every_technique(name):
         named = re.search(rf"^ ?(?:techniques: .*)?\b{technique.name}\b", "\n".join(body), re.M)
         assert bool(named) == (technique.name not in NOT_PROFILED_YET), technique.name
     assert not re.search(r"(?<![\w.)])/\w[\w.-]*/", "\n".join(body)), "the path of a machine"
+
+
+def test_the_samples_at_the_limit_are_of_full_sizes():
+    for path in (FOLDER / "at_the_limit").iterdir():
+        command, made, *body = path.read_text(encoding="utf-8").splitlines()
+        names = re.fullmatch(rf"# profiling/ncu\.sh .* {path.name.split('.')[0]}\.py (.*) --full", command)[1].split()
+        assert "NVIDIA H200" in made
+        assert all(any(line.strip() == name for line in body) for name in names)
+        assert not re.search(r"(?<![\w.)])/\w[\w.-]*/", "\n".join(body)), "the path of a machine"

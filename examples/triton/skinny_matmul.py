@@ -9,7 +9,7 @@ up to 200 rows the time is that of reading the weights: 32 us for 8192 x 8192. T
 
 Question   How close to the speed of memory is a linear layer of 1 to 256 rows, and how far ahead of cuBLAS?
 Needs      triton
-Wins when  hardly: cuBLAS is near the speed of memory too, and for one row torch.compile's max-autotune mostly ahead
+Wins when  rows are one: max-autotune's speed without its search. Else hardly: cuBLAS is near memory's speed too
 Variants   skinny_matmul_gemv.py (one row, without MMAs)
 Study      studies/triton/skinny_matmul.py
 Source     goes beyond the chapter; stream-K as Osama et al. (2023) have it, merged by a second kernel

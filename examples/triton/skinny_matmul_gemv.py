@@ -1,9 +1,9 @@
 """A linear layer of one row: a matrix-vector product by FMAs, which an SM has enough of for what memory delivers.
 
-A program has one output, whose weights are on their way all at once: each thread loads two to four vectors of 16 bytes,
-multiplies, and the program adds up. K is a constant, so the compiler can order the loads first, and needs a mask for
-the rest of K alone. Nothing goes through shared memory: while a program waits for its weights, others on its SM add up.
-x stays in L1, where the next programs find it; copies to shared memory (cp.async) of 16 bytes would pass L1 by.
+A program has one output, whose weights are on their way nearly at once: each thread loads two to four vectors of 16
+bytes (more where K exceeds 16384), and the program adds up what they give. K is a constant, so the compiler puts loads
+first, and needs a mask for the rest of K alone. Nothing waits in shared memory: while one program waits for weights,
+others on its SM add up. x stays in L1, where the next programs find it; cp.async of 16 bytes would pass L1 by.
 """
 
 from __future__ import annotations

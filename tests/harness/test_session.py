@@ -1,6 +1,7 @@
 """What a technique is handed: the answer, what is recorded, what is printed and when."""
 
 import io
+from contextlib import nullcontext
 
 from harness import Harness, Timing, Work
 from harness.catalog import Needs
@@ -130,6 +131,16 @@ def test_a_check_is_recorded_as_it_goes(made, monkeypatch):
         made()[0].check(fn, reference, torch.ones(2), what="x", terms=3)
     plain = {"what": "x", "terms": 3}
     assert budgets == [plain, plain | {"poison": False, "stores": 2}]  # poisoning would be traced
+
+
+def test_a_call_that_two_tables_have_is_profiled_once(made, monkeypatch):
+    """Its range would be seen twice under one name, and what was counted in it added up."""
+    ranges = []
+    monkeypatch.setattr("harness.bench.capture", lambda name, _: ranges.append(name) or nullcontext())
+    h, _ = made(profile=True)
+    for case in ("x", "x", "y"):
+        compare(h, title="t", case=case)
+    assert ranges == ["t x: torch", "t x: ours", "t y: torch", "t y: ours"] == list(h.record.profiled)
 
 
 def test_rows_have_statistics_of_their_own(made):
