@@ -220,7 +220,8 @@ class Harness:
             }
             bench.profile_variants(table, variants, inputs, self.machine, self.progress)
             self.record.profiled |= {range_name(table, name): work.record() for name in variants}
-            self.say(f"profiled  {table.title}  {table.case}: {', '.join(variants)}")
+            if variants:
+                self.say(f"profiled  {table.title}  {table.case}: {', '.join(variants)}")
             return table
         bench.check_variants(
             table, variants, reference, inputs, self._first_call, references,

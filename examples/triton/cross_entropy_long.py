@@ -49,7 +49,7 @@ def _ordered(bits):
 
 @triton.jit
 def _largest(x):
-    """The largest of float32 [n], no NaN. Of integers a warp finds it in one instruction (redux), of floats in five."""
+    """The largest of float32 [n], no NaN. Of integers a warp finds it by one instruction, redux."""
     return _ordered(tl.max(_ordered(x.to(tl.int32, bitcast=True)), axis=0)).to(tl.float32, bitcast=True)
 
 

@@ -1,7 +1,7 @@
 """Skinny matmul: a linear layer of few rows, which is as fast as its weights are read.
 
 M rows by weights [N, K] are 2 M N K FLOPs on 2 N K bytes. An H200 does about 200 FLOPs in the time it reads a byte, so
-up to 200 rows the time is that of reading the weights: 32 us for 8192 x 8192. Three things get in the way:
+up to 200 rows reading the weights takes longest: 32 us for 8192 x 8192. One row takes FMAs; MMAs meet three obstacles:
   few tiles      28672 outputs are 448 tiles of 64, 3.4 waves of 132 SMs. Stream-K (examples/common/stream_k.py) gives
                  each SM an equal share of all steps along K, and merges the float32 parts of a tile in order.
   idle starts    one loop runs over the steps of all tiles, so the next tile is loaded while this one is stored.
@@ -9,7 +9,7 @@ up to 200 rows the time is that of reading the weights: 32 us for 8192 x 8192. T
 
 Question   How close to the speed of memory is a linear layer of 1 to 256 rows, and how far ahead of cuBLAS?
 Needs      triton
-Wins when  rows are one: max-autotune's speed without its search. Else hardly: cuBLAS is near memory's speed too
+Wins when  x has one row: about max-autotune's speed, without its search. Else hardly: cuBLAS is near memory's speed too
 Variants   skinny_matmul_gemv.py (one row, without MMAs)
 Study      studies/triton/skinny_matmul.py
 Source     goes beyond the chapter; stream-K as Osama et al. (2023) have it, merged by a second kernel
@@ -97,8 +97,8 @@ def skinny_matmul(x: torch.Tensor, w: torch.Tensor) -> torch.Tensor:
     """x [M, K] times w [N, K] transposed, as torch.nn.functional.linear(x, w): y [M, N], contiguous, in their dtype.
 
     float16 or bfloat16, any sizes (0 too), K contiguous and any row strides; the accumulator is float32. One row takes
-    skinny_matmul_gemv, more take skinny_matmul_stream_k. Raises TypeError for another dtype or two; ValueError for
-    rank, inner sizes or layout; RuntimeError for no Triton or an input that requires grad.
+    skinny_matmul_gemv, which is compiled for each K, and more take skinny_matmul_stream_k. Raises TypeError for another
+    dtype or two; ValueError for rank, inner sizes or layout; RuntimeError for no Triton or an input that requires grad.
     """
     M, _, _ = check_linear("skinny_matmul", x, w, DTYPES)
     return (skinny_matmul_gemv if M == 1 else skinny_matmul_stream_k)(x, w)
@@ -121,8 +121,8 @@ def compare(h: Harness, M: int, N: int, K: int, more: dict | None = None, title:
 
 
 def demo(h: Harness) -> None:
-    # One row and few outputs; both kernels at a tail in each dimension; a tile for several programs; nothing to sum.
-    for M, N, K in [(1, 1, 1), (1, 517, 131), (5, 264, 1032), (17, 72, 136), (70, 3, 65), (3, 7, 0)]:
+    # One row, its K less than a block or more; tails in each dimension; a tile for several programs; nothing to sum.
+    for M, N, K in [(1, 1, 1), (1, 517, 1131), (5, 264, 1032), (17, 72, 136), (70, 3, 65), (3, 7, 0)]:
         h.check(skinny_matmul, reference, h.randn(M, K, dtype=h.half), h.randn(N, K, dtype=h.half), terms=K)
     w, tma = h.meta(8192, 8192), ("cp.async.bulk.tensor", "mbarrier")
     find = {80: ("cp.async", "mma.sync"), 90: (*tma, "wgmma"), 100: (*tma, "tcgen05.mma"), 120: (*tma, "mma.sync")}
@@ -131,7 +131,7 @@ def demo(h: Harness) -> None:
 
     rows = h.pick(interpreted=(1, 16), quick=(1, 16, 64), full=(1, 16, 64, 256))
     sizes = h.pick(interpreted=[(72, 264)], quick=[(4096, 4096)], full=[(8192, 8192), (28672, 8192)])
-    more = {1: {"FMAs": skinny_matmul_gemv, "MMAs": skinny_matmul_stream_k}}
+    more = {1: {"MMAs": skinny_matmul_stream_k}}
     tables = {(M, size): compare(h, M, *size, more.get(M)) for size in sizes for M in rows}
 
     def answer() -> str:
@@ -140,7 +140,7 @@ def demo(h: Harness) -> None:
         return (
             f"Rows: {ahead}, over the faster of {one.baseline} and max-autotune. Weights of {one.case[2:]} come at "
             f"{one['triton'].tbps:.2f} TB/s for one row, {some['triton'].tbps:.2f} for 16; for one row FMAs are "
-            f"{one.over('MMAs', 'FMAs'):.2f}x as fast as MMAs."
+            f"{one.over('MMAs', 'triton'):.2f}x as fast as MMAs."
         )
 
     h.answer(answer)

@@ -331,7 +331,7 @@ def test_the_split_kernel_interpreted(h, monkeypatch):
     if FUSED:  # far from 0 the exponents are rounded, by which sums and gradients are corrected
         far, labels = (h.randn(9, 1000) + h.randn(9, 1) * 2e4).half(), h.randint(1000, 9)
         far[6:], far[range(6, 9), labels[6:]] = -30.0, torch.tensor([20.0, 30.1, 40.3]).half()  # a loss of 0
-        far[5], far[5, 3] = -500.0, -100.0  # beside any other number than the maximum, exponentials are infinite
+        far[5], far[5, 3] = -500.0, -100.0  # relative to -500 the exponential of -100 is infinite
         leaf = far.clone().requires_grad_()
         mail.fill_(-1)
         losses = cross_entropy(leaf, labels, "none", gradient="forward")

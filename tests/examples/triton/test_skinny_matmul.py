@@ -51,7 +51,7 @@ def one_row_without_mmas(x: torch.Tensor, w: torch.Tensor) -> torch.Tensor:
     return (skinny_matmul_gemv if len(x) == 1 else skinny_matmul)(x, w)
 
 
-test_one_row_of_any_length = helpers.any_product(as_matmul(one_row_without_mmas), M=1, N=150, K=700)
+test_one_row_of_any_length = helpers.any_product(as_matmul(one_row_without_mmas), M=1, N=40, K=2500)
 
 
 @given(tiles=st.integers(1, 700), steps=st.integers(1, 500), slots=st.integers(1, 300))
@@ -108,6 +108,8 @@ def test_vectors_of_a_thread_for_one_row(K, vectors):
         ptx = dump(skinny_matmul_gemv, (meta(1, K), meta(64, K)), sm=sm)["ptx"]
         loads = [len(re.findall(rf"ld\.global\.L1::{name}\S*\.v4\.b32", ptx)) for name in ("evict_first", "evict_last")]
         assert loads == [vectors, vectors]
+    (longest,) = compile_for(skinny_matmul_gemv, (meta(1, 28672), meta(64, 28672)), sms=(90,))
+    assert (longest.warps, longest.spills) == (16, 0)
 
 
 @pytest.mark.parametrize("sm", SHARED_LIMIT)
