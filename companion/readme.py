@@ -306,7 +306,13 @@ def results_tables(paths: list[Path], study: bool = False) -> str:
         of_kernels = _study_lines(kernels) if study else _kernel_lines(kernels, ceilings)
         of_host = _call_lines([(name, table) for name, table in tables if of_calls(table)])
         parts += [f"{table}\n" for table in (of_kernels, of_host) if table]
+        if study:  # of one that ended early there are the tables before
+            parts += [f"{name}, {part['status']}: {part['reason']}\n" for name, part in held if part and _failed(part)]
     return "\n".join(parts).rstrip()
+
+
+def _failed(part: dict) -> bool:
+    return part["status"] == "failed"
 
 
 def newest_ceilings(record: dict) -> dict:

@@ -272,7 +272,7 @@ def _part(part: dict, mine: dict | None) -> dict:
         "checks": checks,
         "tables": [grid(group, others) for group in groups.values()],
         "facts": [fact_grid(name, value) for name, value in part["facts"].items() if not name.endswith(DRAWN)],
-        "conclusions": part["conclusions"],
+        "conclusions": [f"failed: {part['reason']}"] * (part["status"] == "failed") + part["conclusions"],
     }
 
 

@@ -64,8 +64,6 @@ def _show_example(name: str, path: Path | None, study: bool, verbose: bool) -> N
     example, console = example_of(name, path), out.make_console()
     _, technique = technique_named(name)
     out.technique_heading(console, technique)
-    if example["status"] != "passed":
-        out.paragraph(console, f"{example['status']}: {example['reason']}", "red")
     older = stale_parts(technique, example)
     _show_part(console, example, verbose, "lesson" in older)
     if study and example.get("study"):
@@ -84,6 +82,8 @@ def _show_example(name: str, path: Path | None, study: bool, verbose: bool) -> N
 
 
 def _show_part(console, example: dict, verbose: bool, older: bool) -> None:
+    if example["status"] != "passed":
+        out.paragraph(console, f"{example['status']}: {example['reason']}", "red")
     if older:
         changed = "recorded with older code: what it runs, or the check or the timer, has changed since"
         out.paragraph(console, changed, "dim")

@@ -59,7 +59,7 @@ def decode_attention_kernel(
 ):  # fmt: skip
     if EARLY:
         tl.extra.cuda.gdc_launch_dependents()  # once every program has started, the merge's may
-    pid = tl.program_id(0)  # tiles of the same keys, heads, parts; sequences last: a long one has SMs of its own
+    pid = tl.program_id(0)  # fastest first: tiles of the same keys, heads, parts, sequences; long ones spread over SMs
     tile, h_kv, item = pid % TILES_M, (pid // TILES_M % H_KV).to(tl.int64), pid // (TILES_M * H_KV)
     part, b = item % splits, (item // splits).to(tl.int64)
     n, size = part_of_keys(lengths_ptr, b, keys, splits, BLOCK_N)

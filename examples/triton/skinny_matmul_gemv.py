@@ -1,10 +1,10 @@
 """A linear layer of one row: a matrix-vector product by FMAs, which an SM has enough of for what memory delivers.
 
 A program has one output, whose weights are on their way nearly at once: for a K of 257 to 16384 each thread loads two
-to four vectors, of 16 bytes where rows are aligned, and the program adds up what they give. K is a constant, so the
-compiler puts loads first, and needs a mask for the rest of K alone. Nothing waits in shared memory: while one program
-waits for weights, others on its SM add up. x stays in L1, where the next programs find it; Triton's cp.async of 16
-bytes would pass L1 by.
+to four vectors, of 16 bytes where rows are a multiple of 32 bytes apart (Triton looks for no other), and the program
+adds up what they give. K is a constant, so the compiler puts loads first, and needs a mask for the rest of K alone.
+Nothing waits in shared memory: while one program waits for weights, others on its SM add up. x stays in L1, where the
+next programs find it; Triton's cp.async of 16 bytes would pass L1 by.
 """
 
 from __future__ import annotations
@@ -39,6 +39,11 @@ def skinny_matmul_gemv_kernel(x_ptr, w_ptr, y_ptr, stride_wn, K: tl.constexpr, B
     tl.store(y_ptr + n, tl.sum(acc, axis=0).to(y_ptr.dtype.element_ty))
 
 
+def block_of(K: int) -> int:
+    """BLOCK_K for this K: the power of two of which K holds two to four, within the limits."""
+    return max(BLOCK_K_MIN, min(triton.next_power_of_2(K + 1) // 4, BLOCK_K_MAX))
+
+
 @untraced
 def skinny_matmul_gemv(x: torch.Tensor, w: torch.Tensor) -> torch.Tensor:
     """skinny_matmul for one row (ValueError for more), without MMAs. The kernel is compiled for each K."""
@@ -47,8 +52,7 @@ def skinny_matmul_gemv(x: torch.Tensor, w: torch.Tensor) -> torch.Tensor:
         raise ValueError(f"skinny_matmul_gemv: x has {M} rows; it takes one: call skinny_matmul")
     y = torch.empty((M, N), dtype=x.dtype, device=x.device)
     if N:
-        # The power of two of which K holds two to four, within the limits: so many vectors does a thread load.
-        block_k = max(BLOCK_K_MIN, min(triton.next_power_of_2(K + 1) // 4, BLOCK_K_MAX))
+        block_k = block_of(K)
         num_warps = block_k // (32 * VECTOR)
         skinny_matmul_gemv_kernel[(N,)](x, w, y, w.stride(0), K=K, BLOCK_K=block_k, num_warps=num_warps)
     return y

@@ -23,7 +23,7 @@ import triton.language as tl
 from examples.common.stream_k import fit_tile
 from examples.triton import skinny_matmul as lesson
 from examples.triton.skinny_matmul import compare, reference, skinny_matmul, skinny_matmul_stream_k
-from examples.triton.skinny_matmul_gemv import BLOCK_K_MAX, BLOCK_K_MIN, VECTOR
+from examples.triton.skinny_matmul_gemv import VECTOR, block_of
 
 
 def study(h: Harness) -> None:
@@ -48,7 +48,7 @@ def any_k_kernel(x_ptr, w_ptr, y_ptr, stride_wn, K, BLOCK_K: tl.constexpr):
 
 def any_k(x: torch.Tensor, w: torch.Tensor) -> torch.Tensor:
     y = torch.empty((1, w.shape[0]), dtype=x.dtype, device=x.device)
-    block_k = max(BLOCK_K_MIN, min(triton.next_power_of_2(x.shape[1] + 1) // 4, BLOCK_K_MAX))
+    block_k = block_of(x.shape[1])
     any_k_kernel[(w.shape[0],)](x, w, y, w.stride(0), x.shape[1], BLOCK_K=block_k, num_warps=block_k // (32 * VECTOR))
     return y
 

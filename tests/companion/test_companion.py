@@ -14,6 +14,8 @@ from harness.hardware import machine
 import pytest
 
 from companion.__main__ import main
+from companion.readme import results_tables
+from companion.report import _part
 
 RECORD = ROOT / "results/h200/triton_examples.json"
 MOVED = ("triton", "fp8", "tma")  # topics with kernels; PyTorch/XLA and the compiler have none
@@ -50,6 +52,19 @@ def test_show_has_the_answer_the_tables_and_where_they_are_from(capsys, monkeypa
     assert main(["show"]) == 0
     listed = capsys.readouterr().out
     assert all(f"{name}: " in listed for name in LESSONS)
+
+
+def test_a_study_that_ended_early_says_so_beside_its_tables(tmp_path, capsys):
+    record, path = json.loads(RECORD.read_text()), tmp_path / RECORD.name
+    study = next(each for each in record["examples"] if each["name"] == "softmax")["study"]
+    for broken in (False, True):
+        if broken:
+            study["status"], study["reason"] = "failed", "no memory"
+        path.write_text(json.dumps(record))
+        assert main(["show", "softmax", "--study", "--record", str(path)]) == 0
+        assert ("failed: no memory" in capsys.readouterr().out) == broken
+        assert ("softmax, failed: no memory" in results_tables([path], study=True).splitlines()) == broken
+        assert ("failed: no memory" in _part(study, None)["conclusions"]) == broken
 
 
 def test_bad_input_is_one_sentence(capsys):

@@ -103,7 +103,7 @@ def test_one_row_takes_fmas_and_more_take_mmas(h, monkeypatch):
 
 @pytest.mark.parametrize(("K", "vectors"), [(304, 2), (4096, 2), (5120, 3), (14336, 4)])
 def test_vectors_of_a_thread_for_one_row(K, vectors):
-    """16 bytes at a time where rows are aligned, of weights and of x; what K has beyond whole blocks is one more."""
+    """16 bytes at a time where K is a multiple of 16, of weights and x; what K has beyond whole blocks is one more."""
     for sm in (80, 90, 100, 120):
         ptx = dump(skinny_matmul_gemv, (meta(1, K), meta(64, K)), sm=sm)["ptx"]
         loads = [len(re.findall(rf"ld\.global\.L1::{name}\S*\.v4\.b32", ptx)) for name in ("evict_first", "evict_last")]
