@@ -8,6 +8,8 @@ at most two parts: slot 2 p holds one that begins within a tile, slot 2 p + 1 on
 A tile is BLOCK_N outputs of BLOCK_M rows of x: acc = w x^T of y [M, N] = x [M, K] w [N, K]^T. Tiles of the same outputs
 are neighbours, so that w is read from memory once.
 
+Where the halves of tiles overlap by `spare` rows (overlapping_rows.py), what is computed twice is stored once.
+
 merge_kernel starts before the kernel that parks has ended (from sm_90 on: programmatic dependent launch). It finds out
 what to add while the last parts are computed, and waits for the end of their kernel, which must call start_dependents.
 
@@ -76,10 +78,17 @@ def owner(unit, units, programs):
 
 
 @triton.jit
-def store_outputs(y_ptr, acc, row, col, M, N):
-    """acc [outputs, rows of x] into y [M, N], contiguous: its first output is `row`, its first row of x `col`."""
-    n, m = row + tl.arange(0, acc.shape[0])[:, None], col + tl.arange(0, acc.shape[1])[None, :]
-    tl.store(y_ptr + m.to(tl.int64) * N + n, acc.to(y_ptr.dtype.element_ty), mask=(n < N) & (m < M))
+def store_outputs(y_ptr, acc, row, col, at, M, N, spare, BLOCK_M: tl.constexpr):
+    """acc [outputs, rows of x] into y [M, N], contiguous: its first output is `row`, its tile's first row of x `col`.
+
+    `at` is the first column of acc in its tile. The second half of a tile begins `spare` rows early: a row that both
+    halves have is stored from the second, as the first may lack it.
+    """
+    HALF: tl.constexpr = BLOCK_M // 2
+    n, column = row + tl.arange(0, acc.shape[0])[:, None], tl.arange(0, acc.shape[1])[None, :] + at
+    m = col + column - tl.where(column >= HALF, spare, 0)
+    inside = (n < N) & (m < M) & ((column < HALF - spare) | (column >= HALF))
+    tl.store(y_ptr + m.to(tl.int64) * N + n, acc.to(y_ptr.dtype.element_ty), mask=inside)
 
 
 @triton.jit
@@ -91,15 +100,15 @@ def slot_offsets(slot, row, col, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, R
 
 @triton.jit
 def store_share(
-    y_ptr, parked_ptr, acc, whole, slot, row, col, at, M, N, BLOCK_M: tl.constexpr
+    y_ptr, parked_ptr, acc, whole, slot, row, col, at, M, N, BLOCK_M: tl.constexpr, spare=0
 ):  # fmt: skip
-    """Store a tile that is whole; park what is a part of one. `at` is the first column of acc in its tile."""
+    """Store a tile that is whole; park what is a part of one. `at` and `spare` as for store_outputs."""
     if acc.shape[1] > STORE_M:
         left, right = split_columns(acc)
-        store_share(y_ptr, parked_ptr, left, whole, slot, row, col, at, M, N, BLOCK_M)
-        store_share(y_ptr, parked_ptr, right, whole, slot, row, col, at + left.shape[1], M, N, BLOCK_M)
+        store_share(y_ptr, parked_ptr, left, whole, slot, row, col, at, M, N, BLOCK_M, spare)
+        store_share(y_ptr, parked_ptr, right, whole, slot, row, col, at + left.shape[1], M, N, BLOCK_M, spare)
     elif whole:
-        store_outputs(y_ptr, acc, row, col + at, M, N)
+        store_outputs(y_ptr, acc, row, col, at, M, N, spare, BLOCK_M)
     else:
         offsets = slot_offsets(slot, 0, at, BLOCK_M, acc.shape[0], acc.shape[0], acc.shape[1])
         tl.store(parked_ptr + offsets, acc)
@@ -114,7 +123,7 @@ def start_dependents(EARLY: tl.constexpr):
 
 @triton.jit
 def merge_kernel(
-    parked_ptr, y_ptr, M, N, steps, units, programs,
+    parked_ptr, y_ptr, M, N, steps, units, programs, spare,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, ROWS: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
     tile = tl.program_id(0).to(tl.int64)
@@ -128,7 +137,8 @@ def merge_kernel(
             slot = 2 * (first + i) + (i == 0)  # only the first of them has the start of the tile
             acc += tl.load(parked_ptr + slot_offsets(slot, row, 0, BLOCK_M, BLOCK_N, ROWS, BLOCK_M))
         tiles_m = tl.cdiv(M, BLOCK_M)
-        store_outputs(y_ptr, acc, (tile // tiles_m * BLOCK_N).to(tl.int32) + row, tile % tiles_m * BLOCK_M, M, N)
+        row, col = (tile // tiles_m * BLOCK_N).to(tl.int32) + row, tile % tiles_m * (BLOCK_M - spare)
+        store_outputs(y_ptr, acc, row, col, 0, M, N, spare, BLOCK_M)
 
 
 def stages_that_fit(
@@ -157,8 +167,9 @@ def share_out(tiles: int, steps: int, slots: int) -> int:
 
 
 def launch_stream_k(
-    launch: Callable, y: torch.Tensor, K: int, blocks: tuple, programs: int | None = None, per_sm: int = 1
-) -> None:
+    launch: Callable, y: torch.Tensor, K: int, blocks: tuple, programs: int | None = None, per_sm: int = 1,
+    spare: int = 0,
+) -> None:  # fmt: skip
     """launch(programs, parked, steps, units, early) and, where a tile is shared, the kernel that merges its parts."""
     (M, N), (block_m, block_n, block_k) = y.shape, blocks
     tiles, steps = triton.cdiv(M, block_m) * triton.cdiv(N, block_n), triton.cdiv(K, block_k)
@@ -171,6 +182,6 @@ def launch_stream_k(
     if shared:
         rows = min(MERGE_N, block_n)
         merge_kernel[(tiles, block_n // rows)](
-            parked, y, M, N, steps, tiles * steps, programs, BLOCK_M=block_m, BLOCK_N=block_n, ROWS=rows,
+            parked, y, M, N, steps, tiles * steps, programs, spare, BLOCK_M=block_m, BLOCK_N=block_n, ROWS=rows,
             EARLY=early, **({"launch_pdl": True} if early else {}),
         )  # fmt: skip

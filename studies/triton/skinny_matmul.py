@@ -1,4 +1,4 @@
-"""skinny_matmul, measured: one row, every number of rows, what stream-K is worth, and which tile suits how many rows.
+"""skinny_matmul, measured: one row, every number of rows, rows of zeros, what stream-K is worth, tiles by rows.
 
 One row by FMAs is measured beside the same kernel for a K that it does not know: a loop, and a mask on every load.
 
@@ -6,7 +6,9 @@ Where the tiles are one wave, or several full ones, stream-K gives every program
 outputs are 448 tiles up to 64 rows, whose last wave leaves 3 of 5 SMs idle. A wave that is not full costs less than its
 share of time: each SM still at work gets more of the memory's speed, if it has enough bytes in flight.
 
-With 8192 outputs 96 and 192 rows take longer than 128 and 256, in the same tiles. Why is not known.
+Rows of zeros: with a plain descriptor of x, TMA fills the rows of a tile that are beyond x. 72 and 96 rows then take
+longer than 128 in the same tile, though they read less. x copied into whole tiles shows the loss, minus the time of the
+copy. The lesson's halves that overlap leave hardly a row to fill, and copy nothing.
 """
 
 from __future__ import annotations
@@ -20,6 +22,7 @@ import torch
 import triton
 import triton.language as tl
 
+from examples.common import overlapping_rows
 from examples.common.stream_k import fit_tile
 from examples.triton import skinny_matmul as lesson
 from examples.triton.skinny_matmul import compare, reference, skinny_matmul, skinny_matmul_stream_k
@@ -29,6 +32,7 @@ from examples.triton.skinny_matmul_gemv import VECTOR, block_of
 def study(h: Harness) -> None:
     one_row(h)
     every_number_of_rows(h)
+    rows_of_zeros(h)
     whole_tiles(h)
     tiles(h)
 
@@ -68,7 +72,7 @@ def one_row(h: Harness) -> None:
 
 
 def every_number_of_rows(h: Harness) -> None:
-    rows = h.pick(interpreted=(2, 33), quick=(2, 128), full=(1, 2, 4, 8, 16, 24, 32, 64, 96, 128, 192, 256))
+    rows = h.pick(interpreted=(2, 33), quick=(2, 128), full=(1, 2, 4, 8, 16, 32, 64, 72, 96, 128, 160, 192, 256))
     found = []
     for N, K in h.pick(interpreted=[(72, 264)], quick=[(4096, 4096)], full=[(8192, 8192), (28672, 8192)]):
         found += [compare(h, M, N, K, title="every number of rows") for M in rows]
@@ -76,6 +80,32 @@ def every_number_of_rows(h: Harness) -> None:
         h.say(f"geometric mean {lesson.over_library(found):.2f}x the faster of {found[0].baseline} and max-autotune")
         behind = [table.case for table in found if lesson.over_library([table]) < 1]
         h.say(f"a library is faster at MxNxK of {', '.join(behind) or 'none'}")
+
+
+def rows_of_zeros(h: Harness) -> None:
+    """Tiles whose halves overlap, beside tiles that TMA fills with zeros, and beside x copied into whole tiles."""
+    variants = {"zeros by TMA": zeros_by_tma, "x padded": padded, "halves overlap": skinny_matmul_stream_k}
+    found = []
+    for N in h.pick(interpreted=(72,), quick=(4096,), full=(8192, 28672)):
+        for M in h.pick(interpreted=(12,), quick=(96,), full=(12, 24, 48, 72, 96, 128, 160, 192)):
+            K = h.pick(interpreted=264, quick=4096, full=8192)
+            x, w = h.randn(M, K, dtype=h.half), h.randn(N, K, dtype=h.half)
+            found.append(timed(h, variants, x, w, "rows of zeros", default="halves overlap"))
+    if all(found):
+        gains = ", ".join(f"{t.over('zeros by TMA', 'halves overlap'):.2f}x at {t.case}" for t in found)
+        h.say(f"halves that overlap over zeros by TMA: {gains}")
+
+
+def zeros_by_tma(x: torch.Tensor, w: torch.Tensor) -> torch.Tensor:
+    with patch.object(lesson, "spare_rows", lambda *_: 0), patch.object(overlapping_rows, "spare_rows", lambda *_: 0):
+        return skinny_matmul_stream_k(x, w)
+
+
+def padded(x: torch.Tensor, w: torch.Tensor) -> torch.Tensor:
+    M, device = len(x), x.device
+    m = fit_tile(lesson.tiles_for(M, len(w), device), M, lesson.STAGES, device)[0]
+    whole = torch.nn.functional.pad(x, (0, 0, 0, -M % m))
+    return skinny_matmul_stream_k(whole, w)[:M]
 
 
 def whole_tiles(h: Harness) -> None:

@@ -271,17 +271,41 @@ a block by pointers is not masked beyond K
 a matrix is read by TMA though its rows begin anywhere
   - tma = architecture(x.device) >= 90 and tma_takes(x) and tma_takes(w)
   + tma = architecture(x.device) >= 90 and tma_takes(x)
+the second halves of tiles begin where they would if they did not overlap
+  - m = col + column - tl.where(column >= HALF, spare, 0)
+  + m = col + column
+rows that both halves of a tile have are stored from the first, which may lack them
+  - inside = (n < N) & (m < M) & ((column < HALF - spare) | (column >= HALF))
+  + inside = (n < N) & (m < M) & ((column < HALF) | (column >= HALF + spare))
+tiles whose halves overlap are a whole tile apart
+  - tile % tiles_m * (BLOCK_M - spare), step * BLOCK_K
+  + tile % tiles_m * BLOCK_M, step * BLOCK_K
+the merge stores tiles a whole tile apart
+  - .to(tl.int32) + row, tile % tiles_m * (BLOCK_M - spare)
+  + .to(tl.int32) + row, tile % tiles_m * BLOCK_M
+halves overlap though the last tile lacks more rows than they share
+  - return spare if missing <= spare < block_m // 2 else 0
+  + return spare if 0 < spare < block_m // 2 else 0
+the second half of a descriptor ends beyond the tensor
+  - [2, M - apart, K]
+  + [2, M, K]
 the matrix-vector product reads x again from its start
+  - w = tl.load(w_ptr + k + inner, mask=inside, other=other, eviction_policy="evict_first")
+  - x = tl.load(x_ptr + k + inner, mask=inside, other=other, eviction_policy="evict_last")
+  + w = tl.load(w_ptr + k + inner, mask=inside, other=other, eviction_policy="evict_first")
+  + x = tl.load(x_ptr + inner, mask=inside, other=other, eviction_policy="evict_last")
+a row longer than is unrolled is read again from its start
   - x = tl.load(x_ptr + k + inner, eviction_policy="evict_last")
   + x = tl.load(x_ptr + inner, eviction_policy="evict_last")
 the matrix-vector product leaves out the rest of K
-  - if WHOLE < K:
-  + if WHOLE > K:
+  - for k in tl.static_range(LOOPED, K, BLOCK_K):
+  + for k in tl.static_range(LOOPED, K - BLOCK_K + 1, BLOCK_K):
 the matrix-vector product is not masked beyond K
-  - w = tl.load(w_ptr + k, mask=k < K, other=0.0, eviction_policy="evict_first")
-  - x = tl.load(x_ptr + k, mask=k < K, other=0.0, eviction_policy="evict_last")
-  + w = tl.load(w_ptr + k, eviction_policy="evict_first")
-  + x = tl.load(x_ptr + k, eviction_policy="evict_last")
+  - if k + BLOCK_K <= K else
+  + if k <= K else
+rows that begin anywhere are taken for aligned
+  - ALIGNED=tma_takes(w)
+  + ALIGNED=True
 rows of w are int32 and wrap beyond 2**31 elements  [gpu]
   - n.to(tl.int64) * stride_wn
   + n * stride_wn

@@ -12,8 +12,10 @@ from hypothesis import strategies as st
 
 from examples.common import stream_k
 from examples.common.device import SHARED_LIMIT, Limits
+from examples.common.overlapping_rows import rows_descriptor, spare_rows
 from examples.triton import skinny_matmul as lesson
 from examples.triton.skinny_matmul import skinny_matmul, skinny_matmul_gemv, skinny_matmul_stream_k
+from examples.triton.skinny_matmul_gemv import block_of
 from tests.examples.triton import helpers
 from tests.examples.triton.helpers import INF, NAN, check_product, code, meta, products, refused
 
@@ -39,12 +41,43 @@ def test_edges_layouts_and_extremes(h, tma):
         check_product(h, as_matmul(skinny_matmul_stream_k), values, b, programs=5)
 
 
+def test_overlapping_halves_have_every_row_once(h):
+    """What a descriptor loads and store_outputs keeps, followed by hand; then by the kernel, shared and whole."""
+    for M, block in itertools.product(range(1, 400), (16, 32, 64, 128, 256)):
+        tiles, half, spare = -(-M // block), block // 2, spare_rows(M, block)
+        x = torch.arange(1, M + 1, dtype=torch.int16)[:, None].expand(M, 8).contiguous()
+        box = rows_descriptor(x, block, 8)
+        seen = x.as_strided(box.shape, box.strides)[..., 0]  # which it refuses beyond the memory of x
+        seen = torch.nn.functional.pad(seen, (0, block))  # zeros, as beyond a descriptor
+        column = torch.arange(block)
+        mine, kept = (column >= half) | (column < half - spare), []
+        for tile in range(tiles):
+            first = tile * (block - spare)
+            rows = first + column - torch.where(column >= half, spare, 0)
+            loaded, keep = seen[:, first : first + box.block_shape[1]].flatten(), mine & (rows < M)
+            assert torch.equal(loaded[keep], rows[keep].to(torch.int16) + 1), (M, block, tile)
+            kept += rows[keep].tolist()
+        assert sorted(kept) == list(range(M)), (M, block)
+        few = tiles * block - M < tiles * tiles  # rows of zeros: less for each tile than there are tiles
+        assert spare or half >= M or few, (M, block)
+    for M in (9, 12, 24, 33, 40, 65, 96, 127, 130, 190, 191, 255, 300):
+        K = 8 if M in (33, 65, 130) else 264  # 8: the smallest stride
+        x, w = h.randn(M, K, dtype=h.half), h.randn(72, K, dtype=h.half)
+        for programs in (None, 2, 5):
+            h.check(lambda x, w, p=programs: skinny_matmul_stream_k(x, w, p), lesson.reference, x, w, terms=K)
+
+
 test_any_shape = helpers.any_product(
     as_matmul(skinny_matmul_stream_k), M=70, N=150, K=400, programs=st.none() | st.integers(1, 12)
 )
 test_any_share_by_tma = helpers.any_product(
     as_matmul(skinny_matmul_stream_k), M=20, N=150, K=900, tma=True, programs=st.integers(1, 20)
 )
+
+
+def test_one_row_longer_than_is_unrolled(h):
+    for K in (4096 * 16 - 1, 4096 * 16, 4096 * 35 + 9):
+        h.check(skinny_matmul_gemv, lesson.reference, h.randn(1, K, dtype=h.half), h.randn(3, K, dtype=h.half), terms=K)
 
 
 def one_row_without_mmas(x: torch.Tensor, w: torch.Tensor) -> torch.Tensor:
@@ -101,15 +134,27 @@ def test_one_row_takes_fmas_and_more_take_mmas(h, monkeypatch):
     assert called == ["gemv", "stream_k"]
 
 
-@pytest.mark.parametrize(("K", "vectors"), [(304, 2), (4096, 2), (5120, 3), (14336, 4)])
+@pytest.mark.parametrize(("K", "vectors"), [(304, 2), (1000, 4), (4096, 2), (5120, 5), (14336, 7)])
 def test_vectors_of_a_thread_for_one_row(K, vectors):
-    """16 bytes at a time where K is a multiple of 16, of weights and x; what K has beyond whole blocks is one more."""
+    """16 bytes at a time where K is a multiple of 8, of weights and x; what K has beyond whole blocks is one more."""
     for sm in (80, 90, 100, 120):
         ptx = dump(skinny_matmul_gemv, (meta(1, K), meta(64, K)), sm=sm)["ptx"]
         loads = [len(re.findall(rf"ld\.global\.L1::{name}\S*\.v4\.b32", ptx)) for name in ("evict_first", "evict_last")]
         assert loads == [vectors, vectors]
-    (longest,) = compile_for(skinny_matmul_gemv, (meta(1, 28672), meta(64, 28672)), sms=(90,))
-    assert (longest.warps, longest.spills) == (16, 0)
+    wide = meta(64, K + 4)[:, :K]  # whose rows do not all start at a multiple of 16 bytes
+    assert "evict_first.v4" not in dump(skinny_matmul_gemv, (meta(1, K), wide), sm=90)["ptx"]
+
+
+def test_blocks_of_one_row_leave_few_loads_masked():
+    """Sizes of real models: none masks more than a 17th, spills more than 8 registers, takes more than 16 vectors."""
+    for K, warps in ((4096, 8), (5120, 4), (8192, 16), (11008, 4), (14336, 8), (28672, 16), (29568, 8), (53248, 16)):
+        (kernel,) = compile_for(skinny_matmul_gemv, (meta(1, K), meta(64, K)), sms=(90,))
+        assert kernel.warps == warps, K
+        assert kernel.spills <= 32, K
+        vectors = -(-K // block_of(K))
+        assert vectors <= 16
+        assert vectors * block_of(K) * 16 <= 17 * K
+    assert [block_of(K) for K in (0, 1, 300, 512, 4097, 7681, 100_000, 1_000_000)] == [256] * 4 + [512] * 2 + [4096] * 2
 
 
 @pytest.mark.parametrize("sm", SHARED_LIMIT)
@@ -174,16 +219,16 @@ def test_it_compiles_for_sizes_of_1_and_any_layout():
     ("sm", "found", "rows"),
     [
         (80, "cp.async mma.sync", [16]),
-        (90, f"{TMA} wgmma", [16, 64, 256]),
-        (100, f"{TMA} tcgen05.mma", [128]),
+        (90, f"{TMA} wgmma", [16, 24, 64, 96, 192, 256]),
+        (100, f"{TMA} tcgen05.mma", [24, 128, 192]),
     ],
 )
 def test_generated_code(sm, found, rows):
     """Hardly a spill; on sm_90, none, and one program to an SM has more bytes in flight than saturate its memory."""
     for M in rows:
-        x, w, few = meta(M, 8192), meta(8192, 8192), 16 if sm == 100 else 0
+        x, w, few = meta(M, 8192), meta(8192, 8192), 48 if sm == 100 else 0
         kernel = code(sm, found, skinny_matmul_stream_k, x, w, programs=64, spills=few)
-        tiles = lesson.TILES if M <= 64 else lesson.ONE_WAVE[M // 256 :]
+        tiles = lesson.TILES if M <= 64 else lesson.ONE_WAVE[M > 128 :]
         m, n, *_ = stream_k.fit_tile(tiles, M, lesson.STAGES, torch.device("cpu"))
         assert kernel.shared * n / (m + n) >= 64 * 1024 or sm != 90
     kernel = code(sm, "ld.global.v4 fma.f32", skinny_matmul, meta(1, 8192), meta(28672, 8192))
