@@ -172,7 +172,7 @@ def compare(h: Harness, M: int, N: int, K: int, title: str | None = None):
         moved[format] = packed.words.nbytes + packed.scales.nbytes + x.nbytes + x.element_size() * M * N
         compiled = h.compiled(partial(torch_dequantized, packed=packed), options=SEARCH)
         dequantizing = {f"torch.compile {format}": compiled}
-        if format == "int4" and not h.interpreted and h.half == torch.bfloat16:
+        if format == "int4" and K % GROUP == 0 and h.half == torch.bfloat16:
             dequantizing["torch int4pack"] = torch_int4pack(packed)
         ours = {f"triton {format}": partial(weight_only_matmul, packed=packed)}
         variants |= dequantizing | ours
