@@ -10,7 +10,7 @@ reading the weights takes longest, 32 us for 8192 x 8192. One row takes FMAs; MM
 
 Question   How close to the speed of memory is a linear layer of 1 to 256 rows, and how far ahead of cuBLAS?
 Needs      triton
-Wins when  x has one row: about max-autotune's speed, without its search. Else cuBLAS is as fast, or faster from 65 rows on
+Wins when  x has one row: max-autotune's speed without its search. Else cuBLAS is as fast, from 65 rows on mostly faster
 Variants   skinny_matmul_gemv.py (one row, without MMAs)
 Study      studies/triton/skinny_matmul.py
 Source     goes beyond the chapter; stream-K as Osama et al. (2023) have it, merged by a second kernel
