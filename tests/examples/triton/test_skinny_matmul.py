@@ -151,7 +151,7 @@ def test_blocks_of_one_row_leave_few_loads_masked():
     for K, warps in ((4096, 8), (5120, 4), (8192, 16), (11008, 4), (14336, 8), (28672, 16), (29568, 8), (53248, 16)):
         (kernel,) = compile_for(skinny_matmul_gemv, (meta(1, K), meta(64, K)), sms=(90,))
         assert kernel.warps == warps, K
-        assert kernel.spills <= 32, K
+        assert kernel.spills <= (32 if K in (11008, 29568, 53248) else 0), K
         vectors = -(-K // block_of(K))
         assert vectors <= 16
         assert vectors * block_of(K) * 16 <= 17 * K
@@ -227,7 +227,7 @@ def test_it_compiles_for_sizes_of_1_and_any_layout():
 def test_generated_code(sm, found, rows):
     """Hardly a spill; on sm_90, none, and one program to an SM has more bytes in flight than saturate its memory."""
     for M in rows:
-        x, w, few = meta(M, 8192), meta(8192, 8192), 48 if sm == 100 else 0
+        x, w, few = meta(M, 8192), meta(8192, 8192), (48 if M < 64 else 16) if sm == 100 else 0
         kernel = code(sm, found, skinny_matmul_stream_k, x, w, programs=64, spills=few)
         tiles = lesson.TILES if M <= 64 else lesson.ONE_WAVE[M > 128 :]
         m, n, *_ = stream_k.fit_tile(tiles, M, lesson.STAGES, torch.device("cpu"))
