@@ -170,7 +170,11 @@ def launch_stream_k(
     launch: Callable, y: torch.Tensor, K: int, blocks: tuple, programs: int | None = None, per_sm: int = 1,
     spare: int = 0,
 ) -> None:  # fmt: skip
-    """launch(programs, parked, steps, units, early) and, where a tile is shared, the kernel that merges its parts."""
+    """launch(programs, parked, steps, units, early) and, where a tile is shared, the kernel that merges its parts.
+
+    `blocks` are BLOCK_M, BLOCK_N and what a step takes of K, in the unit of K: elements, or words of packed weights. An
+    SM runs per_sm programs at once; `spare` is as for store_outputs.
+    """
     (M, N), (block_m, block_n, block_k) = y.shape, blocks
     tiles, steps = triton.cdiv(M, block_m) * triton.cdiv(N, block_n), triton.cdiv(K, block_k)
     # At least a step each: the owners of a tile's first and last step would enclose one that has nothing to add.

@@ -6,9 +6,9 @@ Where the tiles are one wave, or several full ones, stream-K gives every program
 outputs are 448 tiles up to 64 rows, whose last wave leaves 3 of 5 SMs idle. A wave that is not full costs less than its
 share of time: each SM still at work gets more of the memory's speed, if it has enough bytes in flight.
 
-Rows of zeros: with a plain descriptor of x, TMA fills the rows of a tile that are beyond x. 72 and 96 rows then take
-longer than 128 in the same tile, though they read less. x copied into whole tiles shows the loss, minus the time of the
-copy. The lesson's halves that overlap leave hardly a row to fill, and copy nothing.
+Rows of zeros: with a plain descriptor of x, TMA fills the rows of a tile that are beyond x. With 8192 outputs 72 and 96
+rows then take longer than 128 in the same tile, though they read less. x copied into whole tiles shows the loss, minus
+the time of the copy. The lesson's halves that overlap leave hardly a row to fill, and copy nothing.
 """
 
 from __future__ import annotations
