@@ -7,7 +7,8 @@ with the same GPU differ by more than either spread: by up to 2.3 % in nine of t
 spreads, further apart than that, do not meet.
 
 Whole calls have the host's time in them, and two hosts differ by a factor: of them the GPU's part is compared. Where
-that agrees and the call does not, or one record lacks it, the row is marked "host" and is no regression.
+that agrees and the call does not, or there is none to compare, the row is marked "host" and is no regression. There is
+none in an old record, and for a call that waits for the GPU: what the host does after that counts as the GPU's.
 """
 
 from __future__ import annotations
@@ -24,12 +25,13 @@ from rich.text import Text
 DIFFERS = 0.05  # from which on a ratio of another machine is another answer
 BETWEEN_MACHINES = 0.023  # seen between two H200 machines: nine tenths of 435 ratios were within it
 GPU_PART = 0.1  # of whole calls: a median of few calls, whose spread is not recorded
+EVENTS_MS = 0.001  # what the two events around a GPU's part may be off by: half a microsecond each
 
 
 @dataclass(frozen=True)
 class Row:
-    """One variant in both runs: times in ms, ratios over the baseline, the spread of each ratio; of whole calls also
-    the ratios of the GPU's part, None for a record that lacks it."""
+    """One variant in both runs: times in ms, ratios over the baseline, the spread of each ratio; of a `whole` call
+    also the ratios of the GPU's part and their spreads, None in a record that has none to compare."""
 
     technique: str
     case: str
@@ -38,7 +40,9 @@ class Row:
     ms: tuple[float, float]
     ratio: tuple[float, float]
     spread: tuple[tuple[float, float], tuple[float, float]]
-    on_gpu: tuple[float | None, float | None] = (None, None)
+    whole: bool
+    on_gpu: tuple[float | None, float | None]
+    gpu_spread: tuple[tuple[float, float] | None, tuple[float, float] | None]
 
     @property
     def kept(self) -> float:
@@ -48,8 +52,8 @@ class Row:
 
     @property
     def differs(self) -> bool:
-        if any(self.on_gpu):
-            return all(self.on_gpu) and _apart([(ratio, ratio) for ratio in self.on_gpu], GPU_PART)
+        if self.whole:
+            return all(self.on_gpu) and _apart(self.gpu_spread, GPU_PART)
         return _apart(self.spread)
 
     @property
@@ -59,12 +63,19 @@ class Row:
     @property
     def by_host(self) -> bool:
         """Whether a whole call differs, and nothing that the GPU does: its host is another."""
-        return any(self.on_gpu) and not self.differs and _apart(self.spread)
+        return self.whole and not self.differs and _apart(self.spread)
 
 
 def _apart(spreads: Sequence[tuple[float, float]], by: float = BETWEEN_MACHINES) -> bool:
     (low, high), (own_low, own_high) = spreads
     return own_high * (1 + by) < low or own_low > high * (1 + by)
+
+
+def _gpu_part(row: dict) -> float | None:
+    """ms of a whole call on the GPU; None for a call that the host never left, and that counts as the GPU's for most
+    of its time: it waits for the GPU."""
+    part = row.get("gpu_ms")
+    return None if part and row["enqueue_us"] > 950 * row["ms"] and part > 0.8 * row["ms"] else part
 
 
 def by_name(record: dict) -> dict[str, dict]:
@@ -77,14 +88,22 @@ def timed_rows(example: dict) -> dict[tuple, dict]:
     for table in example["tables"]:
         rows = {row["variant"]: row for row in table["rows"]}
         base = rows[table["baseline"]]
+        whole = any(row.get("gpu_ms") for row in rows.values())
         ours = any(row["ours"] for row in rows.values())
         for variant, row in rows.items():
             if row["ms"] and row is not base:
                 held = not ours or (row["ours"] and not row["peer"])
                 around = (base["p20"] / row["p80"], base["p80"] / row["p20"])
                 key = (table["title"], table["case"], table["baseline"], variant)
-                on_gpu = base["gpu_ms"] / row["gpu_ms"] if row.get("gpu_ms") else None
-                found[key] = row | {"held": held, "around": around, "on_gpu": on_gpu}
+                before, part = _gpu_part(base), _gpu_part(row)
+                on_gpu = gpu_around = None
+                if before and part:
+                    on_gpu = before / part
+                    low, high = max(before - EVENTS_MS, 0), max(part - EVENTS_MS, 1e-9)
+                    gpu_around = low / (part + EVENTS_MS), (before + EVENTS_MS) / high
+                found[key] = row | {
+                    "held": held, "around": around, "whole": whole, "on_gpu": on_gpu, "gpu_around": gpu_around
+                }  # fmt: skip
     return found
 
 
@@ -100,8 +119,11 @@ def join(reference: dict, mine: dict, techniques: list[str]) -> Iterator[Row]:
             if other := ours.get(key):
                 title, case, _, variant = key
                 case = case if title == name else f"{title} {case}"
-                pairs = ((row[of], other[of]) for of in ("ms", "speedup", "around", "on_gpu"))
-                yield Row(name, case, variant, row["held"], *pairs)
+                ms, ratio, spread, on_gpu, gpu_spread = (
+                    (row[of], other[of]) for of in ("ms", "speedup", "around", "on_gpu", "gpu_around")
+                )
+                whole = row["whole"] or other["whole"]
+                yield Row(name, case, variant, row["held"], ms, ratio, spread, whole, on_gpu, gpu_spread)
 
 
 def missing(reference: dict, mine: dict, techniques: list[str]) -> list[str]:

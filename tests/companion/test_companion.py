@@ -128,13 +128,13 @@ def test_compare_allows_for_what_lies_between_two_machines(tmp_path, capsys):
 
 
 def test_a_slower_host_is_no_regression(tmp_path, capsys):
-    """And a slower GPU is: of whole calls its part is compared; where a record lacks it, nothing."""
+    """And a slower GPU is: of whole calls its part is compared; where a record lacks it or a call waits, nothing."""
 
-    def written(name, speedup, gpu_ms):
+    def written(name, speedup, gpu_ms, host=0.5):
         eager, graph = ("torch eager", 9.0, 2.0), ("CUDA graph", 9 / speedup, gpu_ms)
         rows = [
             {"variant": variant, "ours": False, "peer": False, "ms": ms, "p20": 0.99 * ms, "p80": 1.01 * ms,
-             "speedup": 9 / ms, "gpu_ms": part if gpu_ms else None}
+             "speedup": 9 / ms, "gpu_ms": part if gpu_ms else None, "enqueue_us": 1000 * host * ms}
             for variant, ms, part in (eager, graph)
         ]  # fmt: skip
         tables = [{"title": "modes", "case": "1x1", "baseline": "torch eager", "rows": rows}]
@@ -149,6 +149,8 @@ def test_a_slower_host_is_no_regression(tmp_path, capsys):
         (written("gpu.json", 8.68, 1.3), 1, "GPU 0.769"),
         (written("old.json", 5.62, None), 0, "host 0.647"),
         (written("same.json", 8.6, 1.0), 0, "1 of 1 ratios agree"),
+        (written("waits.json", 5.62, 1.4, host=1.0), 0, "host 0.647"),  # of 1.6 ms, which the host takes, too
+        (written("busy.json", 5.62, 1.4), 1, "GPU 0.714"),
     ):
         assert main(["compare", before, after, "--fail-under", "0.95"]) == status
         out = capsys.readouterr().out
