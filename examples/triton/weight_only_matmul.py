@@ -200,7 +200,7 @@ def answer(tables: dict) -> str:
 
 
 def demo(h: Harness) -> None:
-    # One of each; one row, unsplit; a tail in each dimension and rows TMA cannot load; shared tiles; nothing to sum.
+    # One of each; one row (unsplit on few SMs); tails everywhere, rows TMA cannot load; shared tiles; nothing to sum.
     for format in FORMATS:
         for M, N, K in [(1, 1, 1), (1, 163, 517), (5, 131, 517), (33, 72, 1700), (3, 7, 0)]:
             packed = quantize_weight(h.randn(N, K, dtype=h.half), format)
