@@ -18,8 +18,7 @@ import torch
 import triton
 import triton.language as tl
 
-from examples.common.device import device_limits, interpreted
-from examples.common.mailbox import slice_cols, split_max_cols
+from examples.common.device import device_limits
 from examples.common.rows import (
     check_layer_norm_backward,
     check_length,
@@ -28,7 +27,7 @@ from examples.common.rows import (
     row_block,
     widen,
 )
-from examples.triton.layer_norm_backward_split import layer_norm_backward_split
+from examples.triton.layer_norm_backward_split import layer_norm_backward_split, split_limit
 
 BACKWARD_ROWS_MAX = 8192  # 16 columns a thread at 16 warps: x, dy and two sums of each take 64 of its 128 registers
 
@@ -166,14 +165,30 @@ def layer_norm_backward(dy, x, weight, mean, rstd) -> tuple[torch.Tensor, torch.
 
     mean is one float32 number, whose rounding puts x_hat off by up to 6e-8 * |mean| / std (y has no such error). dy has
     x's shape and dtype, any row stride. Raises as layer_norm_forward does, and ValueError for a dy of another dtype.
-    Beyond BACKWARD_ROWS_MAX columns, programs wait for each other, if an eighth of the SMs can run those of a row
-    (split_max_cols), so that other kernels may hold the rest. Longer rows are read twice.
+    Beyond BACKWARD_ROWS_MAX columns, programs wait for each other, if rows are read 16 bytes at a time and an eighth of
+    the SMs can run those of a row (split_limit), so that other kernels may hold the rest. Other rows are read twice.
     """
     _, n_cols = check_layer_norm_backward("layer_norm_backward", dy, x, weight, mean, rstd)
     if n_cols <= BACKWARD_ROWS_MAX:
         return layer_norm_backward_rows(dy, x, weight, mean, rstd)
-    wait = not interpreted() and n_cols <= split_max_cols(x.device, slice_cols(x, weight))
-    return (layer_norm_backward_split if wait else layer_norm_backward_loop)(dy, x, weight, mean, rstd)
+    if n_cols > split_limit(dy, x):
+        return layer_norm_backward_loop(dy, x, weight, mean, rstd)
+    call = backward_operator if torch.compiler.is_compiling() else layer_norm_backward_split
+    return call(dy, x, weight, mean, rstd)
+
+
+@torch.library.custom_op(
+    "companion_layer_norm::backward", mutates_args=(),
+    schema="(Tensor dy, Tensor x, Tensor weight, Tensor mean, Tensor rstd) -> (Tensor, Tensor, Tensor)",
+)  # fmt: skip
+def backward_operator(dy, x, weight, mean, rstd):
+    """layer_norm_backward as one node of a graph, where it launches a Gluon kernel: torch.compile traces none."""
+    return layer_norm_backward(dy, x, weight, mean, rstd)
+
+
+@backward_operator.register_fake
+def _(dy, x, weight, mean, rstd):
+    return x.new_empty(x.shape), torch.empty_like(weight), torch.empty_like(weight)
 
 
 class LayerNorm(torch.autograd.Function):

@@ -74,7 +74,7 @@ def sweep(h: Harness, rows: int, cols: int) -> Table:
     else:
         backward["triton loop"] = layer_norm_backward_loop
         if not h.interpreted:
-            backward["triton split"] = layer_norm_backward_split
+            backward["gluon split"] = layer_norm_backward_split
     _, mean, rstd = layer_norm_forward(x, weight, bias)
     operands = dy, x, weight, mean, rstd
     table = h.compare(
@@ -95,8 +95,8 @@ def study(h: Harness) -> None:
     elements = h.fit(h.pick(interpreted=1 << 15, quick=1 << 26, full=1 << 28), bytes_each=100)
     widths = h.pick(interpreted=(1024, 20000), quick=(1024, 16384, 65536), full=WIDTHS)
     tables = [sweep(h, elements // cols, cols) for cols in widths]
-    if waits := [table for table in tables if table.timed and "triton split" in table]:
-        gain = geomean(waits, "triton loop", "triton split")
+    if waits := [table for table in tables if table.timed and "gluon split" in table]:
+        gain = geomean(waits, "triton loop", "gluon split")
         shares = " and ".join(f"{table['triton split'].of_ceiling:.0%}" for table in waits)
         h.say(
             f"backward of long rows: programs that exchange sums are {gain:.2f}x as fast as reading everything twice "

@@ -251,7 +251,7 @@ OTHERS = [
         for fn in (custom_op.silu_mul_opaque_backward, custom_op.silu_mul_traced_backward)
     ),
     Wrapper(  # two programs to a row
-        layer_norm_backward_split, "MC MC C M M", lambda h: norm("backward", cols=48 if h.interpreted else 4100)(h)
+        layer_norm_backward_split, "MC MC C M M", lambda h: norm("backward", cols=48 if h.interpreted else 4112)(h)
     ),
     Wrapper(decode_attention, "BHQD PGSD PGSD B BT", paged),
     Wrapper(rms_norm_backward_split, "MC MC C M MC", lambda h: rms("backward", 48 if h.interpreted else 4100)(h)),

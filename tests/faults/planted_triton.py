@@ -439,8 +439,17 @@ every second row of 65536 columns takes mean and rstd of its neighbour  [gpu unc
   + mean, rstd = tl.load(mean_ptr + near), tl.load(rstd_ptr + near)
   + shift, slope
 the parts of a row send their sums in the wrong order  [gpu]
-  - send(mail_ptr + row * stride_mail + part, total, product, row < n_rows)
-  + send(mail_ptr + row * stride_mail + part, product, total, row < n_rows)
+  - send(mail_ptr + row.to(gl.int64) * PARTS + part, total, product, row < n_rows)
+  + send(mail_ptr + row.to(gl.int64) * PARTS + part, product, total, row < n_rows)
+a shared row is written with the mean and rstd of the row after it  [gpu]
+  - mean_due, rstd_due = mean_last, rstd_last
+  + mean_due, rstd_due = mean, rstd
+a shared row is read before it has arrived  [gpu]
+  - wait_group(STAGES - LAG - 1)
+  + wait_group(STAGES - LAG)
+what is loaded ahead is moved to a uniform register at once  [within=index_of_lane]
+  - "{ .reg .b32 lane; mov.u32 lane, %laneid; mad.lo.s32 $0, lane, $2, $1; }",
+  + "{ .reg .b32 lane; mov.u32 lane, 0; mad.lo.s32 $0, lane, $2, $1; }",
 the dispatch hands longer rows to a kernel that does not take them
   - n_cols <= BACKWARD_ROWS_MAX
   + n_cols <= 2 * BACKWARD_ROWS_MAX

@@ -1,11 +1,12 @@
 """layer_norm: two forward and three backward kernels against float64, autograd, and the exchange between programs."""
 
 import itertools
+import re
 import time
 from functools import partial
 
 from harness.check import judge, poisoned_outputs
-from harness.codegen import compile_for
+from harness.codegen import compile_for, dump
 from harness.hardware import interpreted
 
 import pytest
@@ -90,12 +91,17 @@ def test_forward_shapes_and_layouts(h, forward):
 
 @by_backward
 def test_backward_shapes_layouts_and_nan(h, backward):
-    for shape, dtype in CASES[1:]:  # of one column the gradient is 0
-        x, weight, _, dy = inputs(h, *shape, dtype=dtype)
+    unit = 16 if backward is SPLIT else 1  # what columns and strides must be multiples of
+    for (rows, cols), dtype in CASES[1:]:  # of one column the gradient is 0
+        x, weight, _, dy = inputs(h, rows, -(-cols // unit) * unit, dtype=dtype)
         check_backward(backward, dy, x, weight)
-    x, weight, _, dy = inputs(h, 9, COLUMNS[4] + 900)
-    for dy_rows, x_rows in ((dy[:, 3:784], x[:, 100:881]), (dy[:1, :781].expand(9, 781), x[:, :781])):
-        check_backward(backward, dy_rows, x_rows, weight[:781])
+    x, weight, _, dy = inputs(h, 9, 4992 + unit)
+    some = 780 + (4 if unit > 1 else 1)
+    for dy_rows, x_rows in (
+        (dy[:, 3 * unit : 3 * unit + some], x[:, 7 * unit : 7 * unit + some]),
+        (dy[:1, :some].expand(9, some), x[:, :some]),
+    ):
+        check_backward(backward, dy_rows, x_rows, weight[:some])
     dy[2, 5] = dy[3, -1] = x[6, 7] = NAN
     check_backward(backward, dy, x, weight)
 
@@ -210,34 +216,13 @@ def test_the_split_forward_interpreted(h, monkeypatch):
     extreme_rows(h, in_turn, 300, short=112)  # in vectors, of which some threads have none
 
 
-@pytest.mark.filterwarnings("ignore:All-NaN slice")  # what the first of two runs finds in empty mailboxes
-@pytest.mark.skipif(not interpreted(), reason="compiled kernels cannot be given another way to receive")
-def test_the_split_kernel_interpreted(h, monkeypatch):
-    """Programs run one after the other. What they send does not depend on what they receive, so after a first run the
-    mailbox is full, and a second one computes with it."""
-    mail = torch.empty(100, dtype=torch.int64)
-    stand_ins = {
-        "interpreted": lambda: False, "peek": peek_at_once, "receive": receive_at_once, "new_mailbox": lambda *_: mail,
-        "slice_cols": lambda *_: 64,
-        "split_max_cols": lambda *_: 1000,  # nothing waits, so any number of parts will do
-    }  # fmt: skip
-    for name, stand_in in stand_ins.items():
-        monkeypatch.setattr(split, name, stand_in)
-    for i, shape in enumerate([(2, 64), (5, 320), (7, 100)]):
-        x, weight, _, dy = inputs(h, *shape, dtype=(torch.float32, torch.float16)[i % 2])
-        mail.fill_(-1)
-        SPLIT(dy, x, weight, *statistics(x))
-        mail[0] = -1  # the tickets start again
-        check_backward(SPLIT, dy, x, weight)
-
-
 @pytest.mark.gpu
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_split_rows_finish_many_times_over_with_the_same_bits(h, dtype):
     """Programs of a group wait for each other: few and many rows, odd numbers of parts, two streams at once."""
-    longest = mailbox.split_max_cols(h.device, COLUMNS[dtype.itemsize])
+    longest = split.split_limit(*(h.randn(2, 64, dtype=dtype) for _ in range(2)))
     streams = [torch.cuda.Stream() for _ in range(2)]
-    for rows, cols in ((1, longest), (1000, 40000), (5000, 3 * 8192 + 1), (3, longest), (2, 50)):
+    for rows, cols in ((1, longest), (1000, 40000), (5000, 3 * 8192 + 16), (3, longest), (2, 48)):
         x, weight, _, dy = inputs(h, rows, cols, dtype=dtype)
         check_backward(SPLIT, dy, x, weight)
         args, got = (dy, x, weight, *statistics(x)), []
@@ -247,8 +232,11 @@ def test_split_rows_finish_many_times_over_with_the_same_bits(h, dtype):
                 got.append(SPLIT(*args))
         torch.cuda.synchronize()
         assert all(torch.equal(a, b) for each in got for a, b in zip(each, got[0], strict=True))
-    x, weight, _, dy = inputs(h, 1, longest + 1, dtype=dtype)
-    check_backward(lesson.layer_norm_backward, dy, x, weight)  # goes on with the loop
+    x, weight, _, dy = inputs(h, 200, 12032, dtype=dtype)  # rows apart
+    check_backward(SPLIT, dy[:, 16:12016], x[:, 16:12016], weight[:12000])
+    for cols in (longest + 16, 12001):
+        x, weight, _, dy = inputs(h, 1, cols, dtype=dtype)
+        check_backward(lesson.layer_norm_backward, dy, x, weight)  # goes on with the loop
 
 
 @pytest.mark.parametrize("sms", [1, 15, 16, 132, 148])
@@ -285,7 +273,7 @@ def test_what_holds_sms_holds_all_registers():
 
 @pytest.mark.gpu
 def test_they_end_beside_a_kernel_that_keeps_seven_eighths_of_the_sms(h):
-    x, weight, _, dy = inputs(h, 2, mailbox.split_max_cols(h.device, COLUMNS[4]))
+    x, weight, _, dy = inputs(h, 2, split.split_limit(h.randn(2, 64), h.randn(2, 64)))
     rows = h.randn(2, softmax_long.split_limit(h.randn(2, 64)))
     calls = [partial(SPLIT, dy, x, weight, *statistics(x)), partial(softmax_long.softmax_split, rows)]
     x, weight, bias, _ = inputs(h, 2, layer_norm_long.split_limit(h.randn(2, 64), h.randn(64)))
@@ -339,12 +327,17 @@ def test_bad_input(h):
     for backward in (*BACKWARDS, SPLIT, lesson.layer_norm_backward):
         refused(backward, ValueError, "dy is .*float16, but x is .*float32", dy.half(), x, weight, *statistics(x))
     refused(layer_norm, ValueError, "has no columns", x[:, :0], weight, bias)
-    longest = COLUMNS[4] * device.sms_to_wait_on(h.device)  # of programs that fill an SM alone
-    x, weight, bias, dy = inputs(h, 1, max(longest, BACKWARD_ROWS_MAX) + 1)
+    x, weight, bias, dy = inputs(h, 1, BACKWARD_ROWS_MAX + 1)
     refused(layer_norm_rows, ValueError, f"a row may have {ROWS_MAX} here; call layer_norm_forward", x, weight, bias)
-    for call, limit in ((BACKWARDS[0], BACKWARD_ROWS_MAX), (SPLIT, longest)):
-        too_long = f"a row may have {limit} here; call layer_norm_backward"
-        refused(call, ValueError, too_long, dy, x, weight, *statistics(x))
+    too_long = f"a row may have {BACKWARD_ROWS_MAX} here; call layer_norm_backward"
+    refused(BACKWARDS[0], ValueError, too_long, dy, x, weight, *statistics(x))
+    if h.interpreted:
+        refused(SPLIT, RuntimeError, "Gluon kernels are not interpreted; call", dy, x, weight, *statistics(x))
+    for cols, answer in ((65505, "must be multiples of 16 "), (2**18, "a row may have 196608 here; call")):
+        x, stats = meta(2, cols), meta(2, dtype=torch.float32)
+        (kernel,) = compile_for(SPLIT, (x, x, meta(cols), stats, stats), sms=(90,))
+        assert kernel.error.startswith("ValueError: layer_norm_backward_split: ")
+        assert answer in kernel.error
 
 
 @pytest.mark.gpu
@@ -388,11 +381,47 @@ def fit(kernel, programs: int) -> None:
     assert -(-kernel.registers // 8) * 8 * kernel.warps * 32 * programs <= 65536
 
 
-def test_generated_code_of_the_split_kernel():
-    """All that it launches on 4096 rows compiles and fits."""
-    x, weight, stats = meta(4096, 65536), meta(65536), meta(4096, dtype=torch.float32)
-    kernels = compile_for(SPLIT, (x, x, weight, stats, stats), sms=(90,))
-    assert not any(kernel.error or kernel.too_much for kernel in kernels)
-    (main,) = (kernel for kernel in kernels if kernel.kernel == f"{SPLIT.__name__}_kernel")
-    assert main.spills <= 128
-    assert all(main.found.get(name) for name in ("cp.async", "atom", "st.global.v4")), main.found
+@pytest.mark.parametrize(("dtype", "wide"), [(dtype, dtype) for dtype in DTYPES] + [DTYPES[::-2]])
+def test_generated_code_of_the_split_backward(dtype, wide):
+    """All that it launches compiles and fits; so many programs of it fit an SM; slices are full, or not; one row."""
+    for rows, cols in ((4096, 32768), (4096, 32752), (1, 20000)):
+        x, weight, stats = meta(rows, cols, dtype=dtype), meta(cols, dtype=wide), meta(rows, dtype=torch.float32)
+        kernels = compile_for(SPLIT, (x, x, weight, stats, stats), sms=(80, 90, 100, 120))
+        assert not any(kernel.error or kernel.too_much for kernel in kernels)
+        main = [kernel for kernel in kernels if kernel.kernel == f"{SPLIT.__name__}_kernel"]
+        assert [kernel.sm for kernel in main] == [80, 90, 100, 120]
+        for kernel, programs in zip(main, (4, 6, 6, 3), strict=True):
+            assert kernel.spills <= 8
+            fit(kernel, programs)
+            assert all(kernel.found.get(name) for name in ("cp.async", "atom", "st.global.v4")), kernel.found
+
+
+def test_nothing_waits_for_memory_that_is_read_ahead():
+    """What is loaded for the next row is not moved to a uniform register, which would wait for the load at once."""
+    x, stats = meta(4096, 65536), meta(4096, dtype=torch.float32)
+    sass = dump(SPLIT, (x, x, meta(65536), stats, stats), {}, sm=90, kernel=f"{SPLIT.__name__}_kernel")["sass"]
+    loop = sass[sass.index("DEPBAR") : sass.rindex("LDGDEPBAR")]
+    loaded, moved = set(), set()
+    for operation, registers in re.findall(r"\b([A-Z][A-Z0-9_.]+) ((?:U?R\d+|desc|\[)[^;]*);", loop):
+        if operation.startswith("R2UR"):
+            moved |= loaded & set(re.findall(r"\bR\d+", registers))
+        elif operation.startswith("LDG."):
+            loaded.add(registers.split(",")[0])
+        else:
+            loaded.discard(registers.split(",")[0])
+    assert "LDG." in loop
+    assert not moved
+
+
+def test_backward_as_an_operator(h):
+    """What torch.compile calls where rows are shared: its schema, and shapes without data."""
+    x, weight, _, dy = inputs(h, 3, 32)
+    torch.library.opcheck(backwards.backward_operator, (dy, x, weight, *statistics(x)))
+
+
+@pytest.mark.gpu
+def test_rows_that_are_shared_compile_without_a_graph_break(h):
+    x, weight, bias, dy = inputs(h, 40, 16384, dtype=h.half)
+    torch.compiler.reset()
+    step = torch.compile(forward_backward(layer_norm), fullgraph=True)
+    h.check(step, reference_step, x, weight, bias, dy, terms=16384)
