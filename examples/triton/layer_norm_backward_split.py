@@ -16,12 +16,12 @@ from __future__ import annotations
 
 import torch
 import triton
-import triton.language as tl
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
 from examples.common.async_copies import commit_group, copy_in, wait_group
 from examples.common.device import device_limits, interpreted
+from examples.common.lanes import index_of_lane
 from examples.common.mailbox import new_mailbox, peek, receive, send, shares, split_max_cols
 from examples.common.rows import check_layer_norm_backward, check_length, column_sums, registers, widen
 from examples.common.slices import in_vectors
@@ -35,19 +35,6 @@ STAGES = gl.constexpr(4)  # rows in shared memory: LAG that wait for their sums,
 @gluon.jit
 def _add_pairs(a, b, c, d):
     return a + c, b + d
-
-
-@triton.jit
-def index_of_lane(index, zero):
-    """index + lane * zero, where zero is 0, which ptxas does not know: it takes what is loaded from there for different
-    in each lane.
-
-    What all lanes share ptxas moves to a uniform register, immediately after the load, and so waits for memory.
-    """
-    return tl.inline_asm_elementwise(
-        "{ .reg .b32 lane; mov.u32 lane, %laneid; mad.lo.s32 $0, lane, $2, $1; }",
-        "=r,r,r", [index, zero], dtype=tl.int32, is_pure=True, pack=1,
-    )  # fmt: skip
 
 
 @gluon.jit

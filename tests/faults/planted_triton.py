@@ -447,7 +447,7 @@ a shared row is written with the mean and rstd of the row after it  [gpu]
 a shared row is read before it has arrived  [gpu]
   - wait_group(STAGES - LAG - 1)
   + wait_group(STAGES - LAG)
-what is loaded ahead is moved to a uniform register at once  [within=index_of_lane]
+what is loaded ahead is moved to a uniform register at once  [tests=examples/common/test_lanes.py]
   - "{ .reg .b32 lane; mov.u32 lane, %laneid; mad.lo.s32 $0, lane, $2, $1; }",
   + "{ .reg .b32 lane; mov.u32 lane, 0; mad.lo.s32 $0, lane, $2, $1; }",
 the dispatch hands longer rows to a kernel that does not take them
