@@ -97,7 +97,7 @@ def study(h: Harness) -> None:
     tables = [sweep(h, elements // cols, cols) for cols in widths]
     if waits := [table for table in tables if table.timed and "gluon split" in table]:
         gain = geomean(waits, "triton loop", "gluon split")
-        shares = " and ".join(f"{table['triton split'].of_ceiling:.0%}" for table in waits)
+        shares = " and ".join(f"{table['gluon split'].of_ceiling:.0%}" for table in waits)
         h.say(
             f"backward of long rows: programs that exchange sums are {gain:.2f}x as fast as reading everything twice "
             f"(5 passes for 3 would make 1.67x), at {shares} of a copy"
