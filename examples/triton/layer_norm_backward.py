@@ -7,7 +7,7 @@ rows    A program takes many rows. It loads the next ones into shared memory whi
 loop    Any length: a first kernel computes the two sums of each row, a second one reads everything again to write dx.
         A program then needs only a block of columns at a time. Five passes in place of three.
 
-layer_norm_backward_split.py takes longer rows in three passes, with programs that wait for each other.
+layer_norm_backward_split.py, in Gluon, takes longer rows in three passes, with programs that wait for each other.
 
 Source  the derivation is that of Triton tutorial 05, whose locks are not needed here.
 """

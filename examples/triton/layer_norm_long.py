@@ -136,7 +136,7 @@ def norm_split_kernel(
             values = tl.reshape(unpack(packed, DTYPE), (STEPS, THREADS, WIDTH))
             pivot, shift, own_squares = _pivoted(values, own_inside, own_count, own_share, is_first, FULL)
             if x_ptr.dtype.element_ty == tl.float32:
-                # Loaded again and an iteration ahead, as layer_norm_backward_split_kernel's mean is.
+                # Loaded again, as Triton would not pipeline a loop that carries it over; and an iteration ahead.
                 origin_due = tl.load(x_ptr + due * stride_xm)
                 origin_next = tl.load(x_ptr + (row + groups) * stride_xm, mask=row + groups < n_rows, other=0.0)
                 pivot -= origin

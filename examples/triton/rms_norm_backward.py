@@ -96,7 +96,7 @@ def rms_norm_backward_split_kernel(
     stride_dxm, n_rows, n_cols, groups, PARTS: tl.constexpr, PARTS_POW2: tl.constexpr, BLOCK_N: tl.constexpr,
     STAGES: tl.constexpr,
 ):  # fmt: skip
-    # Tickets, mailbox and the order of waits are layer_norm_backward_split_kernel's (docs/memory_ordering.md).
+    # Tickets and mailbox are layer_norm_backward_split_kernel's (docs/memory_ordering.md).
     ticket = (tl.atomic_add(mail_ptr, 1, sem="relaxed") + 1).to(tl.int32)
     group, part = ticket // PARTS, ticket % PARTS
     mail_ptr += 1
