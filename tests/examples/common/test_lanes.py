@@ -18,9 +18,9 @@ def test_what_is_loaded_ahead_is_not_moved_to_a_uniform_register(cols):
     sass = dump(
         layer_norm_backward_split, (x, x, weight, stats, stats), {}, sm=90, kernel="layer_norm_backward_split_kernel"
     )["sass"]
-    loop = sass[sass.index("DEPBAR") : sass.rindex("LDGDEPBAR")]
+    loop = sass[sass.index("DEPBAR.LE") : sass.rindex("LDGDEPBAR")]
     loaded, moved = set(), set()  # registers with what a load has brought
-    for operation, operands in re.findall(r"\b([A-Z][A-Z0-9_.]+) ((?:U?R\d+|desc|\[)[^;]*);", loop):
+    for operation, operands in re.findall(r"\b([A-Z][A-Z0-9_.]+) ((?:U?R\d+\b|desc|\[)[^;]*);", loop):
         if operation.startswith("R2UR"):
             moved |= loaded & set(re.findall(r"\bR\d+", operands))
         elif operation.startswith("LDG."):
