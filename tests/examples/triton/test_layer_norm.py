@@ -401,6 +401,20 @@ def test_backward_as_an_operator(h):
     torch.library.opcheck(backwards.backward_operator, (dy, x, weight, *statistics(x)))
 
 
+def test_backward_of_shared_rows_is_captured_as_that_operator(h, monkeypatch):
+    monkeypatch.setattr(split, "interpreted", lambda: False)  # in the interpreter no rows are shared
+    nodes = []
+
+    def capture(graph, _):
+        nodes.extend(str(node.target) for node in graph.graph.nodes if node.op == "call_function")
+        return lambda *_: (torch.empty(0),) * 3
+
+    x, weight, _, dy = inputs(h, 4, 10240, dtype=torch.float16)
+    torch.compile(backwards.layer_norm_backward, fullgraph=True, backend=capture)(dy, x, weight, *statistics(x))
+    assert nodes[0] == "companion_layer_norm.backward.default"
+    assert all("getitem" in node for node in nodes[1:])
+
+
 @pytest.mark.gpu
 def test_rows_that_are_shared_compile_without_a_graph_break(h):
     x, weight, bias, dy = inputs(h, 40, 16384, dtype=h.half)
