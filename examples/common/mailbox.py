@@ -6,7 +6,7 @@ is its own signal, so there is neither a counter nor a fence:
 
     who writes    Each row and program has a word, which that program alone writes, once (`send`).
     who waits     All programs of the group, for all words of a row, an iteration or two after they sent (`peek`,
-                  `receive`), and before there is such a row for those of its first.
+                  `receive`); until there is such a row, for those of the group's first row.
     what clears   Nothing within a launch: each has a mailbox of its own, filled beforehand with empty words, -1, which
                   no two numbers that are sent look like (`new_mailbox`).
     no deadlock   A program sends before it waits, and all programs of a group are resident at once: a row has no more

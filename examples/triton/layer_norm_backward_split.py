@@ -3,7 +3,7 @@
 Each program owns a slice of the columns for good, so weight and column sums stay in its registers, and the group takes
 row after row. For dx a program needs two sums over the whole row, of which it has only those of its slice. They travel
 through memory as one 64-bit word per row and program. The word is its own signal, so there is no counter and no fence.
-A row is written two iterations after its sums were sent, so that hardly any program waits for the slowest of its group.
+A row is written two iterations after its sums were sent, which leaves the group's slowest program time to send its own.
 Three passes, as if a program held the row. docs/memory_ordering.md says why words are never torn and every wait ends.
 
 Registers decide how many warps an SM has. A thread has 32 columns of 16 bits: their column sums and weights in float32
@@ -74,7 +74,9 @@ def layer_norm_backward_split_kernel(
         copy_row(xs.index(i), dys.index(i), x_ptr, dy_ptr, stride_xm, stride_dym, row, n_rows, cols, inside)
     dweight, dbias = gl.zeros([BLOCK_N], gl.float32, OWN), gl.zeros([BLOCK_N], gl.float32, OWN)
     mean, rstd = gl.load(mean_ptr + group), gl.load(rstd_ptr + group)
-    mean_last, rstd_last, mean_due, rstd_due = 0.0, 0.0, 0.0, 0.0  # of the previous row, and of the one to be written
+    # Of the previous row, and of the one to be written. Not mean and rstd, though any number would do: Triton 3.6, 3.9
+    # does not carry to the next iteration a name that begins as another and is given that other's value in the loop.
+    mean_last, rstd_last, mean_due, rstd_due = 0.0, 0.0, 0.0, 0.0
     slot = 0
     for row in range(group, n_rows + LAG * groups, groups):
         # `due` is the row whose sums arrive now; in the first LAG iterations it is the group's first, not written.
@@ -115,7 +117,8 @@ def layer_norm_backward_split_kernel(
 
 
 def slices(x: torch.Tensor) -> tuple[int, int]:
-    """(columns of a slice, programs on an SM): six, or as many as its shared memory has room for."""
+    """(columns of a slice, programs on an SM): six programs, or as many as shared memory has room for."""
+    # CUDA keeps 1 KiB for each program, and sums across warps take 16 bytes.
     room = (device_limits(x.device).shared_bytes + 1024) // (2 * STAGES.value * SLICE_BYTES + 1280)
     return SLICE_BYTES // x.element_size(), max(1, min(6, room))
 
