@@ -163,19 +163,18 @@ def layer_norm_backward_loop(dy, x, weight, mean, rstd) -> tuple[torch.Tensor, t
 def layer_norm_backward(dy, x, weight, mean, rstd) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """(dx, dweight, dbias) by the kernel that is fastest for the row length; mean and rstd from layer_norm_forward.
 
-    mean is one float32 number, whose rounding puts x_hat off by up to 6e-8 * |mean| / std (y has no such error); rows
-    that programs share round mean * rstd too, which doubles that. dy has x's shape and dtype, any row stride. Raises as
-    layer_norm_forward does, and ValueError for a dy of another dtype.
+    mean is one float32 number, whose rounding puts x_hat off by up to 6e-8 * |mean| / std (y has no such error). dy has
+    x's shape and dtype, any row stride. Raises as layer_norm_forward does, and ValueError for a dy of another dtype.
     Beyond BACKWARD_ROWS_MAX columns, programs wait for each other, if rows are read 16 bytes at a time and an eighth of
     the SMs can run those of a row (split_limit), so that other kernels may hold the rest. Other rows are read twice.
     """
+    if torch.compiler.is_compiling():
+        return backward_operator(dy, x, weight, mean, rstd)
     _, n_cols = check_layer_norm_backward("layer_norm_backward", dy, x, weight, mean, rstd)
     if n_cols <= BACKWARD_ROWS_MAX:
         return layer_norm_backward_rows(dy, x, weight, mean, rstd)
-    if n_cols > split_limit(dy, x):
-        return layer_norm_backward_loop(dy, x, weight, mean, rstd)
-    call = backward_operator if torch.compiler.is_compiling() else layer_norm_backward_split
-    return call(dy, x, weight, mean, rstd)
+    split = n_cols <= split_limit(dy, x)
+    return (layer_norm_backward_split if split else layer_norm_backward_loop)(dy, x, weight, mean, rstd)
 
 
 @torch.library.custom_op(
@@ -183,7 +182,7 @@ def layer_norm_backward(dy, x, weight, mean, rstd) -> tuple[torch.Tensor, torch.
     schema="(Tensor dy, Tensor x, Tensor weight, Tensor mean, Tensor rstd) -> (Tensor, Tensor, Tensor)",
 )  # fmt: skip
 def backward_operator(dy, x, weight, mean, rstd):
-    """layer_norm_backward as one node of a graph, where it launches a Gluon kernel: torch.compile traces none."""
+    """layer_norm_backward as one node of a graph: torch.compile traces no Gluon, and in a backward no tensor.layout."""
     return layer_norm_backward(dy, x, weight, mean, rstd)
 
 

@@ -87,7 +87,7 @@ def layer_norm_backward_split_kernel(
         mean_next = gl.load(mean_ptr + next_row, mask=next_row < n_rows, other=0.0)
         rstd_next = gl.load(rstd_ptr + next_row, mask=next_row < n_rows, other=0.0)
         wait_group(STAGES - LAG - 1)
-        x_hat = widen(xs.index(slot).load(OWN)) * rstd - mean * rstd
+        x_hat = (widen(xs.index(slot).load(OWN)) - mean) * rstd
         grad = widen(dys.index(slot).load(OWN))
         dweight += grad * x_hat
         dbias += grad
@@ -99,10 +99,10 @@ def layer_norm_backward_split_kernel(
         totals, products = gl.where(parts < PARTS, totals, 0.0), gl.where(parts < PARTS, products, 0.0)
         total, product = gl.reduce((totals, products), 0, _add_pairs)
         slope = product * share * rstd_due
-        shift, slope = (total * share - mean_due * slope) * rstd_due, slope * rstd_due  # of x, no longer of x_hat
+        shift, slope = total * share * rstd_due, slope * rstd_due  # of x - mean, no longer of x_hat
         slot_due = (slot + STAGES - LAG) % STAGES
         x, dy = xs.index(slot_due), dys.index(slot_due)
-        dx = widen(dy.load(OWN)) * weight * rstd_due - (widen(x.load(OWN)) * slope + shift)
+        dx = widen(dy.load(OWN)) * weight * rstd_due - ((widen(x.load(OWN)) - mean_due) * slope + shift)
         dx_row = dx_ptr + due.to(gl.int64) * stride_dxm
         gl.store(dx_row + cols, dx.to(dx_ptr.dtype.element_ty), mask=inside & (row >= group + LAG * groups))
         ahead = row + (STAGES - LAG) * groups
@@ -111,6 +111,7 @@ def layer_norm_backward_split_kernel(
         mean_due, rstd_due = mean_last, rstd_last
         mean_last, rstd_last = mean, rstd
         mean, rstd = mean_next, rstd_next
+    wait_group(0)
     first = group.to(gl.int64) * n_cols
     gl.store(dweight_ptr + first + cols, dweight, mask=inside)
     gl.store(dbias_ptr + first + cols, dbias, mask=inside)

@@ -13,6 +13,7 @@ import triton
 import triton.language as tl
 
 from examples.common.device import device_limits, interpreted
+from examples.common.lanes import index_of_lane
 from examples.common.mailbox import new_mailbox, pack, peek, receive, send, shares, slice_cols, split_max_cols, unpack
 from examples.common.rows import DTYPES, check_length, check_norm, pipeline_stages, registers, row_block, widen
 from examples.common.slices import in_vectors
@@ -98,7 +99,7 @@ def rms_norm_backward_split_kernel(
 ):  # fmt: skip
     # Tickets and mailbox are layer_norm_backward_split_kernel's (docs/memory_ordering.md).
     ticket = (tl.atomic_add(mail_ptr, 1, sem="relaxed") + 1).to(tl.int32)
-    group, part = ticket // PARTS, ticket % PARTS
+    group, part, zero = ticket // PARTS, ticket % PARTS, ticket >> 31
     mail_ptr += 1
     cols = part * BLOCK_N + tl.arange(0, BLOCK_N)
     inside = cols < n_cols
@@ -118,7 +119,7 @@ def rms_norm_backward_split_kernel(
         due_mail = mail_ptr + due * stride_mail + sender
         peeked = peek(due_mail)
         rstd_due = tl.load(rstd_ptr + due)
-        next_row = row + groups
+        next_row = index_of_lane(row + groups, zero)
         rstd_next = tl.load(rstd_ptr + next_row, mask=next_row < n_rows, other=0.0)
         x = tl.load(x_ptr + row * stride_xm + cols, mask=inside & (row < n_rows), other=0.0)
         dy = tl.load(dy_ptr + row * stride_dym + cols, mask=inside & (row < n_rows), other=0.0)
