@@ -19,6 +19,7 @@ import triton
 import triton.language as tl
 
 from examples.common.device import device_limits
+from examples.common.one_node import one_node
 from examples.common.rows import (
     check_layer_norm_backward,
     check_length,
@@ -160,6 +161,7 @@ def layer_norm_backward_loop(dy, x, weight, mean, rstd) -> tuple[torch.Tensor, t
     return dx, *column_sums(partials, weight)
 
 
+@one_node("(Tensor dy, Tensor x, Tensor weight, Tensor mean, Tensor rstd) -> (Tensor, Tensor, Tensor)", like=(1, 2, 2))
 def layer_norm_backward(dy, x, weight, mean, rstd) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """(dx, dweight, dbias) by the kernel that is fastest for the row length; mean and rstd from layer_norm_forward.
 
@@ -168,27 +170,11 @@ def layer_norm_backward(dy, x, weight, mean, rstd) -> tuple[torch.Tensor, torch.
     Beyond BACKWARD_ROWS_MAX columns, programs wait for each other, if rows are read 16 bytes at a time and an eighth of
     the SMs can run those of a row (split_limit), so that other kernels may hold the rest. Other rows are read twice.
     """
-    if torch.compiler.is_compiling():
-        return backward_operator(dy, x, weight, mean, rstd)
     _, n_cols = check_layer_norm_backward("layer_norm_backward", dy, x, weight, mean, rstd)
     if n_cols <= BACKWARD_ROWS_MAX:
         return layer_norm_backward_rows(dy, x, weight, mean, rstd)
     split = n_cols <= split_limit(dy, x)
     return (layer_norm_backward_split if split else layer_norm_backward_loop)(dy, x, weight, mean, rstd)
-
-
-@torch.library.custom_op(
-    "companion_layer_norm::backward", mutates_args=(),
-    schema="(Tensor dy, Tensor x, Tensor weight, Tensor mean, Tensor rstd) -> (Tensor, Tensor, Tensor)",
-)  # fmt: skip
-def backward_operator(dy, x, weight, mean, rstd):
-    """layer_norm_backward as one node of a graph: torch.compile traces no Gluon, and in a backward no tensor.layout."""
-    return layer_norm_backward(dy, x, weight, mean, rstd)
-
-
-@backward_operator.register_fake
-def _(dy, x, weight, mean, rstd):
-    return x.new_empty(x.shape), torch.empty_like(weight), torch.empty_like(weight)
 
 
 class LayerNorm(torch.autograd.Function):

@@ -2,8 +2,8 @@
 
 With x_hat = x * rstd and g = dy * weight, dx = rstd * (g - x_hat * mean(g * x_hat)), dweight = sum(dy * x_hat). This is
 LayerNorm's backward (layer_norm_backward.py) without the mean's terms, and the kernels are of the same three kinds:
-`rows` for rows that a program holds; `split` for longer ones, which programs share, exchanging sums; `loop` for any
-length, which reads x and dy twice. The gradient of x + residual, where that is an output too, is added on the way.
+`rows` for rows that a program holds; `split` for longer ones, which programs share; `loop` for any length, which reads
+x and dy twice. The gradient of x + residual, where that is an output too, is added on the way.
 """
 
 from __future__ import annotations
@@ -15,6 +15,7 @@ import triton.language as tl
 from examples.common.device import device_limits, interpreted
 from examples.common.lanes import index_of_lane
 from examples.common.mailbox import new_mailbox, pack, peek, receive, send, shares, slice_cols, split_max_cols, unpack
+from examples.common.one_node import one_node
 from examples.common.rows import DTYPES, check_length, check_norm, pipeline_stages, registers, row_block, widen
 from examples.common.slices import in_vectors
 
@@ -237,13 +238,13 @@ def rms_norm_backward_split(dy, x, weight, rstd, dsum=None) -> tuple[torch.Tenso
     return dx, partials.sum(0).to(weight.dtype)
 
 
+@one_node("(Tensor dy, Tensor x, Tensor weight, Tensor rstd, Tensor? dsum=None) -> (Tensor, Tensor)", like=(1, 2))
 def rms_norm_backward(dy, x, weight, rstd, dsum=None) -> tuple[torch.Tensor, torch.Tensor]:
     """(dx, dweight) by the kernel that is fastest for the row length; rstd and x, or x + residual, of the forward.
 
     dy and dsum (the gradient of x + residual, None where there is none) have x's shape and dtype, any row stride.
     Raises as rms_norm_forward does, and ValueError for a dy or dsum of another dtype. Beyond BACKWARD_ROWS_MAX columns
-    programs wait for each other, if an eighth of the SMs can run those of a row (split_limit), so that other kernels
-    may hold the rest. Longer rows are read twice.
+    programs wait for each other if an eighth of the SMs can run those of a row (split_limit); else rows are read twice.
     """
     _, n_cols = _checked("rms_norm_backward", dy, x, weight, rstd, dsum)
     if n_cols <= BACKWARD_ROWS_MAX:
@@ -265,12 +266,10 @@ class RmsNorm(torch.autograd.Function):
     def forward(ctx, x, weight, residual, eps, kernel):
         rows = x.reshape(-1, x.shape[-1])  # a view, unless the leading dimensions cannot be merged
         y, summed, rstd = kernel(rows, weight, None if residual is None else residual.reshape(rows.shape), eps)
-        if residual is None:
-            ctx.save_for_backward(x, weight, rstd)  # x and not rows: autograd knows where an input came from
-            return y.view(x.shape)
-        summed = summed.view(x.shape)
+        summed = x if residual is None else summed.view(x.shape)  # x and not rows: autograd knows where it came from
         ctx.save_for_backward(summed, weight, rstd)
-        return y.view(x.shape), summed
+        y = y.view(x.shape)
+        return y if residual is None else (y, summed)
 
     @staticmethod
     def backward(ctx, dy, dsum=None):

@@ -407,7 +407,7 @@ def test_generated_code_of_the_split_backward(dtype, wide):
 def test_backward_as_an_operator(h):
     """What torch.compile calls where rows are shared: its schema, and shapes without data."""
     x, weight, _, dy = inputs(h, 3, 32)
-    torch.library.opcheck(backwards.backward_operator, (dy, x, weight, *statistics(x)))
+    torch.library.opcheck(backwards.layer_norm_backward.operator, (dy, x, weight, *statistics(x)))
 
 
 @pytest.mark.parametrize("inner", [1, 0])  # of the gradient's strides: 0 is that of a sum
@@ -418,23 +418,19 @@ def test_a_compiled_step_has_no_graph_break(h, inner):
         y, mean, rstd = torch.ops.aten.native_layer_norm(rows, rows.shape[-1:], weight, bias, eps)
         return y, mean[:, 0], rstd[:, 0]
 
-    def step(x, weight, bias):
-        return backwards.LayerNorm.apply(x, weight, bias, 1e-5, forward)
-
     x, weight, bias, dy = inputs(h, 6, 300)
-    dy = (dy if inner else dy[:1, :1].expand(6, 300)).view(2, 3, 300)
+    x, dy = x.view(2, 3, 300), (dy if inner else dy[:1, :1].expand(6, 300)).view(2, 3, 300)
+    one_graph(lambda *args: backwards.LayerNorm.apply(*args, 1e-5, forward), reference_step, x, weight, bias, dy)
+
+
+def one_graph(fn, reference, x, *rest, backend="aot_eager"):
     torch.compiler.reset()
-    compiled = forward_backward(torch.compile(step, fullgraph=True, backend="aot_eager"))
-    got, want = compiled(x.view(2, 3, 300), weight, bias, dy), reference_step(x.view(2, 3, 300), weight, bias, dy)
-    for part, truth in zip(got, want, strict=True):
-        judge(part, truth, what="layer_norm, one graph", dtype=x.dtype, terms=300)
+    got = forward_backward(torch.compile(fn, fullgraph=True, backend=backend))(x, *rest)
+    for part, want in zip(got, reference(x, *rest), strict=True):
+        judge(part, want, what="one graph", dtype=x.dtype, terms=x.shape[-1])
 
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("cols", [4096, 12000, 16384, 200_000])
 def test_the_lesson_compiles_without_a_graph_break(h, cols):
-    x, weight, bias, dy = inputs(h, 40, cols, dtype=h.half)
-    torch.compiler.reset()
-    got = forward_backward(torch.compile(layer_norm, fullgraph=True))(x, weight, bias, dy)
-    for part, want in zip(got, reference_step(x, weight, bias, dy), strict=True):
-        judge(part, want, what="layer_norm, one graph", dtype=h.half, terms=cols)
+    one_graph(layer_norm, reference_step, *inputs(h, 40, cols, dtype=h.half), backend="inductor")

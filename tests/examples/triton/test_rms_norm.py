@@ -27,7 +27,7 @@ from examples.triton.rms_norm import (
 )
 from examples.triton.rms_norm_backward import reference_backward
 from tests.examples.triton.helpers import INF, NAN, harness, meta, refused
-from tests.examples.triton.test_layer_norm import fit, peek_at_once, receive_at_once, twice_in_turn
+from tests.examples.triton.test_layer_norm import fit, one_graph, peek_at_once, receive_at_once, twice_in_turn
 
 SPLIT = backwards.rms_norm_backward_split
 BACKWARDS = [backwards.rms_norm_backward_rows, backwards.rms_norm_backward_loop]
@@ -278,3 +278,36 @@ def test_benchmark_widths_and_more_elements_than_an_int32_counts(h, gpu_gib):
             judge(dx[part], want, what="dx", dtype=half, terms=cols)
             judge(y[part], reference(x[part], weight), what="y", dtype=half, terms=cols)
         del x, dy, y, dx
+
+
+@pytest.mark.parametrize("residual", [False, True])
+def test_backward_as_an_operator(h, residual):
+    """What torch.compile calls: its schema, and shapes without data."""
+    x, weight, dsum, dy = operands(h, 3, 32)
+    args = (dy, x, weight, rstd_of(x), *((dsum,) if residual else ()))
+    torch.library.opcheck(backwards.rms_norm_backward.operator, args)
+
+
+@pytest.mark.parametrize("inner", [1, 0])  # of the gradient's strides: 0 is that of a sum
+def test_a_compiled_step_has_no_graph_break(h, inner):
+    """Whichever kernels it takes. The forward is torch's here: no interpreted kernel can be traced."""
+
+    def forward(rows, weight, residual, eps):
+        return (
+            torch.nn.functional.rms_norm(rows, rows.shape[-1:], weight, eps),
+            None,
+            (rows.square().mean(1) + eps).rsqrt(),
+        )
+
+    x, weight, _, dy = operands(h, 2, 3, 300)
+    dy = dy if inner else dy[:1, :1, :1].expand(2, 3, 300)
+    one_graph(lambda x, w: backwards.RmsNorm.apply(x, w, None, 1e-6, forward), reference_step, x, weight, dy)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("cols", [4096, 65536, 200_000])
+def test_the_lesson_compiles_without_a_graph_break(h, cols):
+    x, weight, residual, dy = operands(h, 40, cols)
+    one_graph(rms_norm, reference_step, x, weight, dy, backend="inductor")
+    both = in_float64(forward_backward(lambda *args: sum(torch_add(*args))))
+    one_graph(lambda *args: sum(rms_norm(*args)), both, x, weight, residual, dy, backend="inductor")
