@@ -432,6 +432,9 @@ every second row takes mean and rstd of its neighbour
   - shift, slope
   + mean, rstd = tl.load(mean_ptr + row // 2 * 2), tl.load(rstd_ptr + row // 2 * 2)
   + shift, slope
+the mean is subtracted after scaling, when it is rounded again  [within=layer_norm_backward_loop_kernel]
+  - x_hat = (x - mean) * rstd
+  + x_hat = x * rstd - mean * rstd
 every second row of 65536 columns takes mean and rstd of its neighbour  [gpu uncaught]
   - mean, rstd = tl.load(mean_ptr + row), tl.load(rstd_ptr + row)
   - shift, slope
