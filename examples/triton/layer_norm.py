@@ -113,8 +113,7 @@ def layer_norm(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor, eps: f
     L1_BEST_KIB, in backward of those over 8192 columns, wait for each other. The wait ends beside kernels that keep
     their SMs, as NCCL's do, and in a context with a part of the SMs, as long as an eighth is left; with less call
     layer_norm_resident and layer_norm_backward_loop. Values of a row that differ by over 2e18 overflow when squared.
-    Backward knows the mean rounded to float32: there x_hat is off by up to 6e-8 * |mean| / std, 5e-4 at a mean of 10000
-    and a std of 1.
+    Backward knows the mean rounded to float32: there x_hat is off by up to 6e-8 * |mean| / std.
     """
     with torch.no_grad():  # this one has a backward
         require_triton_device("layer_norm", x)

@@ -98,7 +98,7 @@ def rms_norm_backward_split_kernel(
     stride_dxm, n_rows, n_cols, groups, PARTS: tl.constexpr, PARTS_POW2: tl.constexpr, BLOCK_N: tl.constexpr,
     STAGES: tl.constexpr,
 ):  # fmt: skip
-    # Tickets and mailbox are layer_norm_backward_split_kernel's (docs/memory_ordering.md).
+    # Tickets, mailbox and `zero` are layer_norm_backward_split_kernel's (docs/memory_ordering.md, lanes.py).
     ticket = (tl.atomic_add(mail_ptr, 1, sem="relaxed") + 1).to(tl.int32)
     group, part, zero = ticket // PARTS, ticket % PARTS, ticket >> 31
     mail_ptr += 1
@@ -141,7 +141,7 @@ def rms_norm_backward_split_kernel(
     tl.store(dweight_ptr + group.to(tl.int64) * n_cols + cols, dweight, mask=inside)
 
 
-def _checked(name: str, dy, x, weight, rstd, dsum) -> tuple[int, int]:
+def _checked(name: str, dy, x, weight, rstd, dsum=None) -> tuple[int, int]:
     matrices = {"x": x, "dy": dy} | ({} if dsum is None else {"dsum": dsum})
     return check_norm(name, DTYPES, matrices, {"weight": weight}, {"rstd": rstd})
 
@@ -153,10 +153,7 @@ def _outputs(x, weight, groups: int) -> tuple[torch.Tensor, torch.Tensor]:
 
 
 def rms_norm_backward_rows(dy, x, weight, rstd, dsum=None) -> tuple[torch.Tensor, torch.Tensor]:
-    """(dx, dweight) for rows of up to BACKWARD_ROWS_MAX columns, by programs that stay for many rows.
-
-    Takes and raises what rms_norm_backward does.
-    """
+    """(dx, dweight) for rows of up to BACKWARD_ROWS_MAX columns; takes and raises what rms_norm_backward does."""
     n_rows, n_cols = _checked("rms_norm_backward_rows", dy, x, weight, rstd, dsum)
     check_length("rms_norm_backward_rows", n_cols, BACKWARD_ROWS_MAX, "rms_norm_backward")
     if not n_rows:
@@ -215,8 +212,7 @@ def split_limit(dy, x, weight, dsum=None) -> int:
 def rms_norm_backward_split(dy, x, weight, rstd, dsum=None) -> tuple[torch.Tensor, torch.Tensor]:
     """(dx, dweight) for rows of up to split_limit(...) columns, each held by several programs at once.
 
-    GPU only: programs wait for each other, and the interpreter runs one after the other (RuntimeError there).
-    Otherwise takes and raises what rms_norm_backward does.
+    GPU only: the interpreter runs one program after the other (RuntimeError). Else as rms_norm_backward.
     """
     name = "rms_norm_backward_split"
     n_rows, n_cols = _checked(name, dy, x, weight, rstd, dsum)
@@ -238,7 +234,10 @@ def rms_norm_backward_split(dy, x, weight, rstd, dsum=None) -> tuple[torch.Tenso
     return dx, partials.sum(0).to(weight.dtype)
 
 
-@one_node("(Tensor dy, Tensor x, Tensor weight, Tensor rstd, Tensor? dsum=None) -> (Tensor, Tensor)", like=(1, 2))
+@one_node(
+    "(Tensor dy, Tensor x, Tensor weight, Tensor rstd, Tensor? dsum=None) -> (Tensor, Tensor)", like=(1, 2),
+    check=lambda *args: _checked("rms_norm_backward", *args),
+)  # fmt: skip
 def rms_norm_backward(dy, x, weight, rstd, dsum=None) -> tuple[torch.Tensor, torch.Tensor]:
     """(dx, dweight) by the kernel that is fastest for the row length; rstd and x, or x + residual, of the forward.
 

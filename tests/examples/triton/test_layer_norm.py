@@ -16,12 +16,19 @@ from triton.language.extra.cuda import globaltimer
 
 from examples.common import device, mailbox
 from examples.common.rows import DTYPES
-from examples.common.training import forward_backward
+from examples.common.training import forward_backward, in_float64
 from examples.triton import layer_norm as lesson
 from examples.triton import layer_norm_backward as backwards
 from examples.triton import layer_norm_backward_split as split
 from examples.triton import layer_norm_long, softmax_long
-from examples.triton.layer_norm import ROWS_MAX, layer_norm, layer_norm_rows, reference, reference_step
+from examples.triton.layer_norm import (
+    ROWS_MAX,
+    layer_norm,
+    layer_norm_rows,
+    reference,
+    reference_step,
+    torch_layer_norm,
+)
 from examples.triton.layer_norm_backward import BACKWARD_ROWS_MAX, reference_backward
 from examples.triton.layer_norm_long import layer_norm_split
 from examples.triton.layer_norm_resident import layer_norm_resident
@@ -107,10 +114,11 @@ def test_backward_shapes_layouts_and_nan(h, backward):
 
 @by_backward
 def test_backward_of_a_large_mean(h, backward):
-    """With x_hat made as x * rstd - mean * rstd, whose product is rounded, it would be off by 5e-4."""
+    """Of two products one is rounded in x * rstd - mean * rstd, and x_hat off by 5e-4; dx has such terms too."""
     half = h.randn(3, 2048) + 1e4
     x = torch.cat((half, 2e4 - half), 1)  # exactly: so the mean is 10000, and float32 has it
     weight, dy = h.randn(4096), h.randn(3, 4096)
+    dy += (x - 1e4) * weight.sign()  # so that the mean of g * x_hat is not small
     check_backward(backward, dy, x, weight)
 
 
@@ -405,32 +413,53 @@ def test_generated_code_of_the_split_backward(dtype, wide):
 
 
 def test_backward_as_an_operator(h):
-    """What torch.compile calls where rows are shared: its schema, and shapes without data."""
-    x, weight, _, dy = inputs(h, 3, 32)
-    torch.library.opcheck(backwards.layer_norm_backward.operator, (dy, x, weight, *statistics(x)))
+    """What torch.compile calls: its schema, and shapes and dtypes without data; errors while compiling."""
+    x, weight, _, dy = inputs(h, 3, 32, dtype=torch.float16, wide=torch.float32)
+    args = (dy, x, weight, *statistics(x))
+    torch.library.opcheck(backwards.layer_norm_backward.operator, args)
+    refused_by_compiled(backwards.layer_norm_backward, "dy is .*float16, but x is .*float32", dy, x.float(), *args[2:])
+    refused_by_compiled(
+        backwards.layer_norm_backward, "an input requires grad", dy, x.clone().requires_grad_(), *args[2:]
+    )
 
 
-@pytest.mark.parametrize("inner", [1, 0])  # of the gradient's strides: 0 is that of a sum
-def test_a_compiled_step_has_no_graph_break(h, inner):
-    """Whichever kernels it takes. The forward is torch's here: no interpreted kernel can be traced."""
+def refused_by_compiled(fn, match, *args):
+    torch.compiler.reset()
+    with pytest.raises(Exception, match=f"{fn.__name__}: {match}"):  # torch wraps it, in a type of its own
+        torch.compile(fn, backend="aot_eager")(*args)
+
+
+@pytest.mark.parametrize("summed", [False, True])  # the gradient of a sum is one number, with strides of 0
+def test_a_compiled_step_has_no_graph_break(h, summed):
+    """The forward is torch's here: no interpreted kernel can be traced."""
 
     def forward(rows, weight, bias, eps):
         y, mean, rstd = torch.ops.aten.native_layer_norm(rows, rows.shape[-1:], weight, bias, eps)
         return y, mean[:, 0], rstd[:, 0]
 
+    def ours(*args):
+        return backwards.LayerNorm.apply(*args, 1e-5, forward)
+
     x, weight, bias, dy = inputs(h, 6, 300)
-    x, dy = x.view(2, 3, 300), (dy if inner else dy[:1, :1].expand(6, 300)).view(2, 3, 300)
-    one_graph(lambda *args: backwards.LayerNorm.apply(*args, 1e-5, forward), reference_step, x, weight, bias, dy)
+    x, dy = x.view(2, 3, 300), dy.view(2, 3, 300)
+    if summed:
+        one_graph(
+            lambda *args: ours(*args).sum(), lambda *args: torch_layer_norm(*args).sum(), x, weight, bias, dy.sum()
+        )
+    else:
+        one_graph(ours, torch_layer_norm, x, weight, bias, dy)
 
 
-def one_graph(fn, reference, x, *rest, backend="aot_eager"):
+def one_graph(fn, of_torch, x, *rest, backend="aot_eager"):
+    """Forward and backward, without a graph break, against of_torch in float64."""
     torch.compiler.reset()
     got = forward_backward(torch.compile(fn, fullgraph=True, backend=backend))(x, *rest)
-    for part, want in zip(got, reference(x, *rest), strict=True):
-        judge(part, want, what="one graph", dtype=x.dtype, terms=x.shape[-1])
+    for part, want in zip(got, in_float64(forward_backward(of_torch))(x, *rest), strict=True):
+        terms = x.numel() // x.shape[-1] if part.shape == x.shape[-1:] else x.numel() if part.ndim == 0 else x.shape[-1]
+        judge(part, want, what="one graph", dtype=x.dtype, terms=terms)
 
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("cols", [4096, 12000, 16384, 200_000])
 def test_the_lesson_compiles_without_a_graph_break(h, cols):
-    one_graph(layer_norm, reference_step, *inputs(h, 40, cols, dtype=h.half), backend="inductor")
+    one_graph(layer_norm, torch_layer_norm, *inputs(h, 40, cols, dtype=h.half), backend="inductor")

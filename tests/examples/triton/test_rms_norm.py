@@ -24,10 +24,18 @@ from examples.triton.rms_norm import (
     rms_norm,
     rms_norm_forward,
     torch_add,
+    torch_norm,
 )
 from examples.triton.rms_norm_backward import reference_backward
 from tests.examples.triton.helpers import INF, NAN, harness, meta, refused
-from tests.examples.triton.test_layer_norm import fit, one_graph, peek_at_once, receive_at_once, twice_in_turn
+from tests.examples.triton.test_layer_norm import (
+    fit,
+    one_graph,
+    peek_at_once,
+    receive_at_once,
+    refused_by_compiled,
+    twice_in_turn,
+)
 
 SPLIT = backwards.rms_norm_backward_split
 BACKWARDS = [backwards.rms_norm_backward_rows, backwards.rms_norm_backward_loop]
@@ -282,32 +290,45 @@ def test_benchmark_widths_and_more_elements_than_an_int32_counts(h, gpu_gib):
 
 @pytest.mark.parametrize("residual", [False, True])
 def test_backward_as_an_operator(h, residual):
-    """What torch.compile calls: its schema, and shapes without data."""
-    x, weight, dsum, dy = operands(h, 3, 32)
-    args = (dy, x, weight, rstd_of(x), *((dsum,) if residual else ()))
-    torch.library.opcheck(backwards.rms_norm_backward.operator, args)
+    """What torch.compile calls: its schema, and shapes and dtypes without data; errors while compiling."""
+    fn = backwards.rms_norm_backward
+    x, weight, dsum, dy = operands(h, 3, 32, dtype=torch.float16, wide=torch.float32)
+    rest = (weight, rstd_of(x), *((dsum,) if residual else ()))
+    torch.library.opcheck(fn.operator, (dy, x, *rest))
+    refused_by_compiled(fn, "dy is .*float32, but x is .*float16", dy.float(), x, *rest)
+    refused_by_compiled(fn, "an input requires grad", dy, x.clone().requires_grad_(), *rest)
 
 
-@pytest.mark.parametrize("inner", [1, 0])  # of the gradient's strides: 0 is that of a sum
-def test_a_compiled_step_has_no_graph_break(h, inner):
-    """Whichever kernels it takes. The forward is torch's here: no interpreted kernel can be traced."""
+@pytest.mark.parametrize("residual", [False, True])
+@pytest.mark.parametrize("summed", [False, True])  # the gradient of a sum is one number, with strides of 0
+def test_a_compiled_step_has_no_graph_break(h, residual, summed):
+    """The forward is torch's here: no interpreted kernel can be traced."""
 
     def forward(rows, weight, residual, eps):
-        return (
-            torch.nn.functional.rms_norm(rows, rows.shape[-1:], weight, eps),
-            None,
-            (rows.square().mean(1) + eps).rsqrt(),
-        )
+        total = rows if residual is None else rows + residual
+        y = torch.nn.functional.rms_norm(total, rows.shape[-1:], weight, eps)
+        return y, None if residual is None else total, (total.square().mean(1) + eps).rsqrt()
 
-    x, weight, _, dy = operands(h, 2, 3, 300)
-    dy = dy if inner else dy[:1, :1, :1].expand(2, 3, 300)
-    one_graph(lambda x, w: backwards.RmsNorm.apply(x, w, None, 1e-6, forward), reference_step, x, weight, dy)
+    def ours(x, weight, residual=None):
+        return backwards.RmsNorm.apply(x, weight, residual, 1e-6, forward)
+
+    def loss(fn):
+        def call(*args):
+            out = fn(*args)
+            out = sum(out) if isinstance(out, tuple) else out
+            return out.sum() if summed else out
+
+        return call
+
+    x, weight, other, dy = operands(h, 2, 3, 300)
+    inputs = (x, weight, other) if residual else (x, weight)
+    one_graph(loss(ours), loss(torch_add if residual else torch_norm), *inputs, dy.sum() if summed else dy)
 
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("cols", [4096, 65536, 200_000])
 def test_the_lesson_compiles_without_a_graph_break(h, cols):
     x, weight, residual, dy = operands(h, 40, cols)
-    one_graph(rms_norm, reference_step, x, weight, dy, backend="inductor")
-    both = in_float64(forward_backward(lambda *args: sum(torch_add(*args))))
-    one_graph(lambda *args: sum(rms_norm(*args)), both, x, weight, residual, dy, backend="inductor")
+    one_graph(rms_norm, torch_norm, x, weight, dy, backend="inductor")
+    inputs = (x, weight, residual, dy)
+    one_graph(lambda *args: sum(rms_norm(*args)), lambda *args: sum(torch_add(*args)), *inputs, backend="inductor")
