@@ -9,7 +9,7 @@ import torch
 
 
 def one_node(schema: str, *, like: tuple[int, ...], check: Callable) -> Callable:
-    """A decorator for a wrapper without a backward, whose results have shapes and dtypes of its arguments at `like`.
+    """A decorator for a wrapper without a backward; its results have the shapes and dtypes of its arguments at `like`.
 
     For what torch.compile cannot trace: a Gluon kernel or, in the backward of a torch.autograd.Function, a question
     such as `tensor.layout`. `schema` is the wrapper's, as torch.library.custom_op takes it, with no name; its results

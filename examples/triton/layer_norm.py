@@ -158,7 +158,7 @@ def compare_both(h: Harness, rows: int, cols: int):
 
 
 def demo(h: Harness) -> None:
-    for shape in [(3, 781), (4, 5, 1025), (9, 8208), (7, 20000)]:  # odd; beyond one kernel; shared; not by few SMs
+    for shape in [(3, 781), (4, 5, 1025), (9, 8208), (7, 20000)]:  # odd; the last two are shared in backward
         h.check(forward_backward(layer_norm), reference_step, *inputs(h, *shape), terms=shape[-1], what=f"{shape}")
     rows, columns = h.meta(4096, 1024), h.meta(1024)
     h.codegen(layer_norm_rows, rows, columns, columns, find={90: ("ld.global.v4", "st.global.v4")})

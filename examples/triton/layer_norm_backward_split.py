@@ -111,7 +111,7 @@ def layer_norm_backward_split_kernel(
         mean_due, rstd_due = mean_last, rstd_last
         mean_last, rstd_last = mean, rstd
         mean, rstd = mean_next, rstd_next
-    wait_group(0)  # the copies of rows that are not there, which nobody waited for, write to shared memory too
+    wait_group(0)  # the last copies, of rows that are not there: they write zeros, and no iteration waited for them
     first = group.to(gl.int64) * n_cols
     gl.store(dweight_ptr + first + cols, dweight, mask=inside)
     gl.store(dbias_ptr + first + cols, dbias, mask=inside)

@@ -212,7 +212,8 @@ def split_limit(dy, x, weight, dsum=None) -> int:
 def rms_norm_backward_split(dy, x, weight, rstd, dsum=None) -> tuple[torch.Tensor, torch.Tensor]:
     """(dx, dweight) for rows of up to split_limit(...) columns, each held by several programs at once.
 
-    GPU only: the interpreter runs one program after the other (RuntimeError). Else as rms_norm_backward.
+    GPU only: programs wait for each other, and the interpreter runs one after the other (RuntimeError there).
+    Otherwise takes and raises what rms_norm_backward does.
     """
     name = "rms_norm_backward_split"
     n_rows, n_cols = _checked(name, dy, x, weight, rstd, dsum)

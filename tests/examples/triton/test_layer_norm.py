@@ -423,6 +423,19 @@ def test_backward_as_an_operator(h):
     )
 
 
+def test_backward_is_captured_as_that_operator(h):
+    nodes = []
+
+    def capture(graph, _):
+        nodes.extend(str(node.target) for node in graph.graph.nodes if node.op == "call_function")
+        return lambda *_: (torch.empty(0),) * 3
+
+    x, weight, _, dy = inputs(h, 4, 10240, dtype=torch.float16)
+    torch.compile(backwards.layer_norm_backward, fullgraph=True, backend=capture)(dy, x, weight, *statistics(x))
+    assert nodes[0] == "companion_examples_triton_layer_norm_backward.layer_norm_backward.default"
+    assert all("getitem" in node for node in nodes[1:])
+
+
 def refused_by_compiled(fn, match, *args):
     torch.compiler.reset()
     with pytest.raises(Exception, match=f"{fn.__name__}: {match}"):  # torch wraps it, in a type of its own
