@@ -18,6 +18,7 @@ from pathlib import Path
 from harness.catalog import ROOT, Topic, topics
 from harness.record import ExampleRecord, as_run, load
 
+from companion.claims import claims
 from companion.readme import is_stale, readme
 
 _NO_PART_OF_A_NAME = {"nvidia", "geforce", "gpu", "corporation"}
@@ -155,7 +156,7 @@ def _place(record: dict, folder: str | None, taken: dict[Path, dict], root: Path
 
 
 def contribute(records: list[Path], folder: str | None = None, force: bool = False, root: Path = ROOT) -> int:
-    """Check every record, then write all of them into results/ and renew the tables; 1 when one cannot be taken.
+    """Check every record, then write all of them into results/ and renew the pages; 1 when one cannot be taken.
 
     Raises ValueError for what is no record, a topic that is not known or is there twice, a file that exists (without
     `force`), and a folder that cannot be written.
@@ -195,10 +196,11 @@ def contribute(records: list[Path], folder: str | None = None, force: bool = Fal
         taken = f"; {names} paths and names of this machine were taken out" if names else ""
         print(f"{target.relative_to(root)}: {len(record['examples'])} techniques{taken}")
     readme(check=False, stale=False, root=root)
+    claims(check=False, root=root)
     folders = sorted({target.parent.relative_to(root) for target in ready})
     add = " ".join(map(str, folders))
     print(
-        f"now look at git diff, then: git switch -c record-{folders[0].name} && git add {add} README.md docs && "
-        "git commit && git push -u origin HEAD, and open a pull request"
+        f"now look at git diff, then: git switch -c record-{folders[0].name} && "
+        f"git add {add} README.md CLAIMS.md docs && git commit && git push -u origin HEAD, and open a pull request"
     )
     return 0

@@ -320,7 +320,8 @@ def test_exercise_of_fp8(edited, h):
 def test_exercise_of_tma(edited):
     from examples.tma import what_is_tma
 
-    changed = edited("examples/tma/what_is_tma.py", "WARPS = 64, 256, 4", "WARPS = 64, 512, 4")
+    line = "BLOCK_M, BLOCK_BYTES, WARPS = 64, {}, 4"
+    changed = edited("examples/tma/what_is_tma.py", line.format(256), line.format(512))
     x = torch.empty(8192, 8192, dtype=torch.float16, device="meta")
 
     def compiled(module, name):

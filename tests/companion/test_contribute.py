@@ -34,11 +34,13 @@ def lines(tmp_path, capsys, record, *options) -> tuple[int, list[str]]:
 
 @pytest.fixture(autouse=True)
 def a_root(tmp_path):
-    """The scripts and lessons of this repository, and results/ of its own."""
-    (tmp_path / TOPIC.file).write_text((ROOT / TOPIC.file).read_text())
+    """The scripts, lessons and pages of this repository, and a copy of its results/."""
+    for topic in topics():
+        shutil.copy(ROOT / topic.file, tmp_path)
     shutil.copytree(ROOT / "examples", tmp_path / "examples")
     shutil.copytree(ROOT / "studies", tmp_path / "studies")
     shutil.copytree(ROOT / "docs", tmp_path / "docs")
+    shutil.copytree(ROOT / "results", tmp_path / "results")
     shutil.copy(ROOT / "README.md", tmp_path)
 
 
@@ -68,8 +70,9 @@ def test_a_good_record_lands_without_names(tmp_path, capsys, monkeypatch, record
     assert [e["tables"] for e in held["examples"]] == [e["tables"] for e in record["examples"]]
     assert "8 techniques; 4 paths and names of this machine were taken out" in said[0]
     assert "docs/running.md: renewed" in said
+    assert "CLAIMS.md: renewed" in said
     assert "NVIDIA GeForce RTX 4090" in (tmp_path / "docs/running.md").read_text()
-    assert "git add results/rtx-4090" in said[-1]
+    assert "git add results/rtx-4090 README.md CLAIMS.md docs" in said[-1]
     with pytest.raises(ValueError, match=r"exists; replace it with --force"):
         contribute.contribute([tmp_path / "mine.json"], root=tmp_path)
     assert contribute.contribute([tmp_path / "mine.json"], force=True, root=tmp_path) == 0
@@ -136,7 +139,8 @@ def test_what_is_wrong_is_named_and_nothing_written(tmp_path, capsys, record, ch
     assert status == 1
     assert any(message in line for line in said)
     assert "nothing was written" in said[-1]
-    assert not (tmp_path / "results").exists()
+    for path in tmp_path.glob("results/*/*.json"):
+        assert path.read_bytes() == (ROOT / path.relative_to(tmp_path)).read_bytes()
 
 
 def test_older_code_is_seen():
