@@ -1,9 +1,9 @@
 """What a recorded number was measured with: a hash over the syntax trees of the code that had a part in it.
 
 For a lesson that is its file and what that imports from this repository (its variants, examples/common), the peers it
-is put beside, and what of the harness checks and times. Comments, docstrings and layout have no part. `ast.dump`
-differs between versions of Python, so the trees are walked here, and empty fields are skipped: a field that a newer
-Python adds is empty in older code.
+is put beside, and what of the harness checks and times. Comments, docstrings, layout and what an error says have no
+part. `ast.dump` differs between versions of Python, so the trees are walked here, and empty fields are skipped: a field
+that a newer Python adds is empty in older code.
 """
 
 from __future__ import annotations
@@ -70,6 +70,8 @@ def _file_of(module: str, root: Path) -> Path | None:
 def _words(node: ast.AST, into: list[str]) -> list[str]:
     """The tree in words, added to `into`: the type of each node, and its fields that hold something."""
     into.append(type(node).__name__)
+    if isinstance(node, ast.Raise) and isinstance(node.exc, ast.Call):
+        return _words(node.exc.func, into)  # of an error its type: nothing is timed that ends in one
     for name, value in ast.iter_fields(node):
         if value is None or value == []:
             continue

@@ -15,6 +15,7 @@ FILES = {
     "examples/common/tiles.py": "import examples.triton.softmax\n\ndef order(n):\n    return n + 1\n",
     "examples/triton/softmax.py": '"""A lesson."""\nfrom harness import run\nfrom examples.common.tiles import order\n'
     "import triton\n\nSTAGES = 4  # of the ring\n\n\ndef softmax(x):\n    '''Rows.'''\n    return order(x)\n\n\n"
+    "def check(x):\n    if x is None:\n        raise ValueError('no x') from None\n\n\n"
     "def demo(h):\n    from examples.triton import softmax_fused\n",
     "examples/triton/softmax_fused.py": "import examples.common.tiles as tiles\n",
     "examples/triton/other.py": "import compile_inspect.graphs\n",
@@ -39,6 +40,8 @@ def root(tmp_path):
     [
         (LESSON, "STAGES = 4", "STAGES = 5", True),
         (LESSON, "return order(x)", "order(x)", True),
+        (LESSON, "if x is None", "if x is x", True),
+        (LESSON, "raise ValueError", "raise TypeError", True),
         ("examples/common/tiles.py", "n + 1", "n - 1", True),
         ("examples/triton/softmax_fused.py", "tiles\n", "tiles\nA = None\n", True),
         ("harness/bench.py", "3", "4", True),
@@ -48,6 +51,7 @@ def root(tmp_path):
         (LESSON, "'''Rows.'''", "'Columns.'\n    'and more'", False),
         (LESSON, "# of the ring", "# of the ring, which is shared", False),
         (LESSON, "STAGES = 4", "\n\n\nSTAGES = (0x4)", False),
+        (LESSON, "'no x'", "f'{x}: pass a tensor'", False),
         ("harness/session.py", "bench", "hardware", False),  # nothing that checks or times
         (STUDY, "softmax\n", "softmax\nA = 1\n", False),  # it is the study's
     ],
