@@ -28,7 +28,10 @@ def check_attention(
     if k.shape[0] != B or k.shape[3] != D or not H_kv or H % H_kv:
         raise ValueError(f"{name}: {shapes}; k needs q's B and D and a number of heads dividing H")
     if D not in head_dims:
-        raise ValueError(f"{name}: head dim {D} is not one of {tuple(head_dims)}; pad with zeros to the next")
+        raise ValueError(
+            f"{name}: head dim {D} is not one of {tuple(head_dims)}; pad with zeros to the next, pass scale={D}**-0.5 "
+            "(by default it would be that of the padded D), and drop the columns that this adds to the result"
+        )
     if S_kv == 0:
         raise ValueError(f"{name}: {shapes}; without a key there is nothing to attend to")
     if causal and S_kv != S:

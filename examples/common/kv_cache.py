@@ -47,7 +47,10 @@ def check_cache(name: str, dtypes, head_dims, q, k, v, lengths, block_table, sca
     if k.shape[3] != D or not H_kv or H % H_kv:
         raise ValueError(f"{name}: {shapes}; k needs q's D and a number of heads dividing H")
     if D not in head_dims:
-        raise ValueError(f"{name}: head dim {D} is not one of {tuple(head_dims)}; pad with zeros to the next")
+        raise ValueError(
+            f"{name}: head dim {D} is not one of {tuple(head_dims)}; pad with zeros to the next, pass scale={D}**-0.5 "
+            "(by default it would be that of the padded D), and drop the columns that this adds to the result"
+        )
     if not 1 <= S_q <= QUERIES_MAX:
         raise ValueError(f"{name}: {S_q} queries; decode 1 to {QUERIES_MAX}, and prefill with flash_attention")
     for label, x in given.items():

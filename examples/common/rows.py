@@ -102,7 +102,7 @@ def check_norm(name: str, dtypes: tuple, matrices: dict, columns: dict, rows: di
         if matrix.shape != x.shape or matrix.dtype != x.dtype:
             raise ValueError(
                 f"{name}: {label} is {tuple(matrix.shape)} {matrix.dtype}, but x is {tuple(x.shape)} {x.dtype}; "
-                "pass the gradient of y, which is like x"
+                f"pass a {label} of x's shape and dtype"
             )
         if matrix.stride(1) != 1 and n_cols > 1:
             raise ValueError(f"{name}: {label} has strides {matrix.stride()}; call {label}.contiguous() first")

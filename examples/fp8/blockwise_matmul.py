@@ -115,9 +115,9 @@ def blockwise_matmul(
     a [M, K] has contiguous rows, b [K, N] contiguous columns (weight.t()); each is float8_e4m3fn or float8_e5m2. K is a
     multiple of 128, or 0. scale_a [M, K / 128] and scale_b [K / 128, ceil(N / 128)] are float32, and so is their
     product, which underflows below 2**-126. out_dtype is bfloat16, float16 or float32. "pointers" takes any M and N (0
-    too) and scales of any strides; "warp specialized" needs rows of the result that are multiples of 16 bytes (N % 8 ==
-    0 in bfloat16), scale_a with strides (1, a multiple of 4), and a and b that TMA can load. check_scales reads the
-    scales, which waits for the GPU; pass False where they are known to be good.
+    too) and scales of any strides, scale_b's below 2**31 elements apart; "warp specialized" needs rows of the result
+    that are multiples of 16 bytes (N % 8 == 0 in bfloat16), scale_a with strides (1, a multiple of 4), and a and b that
+    TMA can load. check_scales reads the scales, which waits for the GPU; pass False where they are known to be good.
 
     Raises TypeError for another dtype; ValueError for rank, shapes, devices or layouts, an unknown variant, a scale
     that is not positive and finite; RuntimeError for a GPU that cannot run it, or an input that requires grad.

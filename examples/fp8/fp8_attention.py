@@ -69,7 +69,7 @@ def _operand(weights, dtype: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.co
     return pairs.permute(0, 1, 3, 2, 4).reshape(BLOCK_M, BLOCK_N)
 
 
-@triton.jit(do_not_specialize=["S", "S_KV"])  # see fp8_attention_hopper_kernel
+@triton.jit(do_not_specialize=["S", "S_KV"])  # a constant S_KV of 1 makes all weights equal: see pack_weights()
 def fp8_attention_kernel(
     q_desc, k_desc, v_desc, o_desc, q_scale_ptr, k_scale_ptr, v_scale_ptr,
     stride_qsb, stride_qsh, stride_ksb, stride_ksh, stride_vsb, stride_vsh, scale, H, GROUP_SIZE, S, S_KV,
@@ -146,11 +146,11 @@ def fp8_attention(
     q [B, H, S, D], k [B, H_kv, S_kv, D], v [B, H_kv, D, S_kv rounded up to 16] as pack_values() makes it, all
     float8_e4m3fn, H a multiple of H_kv; float32 scales [] or [B, H] for q, [] or [B, H_kv] for k and v. D is 64 or 128;
     any S and S_kv from 1 up; causal needs S == S_kv. Returns [B, H, S, D], contiguous, in bfloat16 or float16.
-    `variant`: one of VARIANTS, by default the second on sm_90.
+    `scale` is 1 / sqrt(D) unless given, `variant` "tiles" or "warp specialized", which is the default on sm_90.
 
     Raises TypeError for another dtype, or a causal that is no bool; ValueError for sizes that do not fit, an unknown
-    variant, a layout of V or one that TMA cannot load, and what require_scales refuses (check_scales=False does not
-    read them, which waits for the GPU); RuntimeError for no Triton, an input that requires grad and, warp specialized,
+    variant, a layout of V or one that TMA cannot load, and what require_scales refuses (check_scales=True reads the
+    scales, which waits for the GPU); RuntimeError for no Triton, an input that requires grad and, warp specialized,
     any architecture but sm_90, and the interpreter.
     """
     name = "fp8_attention"

@@ -20,7 +20,7 @@ Wins when  scales are per tensor or per row, and K is short enough for an accumu
 Variants   fp8_matmul_persistent.py, fp8_matmul_warp_specialized.py
 Study      studies/fp8/fp8_matmul.py, studies/fp8/fp8_matmul_models.py
 Source     chapter section "3. `triton_fp8_advanced.py` - FP8 Operations in Triton", whose kernel has no scales, and
-           whose 90-95 % of cuBLAS pointers reach here: 92 % on average (H200); chapter section "Key Takeaways", whose
+           whose 90-95 % of cuBLAS holds for "pointers": 92 % on average (H200); chapter section "Key Takeaways", whose
            2x FP16 is 1.75x at 4096, 1.88x at 8192, 1.5 to 2.1x in the study (H200); layouts, arguments: _scaled_mm's
 """
 

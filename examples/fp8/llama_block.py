@@ -60,8 +60,8 @@ def product(a: torch.Tensor, w: torch.Tensor, scale_a: torch.Tensor, scale_w: to
 class FP8Linear(torch.autograd.Function):
     """x [M, K] @ weight [N, K].t(), its products in FP8, forward and backward; `fp8_dw` is whether dw's is, too.
 
-    `quantize` makes (q, scales [rows, 1]) of a matrix. In torch's operations: torch.compile fuses them with what makes
-    x and dy, and saves for backward whichever has fewer bytes, here x^T in FP8.
+    `quantize` makes (q, scales [rows, 1]) of a matrix. by_rows does so in torch's operations: torch.compile fuses them
+    with what makes x and dy, and of x and its FP8 transpose saves for backward the one with fewer bytes, the latter.
     """
 
     @staticmethod

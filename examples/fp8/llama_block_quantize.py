@@ -48,8 +48,8 @@ def quantize_transposed(
     [], [1] or [1, 1]. The arithmetic is float32.
 
     Raises TypeError for another dtype of x or the result; ValueError for another rank, an inner stride other than 1,
-    more than 8,388,480 columns, and what require_scales refuses (check_scales=False does not read the scale, which
-    waits for the GPU); RuntimeError for a device without Triton or FP8, or an input that requires grad.
+    more than 8,388,480 columns, and what require_scales refuses (check_scales=True reads the scale, which waits for the
+    GPU); RuntimeError for a device without Triton or FP8, or an input that requires grad.
     """
     name = "quantize_transposed"
     check_quantize(name, x, dtype)
@@ -100,7 +100,7 @@ def swiglu_quantize(packed: torch.Tensor, dtype: torch.dtype = E4M3) -> tuple[to
     if both % 2:
         raise ValueError(f"{name}: {both} columns; the first half is the gate, so there must be two halves")
     n_cols = both // 2
-    check_length(name, n_cols, ROW_MAX, "torch's silu, then quantize")
+    check_length(name, n_cols, ROW_MAX, "torch's silu(gate) * up, then quantize_row of examples/fp8/quantize.py")
     q, scale = empty_quantized(name, packed[:, :n_cols], "row", dtype)
     if n_rows:
         block_n = max(32, triton.next_power_of_2(n_cols))

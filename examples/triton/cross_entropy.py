@@ -166,8 +166,8 @@ def cross_entropy(
     gradient: "forward" makes it with the loss, and again in backward where the loss's own gradient is not 1. "backward"
     makes it there. "in place" makes it with the loss, over the logits: operations that saved them (a tanh, not a linear
     layer) then refuse their backward, this backward runs once, and another factor multiplies rounded gradients: not for
-    scaled losses in float16. None: "forward", but "backward" for reduction "none" and within torch.compile, whose graph
-    "in place" breaks. All but "backward" make programs wait for each other beyond 100 KiB a row, as layer_norm's do.
+    scaled losses in float16. None: "forward", or "backward" for reduction "none". torch.compile takes "backward" for
+    both, and "in place" breaks its graph. All but "backward" make programs wait for each other beyond 100 KiB a row.
 
     Raises TypeError for another dtype or an ignore_index that is no int; ValueError for other options, sizes that do
     not fit, no columns, an inner stride other than 1 and, in place, rows that overlap; RuntimeError for a device

@@ -1,8 +1,8 @@
 """Decode attention: one to 16 new queries read all keys and values of a sequence, split over the whole GPU.
 
-A query over 16384 cached keys, with 8 heads of keys and values of D = 128 in bfloat16, reads 64 MiB: 15 us of an H200's
+A query over 16384 cached keys, with 8 heads of keys and values of D = 128 in bfloat16, reads 64 MiB: 16 us of an H200's
 memory. A query head does 2 FLOPs with each value that is read, 4 heads that share it do 8; in the time a value takes to
-arrive the tensor cores could do 360. So this is memory-bound, if each is read once and every SM reads.
+arrive the tensor cores could do 360 (measured rates). So this is memory-bound, if each is read once and every SM reads.
 
 All new positions of the query heads that share a head of keys (GQA) are the rows of one tile. mma.sync takes 16 rows:
 until these are full, more rows cost nothing. But then a sequence is only H_kv programs on 132 SMs, so its keys are
@@ -59,7 +59,7 @@ def decode_attention_kernel(
 ):  # fmt: skip
     if EARLY:
         tl.extra.cuda.gdc_launch_dependents()  # once every program has started, the merge's may
-    pid = tl.program_id(0)  # fastest first: tiles of the same keys, heads, parts, sequences; long ones spread over SMs
+    pid = tl.program_id(0)  # tiles of the same keys vary fastest, then heads, parts, sequences; long ones use many SMs
     tile, h_kv, item = pid % TILES_M, (pid // TILES_M % H_KV).to(tl.int64), pid // (TILES_M * H_KV)
     part, b = item % splits, (item // splits).to(tl.int64)
     n, size = part_of_keys(lengths_ptr, b, keys, splits, BLOCK_N)

@@ -91,8 +91,8 @@ def grouped_matmul(a, b, offs, scale_a=None, scale_b=None, check_scales: bool = 
 
     float16 or bfloat16; or float8_e4m3fn with scale_a [T] and scale_b [E, N], float32, and the result bfloat16. K is
     contiguous in both (b is weights.transpose(1, 2)), rows are multiples of 16 bytes; T, E, N, K or a group may be 0.
-    The accumulator is float32. offs [E], int32, must not decrease, unchecked: where it does, rows are wrong or left
-    unwritten, as from offs[-1] on, and no access is out of bounds. check_scales reads the scales: it waits for the GPU.
+    The accumulator is float32. offs [E], int32, E up to 4096, must not decrease, unchecked: if it does, rows are wrong
+    or unwritten, but no access is out of bounds. Rows from offs[-1] on are unwritten. check_scales waits for the GPU.
 
     Raises what check_operands does: TypeError for dtypes; ValueError for shapes, layouts and scales; RuntimeError for a
     device without Triton, FP8 before sm_89 or an input that requires grad.

@@ -46,7 +46,10 @@ def check_operands(
         raise ValueError(f"{name}: K is {K}; TMA needs rows of 16-byte multiples: pad K")
     require_tma_layout(name, **{"a": a, "b.transpose(1, 2)": b.transpose(1, 2)})
     if fp8 != (scale_a is not None) or fp8 != (scale_b is not None):
-        raise ValueError(f"{name}: FP8 operands have scale_a [T] and scale_b [E, N], others have none")
+        raise ValueError(
+            f"{name}: a is {a.dtype}, scale_a {type(scale_a).__name__}, scale_b {type(scale_b).__name__}; FP8 operands "
+            "have scale_a [T] and scale_b [E, N], others have none"
+        )
     if fp8:
         require_scales(name, a, check_scales, scale_a=(scale_a, ((T,),)), scale_b=(scale_b, ((E, N),)))
         require_triton_device(name, a, scale_a, scale_b)

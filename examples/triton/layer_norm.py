@@ -118,7 +118,7 @@ def layer_norm(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor, eps: f
     with torch.no_grad():  # this one has a backward
         require_triton_device("layer_norm", x)
     if x.ndim == 0 or x.shape[-1] == 0:
-        raise ValueError(f"layer_norm: shape {tuple(x.shape)} has no columns, and nothing has no mean")
+        raise ValueError(f"layer_norm: shape {tuple(x.shape)} has no columns; a row needs at least one element")
     return LayerNorm.apply(x, weight, bias, eps, layer_norm_forward)
 
 

@@ -168,8 +168,9 @@ def layer_norm_backward_loop(dy, x, weight, mean, rstd) -> tuple[torch.Tensor, t
 def layer_norm_backward(dy, x, weight, mean, rstd) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """(dx, dweight, dbias) by the kernel that is fastest for the row length; mean and rstd from layer_norm_forward.
 
-    mean is one float32 number, whose rounding puts x_hat off by up to 6e-8 * |mean| / std (y has no such error). dy has
-    x's shape and dtype, any row stride. Raises as layer_norm_forward does, and ValueError for a dy of another dtype.
+    mean is one float32 number a row, whose rounding puts x_hat off by up to 6e-8 * |mean| / std (y has no such error).
+    dy and x: [n_rows, n_cols] of one dtype (ValueError), any row stride. mean and rstd: float32 [n_rows] (TypeError).
+    dx has x's dtype, dweight and dbias that of weight [n_cols]. Otherwise raises as layer_norm_forward does.
     Beyond BACKWARD_ROWS_MAX columns, programs wait for each other, if rows are read 16 bytes at a time and an eighth of
     the SMs can run those of a row (split_limit), so that other kernels may hold the rest. Other rows are read twice.
     """

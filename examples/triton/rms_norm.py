@@ -47,7 +47,7 @@ def rms_norm_rows_kernel(
         x += widen(tl.load(residual_ptr + rows[:, None] * stride_rm + cols[None, :], mask=inside, other=0.0))
         summed = x.to(sum_ptr.dtype.element_ty)
         tl.store(sum_ptr + out, summed, mask=inside)
-        x = summed.to(tl.float32)  # y is the norm of the sum that is returned, and backward of no other
+        x = summed.to(tl.float32)  # y is the norm of the sum as rounded, which is what backward gets, too
     eps = tl.cast(eps, tl.float32)  # torch.compile passes a float in 64 bits
     rstd = tl.rsqrt(tl.sum(x * x, axis=1) / n_cols + eps)
     weight = widen(tl.load(weight_ptr + cols, mask=cols < n_cols, other=0.0))

@@ -242,9 +242,9 @@ def rms_norm_backward_split(dy, x, weight, rstd, dsum=None) -> tuple[torch.Tenso
 def rms_norm_backward(dy, x, weight, rstd, dsum=None) -> tuple[torch.Tensor, torch.Tensor]:
     """(dx, dweight) by the kernel that is fastest for the row length; rstd and x, or x + residual, of the forward.
 
-    dy and dsum (the gradient of x + residual, None where there is none) have x's shape and dtype, any row stride.
-    Raises as rms_norm_forward does, and ValueError for a dy or dsum of another dtype. Beyond BACKWARD_ROWS_MAX columns
-    programs wait for each other if an eighth of the SMs can run those of a row (split_limit); else rows are read twice.
+    dy, x and dsum (the gradient of x + residual, or None): [n_rows, n_cols] of one dtype (ValueError), any row stride;
+    rstd: float32 [n_rows] (TypeError). dx has x's dtype, dweight weight's. Else raises as rms_norm_forward does. Beyond
+    BACKWARD_ROWS_MAX columns programs wait for each other, up to split_limit columns; longer rows are read twice.
     """
     _, n_cols = _checked("rms_norm_backward", dy, x, weight, rstd, dsum)
     if n_cols <= BACKWARD_ROWS_MAX:

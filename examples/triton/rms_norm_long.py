@@ -104,7 +104,7 @@ def check_input(name: str, x: torch.Tensor, residual: torch.Tensor | None) -> No
     """What require_triton_device says of both; ValueError for no columns, or a residual that is not like x."""
     require_triton_device(name, x, *(() if residual is None else (residual,)))
     if x.ndim == 0 or x.shape[-1] == 0:
-        raise ValueError(f"{name}: shape {tuple(x.shape)} has no columns, and nothing has no mean square")
+        raise ValueError(f"{name}: shape {tuple(x.shape)} has no columns; a row needs at least one element")
     if residual is not None and (residual.shape != x.shape or residual.dtype != x.dtype):
         found = f"{tuple(residual.shape)} {residual.dtype}, but x is {tuple(x.shape)} {x.dtype}"
         raise ValueError(f"{name}: residual is {found}; pass one like x")

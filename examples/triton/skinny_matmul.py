@@ -74,7 +74,7 @@ def tiles_for(M: int, N: int, device: torch.device) -> list:
 
 @untraced
 def skinny_matmul_stream_k(x: torch.Tensor, w: torch.Tensor, programs: int | None = None) -> torch.Tensor:
-    """skinny_matmul by stream-K, for any M; `programs` share the steps, one for each SM unless given."""
+    """skinny_matmul by stream-K, for any M; `programs` share the steps, as many as share_out finds unless given."""
     M, N, K = check_linear("skinny_matmul_stream_k", x, w, DTYPES)
     if not (M and N and K):
         return torch.zeros((M, N), dtype=x.dtype, device=x.device)  # nothing to sum, or nothing to write

@@ -29,7 +29,7 @@ def skinny_matmul_gemv_kernel(
 ):  # fmt: skip
     n, inner = tl.program_id(0), tl.arange(0, BLOCK_K)
     w_ptr += n.to(tl.int64) * stride_wn
-    if ALIGNED:  # every row starts at a multiple of 16 bytes: Triton infers that only from strides of a multiple of 32
+    if ALIGNED:  # every row starts at a multiple of 16 bytes; Triton infers that only where 16 divides the stride
         w_ptr = tl.multiple_of(w_ptr, 16)
     acc = tl.zeros((BLOCK_K,), tl.float32)  # one sum for each place: they are added up once, at the end
     LOOPED: tl.constexpr = max(K - 1, 0) // (UNROLLED * BLOCK_K) * (UNROLLED * BLOCK_K)

@@ -92,7 +92,7 @@ def softmax(x: torch.Tensor) -> torch.Tensor:
 
 
 # Nothing cancels in a softmax, so each element's budget follows its own size, not that of the row's largest element.
-# At exp(-88), below which float32 is 0, one rounding of the argument is worth 64 roundings of the result.
+# From exp(-64) to exp(-104), below which float32 is 0, one rounding of the argument is worth 64 of the result.
 BUDGET = {"terms": 0, "roundings": 64}
 
 

@@ -97,7 +97,8 @@ def weight_only_matmul_kernel(
 
 
 def choose_tile(M: int, format: str, device: torch.device) -> tuple[int, ...]:
-    """A tile of TILES, how many programs an SM runs, and their stages: three, or as many as there are for one."""
+    """(BLOCK_M, BLOCK_N, warps, programs of an SM, stages): the most programs that have three stages or more each, else
+    one program with what fits."""
     m, n, num_warps = next((tile for tile in TILES if tile[0] >= M), TILES[-1])
     if (m, format) == (16, "fp8") and architecture(device) // 10 == 10:
         num_warps = 8  # with Triton 3.9, tcgen05 and 4 warps it spills

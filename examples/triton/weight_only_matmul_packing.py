@@ -64,9 +64,10 @@ def two_parts(words, PART: tl.constexpr, INT4: tl.constexpr, dtype: tl.constexpr
 
 
 class PackedWeight(NamedTuple):
-    """Weights [N, K]: int16 words [N, 64 steps], scales and what they were made of.
+    """Packed weights [N, K]: int16 words [N, 64 * steps], their scales, K before padding, and quantize_weight's format.
 
-    Scales are [steps, N, 2] of int4, as a step has two groups, and [N] of FP8.
+    A step is 256 columns in int4, 128 in FP8. Scales: int4's [steps, N, 2] in the weights' dtype, one for each group of
+    128 columns; FP8's [N], float32.
     """
 
     words: torch.Tensor
