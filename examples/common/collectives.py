@@ -14,7 +14,7 @@ from tempfile import TemporaryDirectory
 import torch
 from torch.profiler import ProfilerActivity, profile, record_function
 
-# Bytes of an element, by the names that the trace has for dtypes.
+# Bytes of an element, by the names that the trace has for dtypes; any other counts as 1.
 BYTES = {"double": 8, "long int": 8, "float": 4, "int": 4, "c10::BFloat16": 2, "c10::Half": 2}
 # What a rank sends in a ring for each byte that it puts into a collective, times the number of ranks.
 RING = {"all_reduce": lambda n: 2 * (n - 1), "all_gather": lambda n: n * (n - 1), "reduce_scatter": lambda n: n - 1}
@@ -48,8 +48,8 @@ class Trace:
 
 
 def traced(fn: Callable, *args) -> Trace:
-    """Call fn(*args) under the profiler, on every rank alike: twice, since the ranks do not start together while it is
-    being set up. Warm it up before."""
+    """What the second of two calls of fn(*args) under the profiler does; call it on every rank. In the first, ranks are
+    out of step, as the profiler starts. Warm fn up before. Raises RuntimeError where a collective had not ended."""
     kinds = [ProfilerActivity.CPU] + [ProfilerActivity.CUDA] * torch.cuda.is_available()
     with TemporaryDirectory() as folder:
         with profile(activities=kinds, record_shapes=True, acc_events=True) as held:

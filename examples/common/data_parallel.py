@@ -20,13 +20,14 @@ class Compiler:
 
 
 def first_and_last_norm(model: nn.Module) -> tuple[nn.Module, nn.Module]:
-    """Of a LanguageModel: their gradients stand for all, as one has the whole backward pass behind it."""
+    """The norm before the first attention of a LanguageModel, and the one after its last block. Their gradients stand
+    for all: the whole backward pass comes before the first norm's."""
     return model.body.blocks[0].attention_norm, model.body.norm
 
 
 def reference(model: nn.Module, tokens: torch.Tensor, ranks: int, rank: int, alone: bool = False) -> tuple:
-    """In float64, one row at a time: the losses of this rank's part of the tokens, and the gradients of both norms for
-    the mean loss of all tokens; with `alone` of this rank's part."""
+    """In float64, one row at a time, for tokens [rows, n + 1] of all ranks: the losses [rows / ranks, n] of this rank's
+    part, and the gradients [width] of both norms for the mean loss of all tokens; with `alone` of this rank's part."""
     exact = model.float64().requires_grad_(False)
     norms = [norm.weight.requires_grad_() for norm in first_and_last_norm(exact)]
     own, losses = tokens.chunk(ranks)[rank], []

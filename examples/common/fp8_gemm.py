@@ -35,7 +35,10 @@ def check_scaled_gemm(
 
 
 def operands(h, M: int, N: int, K: int, rows: bool, dtypes=(E4M3, E4M3)) -> tuple[torch.Tensor, ...]:
-    """a, b, scale_a and scale_b of a layer: activations, and weights as [N, K]; rows of different sizes."""
+    """a [M, K], b [K, N] (a transposed view of weights [N, K]), scale_a, scale_b; rows of different magnitudes.
+
+    With `rows` a scale for each row of a and each column of b, else one for each tensor.
+    """
     quantized = []
     for n, dtype in zip((M, N), dtypes, strict=True):
         x = h.randn(n, K).mul_(h.randn(n, 1, scale=0.5).exp_())
@@ -63,7 +66,10 @@ def _spread(blocks: torch.Tensor) -> torch.Tensor:
 
 
 def blockwise_operands(h, M: int, N: int, K: int, dtypes=(E4M3, E4M3)) -> tuple[torch.Tensor, ...]:
-    """a, b, scale_a, scale_b of a layer: activations, and weights as [N, K]; groups and blocks of different sizes."""
+    """a [M, K], b [K, N] (a transposed view of weights [N, K]), scale_a of 1x128 groups, scale_b of 128x128 blocks.
+
+    Groups and blocks have different magnitudes.
+    """
     x, w = h.randn(M, K), h.randn(N, K)
     x.view(M, -1, GROUP).mul_(h.randn(M, K // GROUP, 1, scale=0.5).exp_())
     w.mul_(_spread(h.randn(triton.cdiv(N, GROUP), K // GROUP, scale=0.5).exp_())[:N])
@@ -78,7 +84,7 @@ def torch_blockwise(a, b, scale_a, scale_b) -> torch.Tensor:
 
 
 def scaled_mm_blockwise(a, b, scale_a, scale_b, out_dtype=torch.bfloat16) -> torch.Tensor:
-    """cuBLASLt's, which takes these very layouts."""
+    """cuBLASLt's product of operands that lie as blockwise_operands makes them."""
     from torch.nn.functional import ScalingType, scaled_mm
 
     one_row, block = ScalingType.BlockWise1x128, ScalingType.BlockWise128x128
@@ -86,7 +92,7 @@ def scaled_mm_blockwise(a, b, scale_a, scale_b, out_dtype=torch.bfloat16) -> tor
 
 
 def blockwise_library(*inputs) -> dict[str, Callable]:
-    """torch on floats where cuBLASLt does not take these inputs."""
+    """The library's row of a table, {name: function}: cuBLASLt, or torch on floats where it refuses these inputs."""
     with contextlib.suppress(ImportError, NotImplementedError, RuntimeError, TypeError, ValueError):
         if inputs[0].is_cuda and scaled_mm_blockwise(*inputs) is not None:
             return {"_scaled_mm blockwise": scaled_mm_blockwise}

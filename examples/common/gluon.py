@@ -84,7 +84,8 @@ def barriers(COUNT: gl.constexpr):
 
 @gluon.jit
 def init_ring(full, empty, COUNT: gl.constexpr, CONSUMERS: gl.constexpr):
-    """full counts one arrival, the producer's; empty one of each consumer. fence_async_shared() shows them to TMA."""
+    """full counts one arrival, the producer's; empty one of each consumer. The caller's fence_async_shared() must
+    follow: it shows them to TMA."""
     for i in gl.static_range(COUNT):
         mbarrier.init(full.index(i), count=1)
         mbarrier.init(empty.index(i), count=CONSUMERS)

@@ -25,7 +25,7 @@ class Format(NamedTuple):
     dot: str  # what tl.dot_scaled calls the element
     largest: float
     emulated: tl.dtype  # holds a value times its scale exactly (bfloat16 down to 2**-133: an mxfp8 group with an
-    # amax below 2**-119 may lose bits)
+    # amax below 2**-116 may lose bits)
 
     @property
     def bits(self) -> float:
@@ -54,7 +54,10 @@ def format_of(name: str, fmt: str) -> Format:
 def check_tensor_scale(name: str, fmt: str, scale: torch.Tensor | None, like: torch.Tensor, values: bool) -> None:
     if (scale is not None) != (fmt == "nvfp4"):
         have = "has no" if fmt != "nvfp4" else "needs a"
-        raise ValueError(f"{name}: {fmt} {have} scale for the tensor, got {type(scale).__name__}")
+        raise ValueError(
+            f"{name}: {fmt} {have} scale for the tensor, got {type(scale).__name__}: "
+            f"{'pass a_tensor_scale and b_tensor_scale of mx_quantize' if fmt == 'nvfp4' else 'leave it out'}"
+        )
     if scale is None:
         return
     require_scales(name, like, False, **{"the tensor's scale": (scale, ((), (1,), (1, 1)))})

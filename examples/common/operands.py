@@ -152,7 +152,9 @@ def check_tma_matrix(name: str, x: torch.Tensor, dtypes: tuple[torch.dtype, ...]
     """
     require_triton_device(name, x)
     if x.dtype not in dtypes:
-        raise TypeError(f"{name}: dtype {x.dtype} is not one of {dtypes}; view the bits as one of their size")
+        raise TypeError(
+            f"{name}: dtype {x.dtype} is not one of {dtypes}; convert it to one (only a copy may view the bits as one)"
+        )
     if x.ndim != 2:
         raise ValueError(f"{name}: need a matrix [M, N], got shape {tuple(x.shape)}; call x.reshape first")
     if x.shape[1] > 1 and x.stride(1) != 1:

@@ -20,8 +20,8 @@ from examples.common.rows import DTYPES
 
 GROUP = 128
 INLINE_PTX = tl.constexpr(not interpreted())  # the interpreter has none
-# Of what is read back: one rounding to e4m3, relative or, below its smallest normal, by the size of the row; float32 on
-# the way to it.
+# The error budget of q * scale: one rounding to e4m3, relative to the value or, below e4m3's smallest normal number, to
+# the size of the row; all before it is float32.
 READ_BACK = {"dtype": torch.float32, "roundings": 1, "acc": 2.0**-4 * 1.001, "terms": 0, "operand_eps": 4e-6}
 AMAX_FLOOR = tl.constexpr(FLOOR)
 AMAX_FLOOR_BITS = tl.constexpr(struct.unpack("i", struct.pack("f", FLOOR))[0])
@@ -134,7 +134,9 @@ def check_quantize(name: str, x: torch.Tensor, dtype: torch.dtype) -> None:
     if x.stride(1) != 1 and operator.index(x.shape[1]) > 1:  # the length of a row is no symbol to torch.compile
         raise ValueError(f"{name}: strides {x.stride()}, but columns must be contiguous; call x.contiguous() first")
     if x.is_cuda and (sm := architecture(x.device)) < 89:
-        raise RuntimeError(f"{name}: this GPU is sm_{sm}; FP8 comes with sm_89")
+        raise RuntimeError(
+            f"{name}: this GPU is sm_{sm}; FP8 comes with sm_89: use quantize_reference of examples/common/fp8.py"
+        )
 
 
 def empty_group_scales(x: torch.Tensor) -> torch.Tensor:

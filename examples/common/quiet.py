@@ -9,7 +9,10 @@ from contextlib import contextmanager
 
 @contextmanager
 def stderr_closed() -> Iterator[None]:
-    """Around a call that may fail as expected, and says all that matters in its exception."""
+    """Redirect file descriptor 2, of the whole process, to os.devnull: what Python writes there is lost, too.
+
+    For a call whose failure is expected, and whose exception says all that matters.
+    """
     stderr = os.dup(2)
     with open(os.devnull, "w") as nowhere:
         os.dup2(nowhere.fileno(), 2)

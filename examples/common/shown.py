@@ -8,5 +8,6 @@ class NotShown(AssertionError):
 
 
 def require(shown: bool, otherwise: str) -> None:
+    """Raise NotShown(otherwise) unless `shown`."""
     if not shown:
         raise NotShown(otherwise)

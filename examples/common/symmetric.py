@@ -25,8 +25,8 @@ from examples.common.rows import ASSEMBLY
 class Symmetric(NamedTuple):
     """This rank's buffer, everyone's as tensors (peers[rank] is own), and their addresses.
 
-    A kernel gets addresses: what is not passed as a tensor the interpreter cannot copy onto itself when a kernel ends,
-    which would undo what a peer has written meanwhile.
+    Kernels take the addresses. Where one takes `own` as a tensor, as the base of a TMA descriptor, the interpreter
+    would copy it onto itself when the kernel ends, and undo what a peer has written meanwhile; _map_file prevents that.
     """
 
     own: torch.Tensor
@@ -40,10 +40,11 @@ class Symmetric(NamedTuple):
 
 
 def symmetric(name: str, shape: tuple[int, ...], dtype: torch.dtype, device: torch.device, group=None) -> Symmetric:
-    """A buffer of zeros of this shape and dtype in every rank of `group`, the default one unless given. A collective.
+    """A buffer of zeros of this shape and dtype, on `device`, in every rank of `group` (by default all). A collective.
 
     Raises, in every rank alike, ValueError for one rank only and for ranks that ask for different buffers;
-    RuntimeError without a process group, for ranks on several machines, or for GPUs without peer access.
+    RuntimeError without a process group, for ranks on several machines, for GPUs without peer access, or for a torch
+    that maps a rank's own buffer elsewhere.
     """
     distributed = torch.distributed
     if not (distributed.is_available() and distributed.is_initialized()):
@@ -97,7 +98,10 @@ def _map_gpus(name: str, nbytes: int, device: torch.device, group) -> list[torch
     handle = symmetric_memory.rendezvous(own, group.group_name)
     peers = [handle.get_remote_tensor(r, (nbytes,), torch.uint8) for r in range(len(indices))]
     if peers[handle.rank].data_ptr() != own.data_ptr():
-        raise RuntimeError(f"{name}: torch {torch.__version__} maps symmetric memory in a way this file does not know")
+        raise RuntimeError(
+            f"{name}: torch {torch.__version__} maps a rank's own symmetric memory at a second address, not supported "
+            "by examples/common/symmetric.py; use NCCL, or the torch of requirements.txt"
+        )
     own.handle = handle  # the mapping lives as long as the buffer
     peers[handle.rank] = own
     torch.cuda.synchronize(device)

@@ -34,6 +34,7 @@ def require_tma_layout(name: str, **tensors: torch.Tensor) -> None:
                 f"{name}: {label} has shape {tuple(x.shape)}, strides {x.stride()} and starts {x.data_ptr() % 16} "
                 f"bytes past a multiple of 16; TMA needs a contiguous last dimension and 16-byte multiples elsewhere; "
                 f"{pad}call {label}.clone(memory_format=torch.contiguous_format)"
+                f"{'.t()' if label.endswith('.t()') else ''}"
             )
 
 

@@ -19,7 +19,11 @@ ROPE_BASE = 500_000.0
 
 @dataclass(frozen=True)
 class Config:
-    """Sizes of a transformer; `hidden` is the width inside its gated MLP. `heads` must be a multiple of `kv_heads`."""
+    """Sizes of a transformer; `hidden` is the width inside its gated MLP.
+
+    `width` must be `heads` times an even number, and `heads` a multiple of `kv_heads`. Raises ValueError otherwise, and
+    for a size below 1.
+    """
 
     width: int
     layers: int
@@ -35,7 +39,7 @@ class Config:
         if self.width % self.heads or (self.width // self.heads) % 2 or self.heads % self.kv_heads:
             raise ValueError(
                 f"Config: width {self.width}, {self.heads} heads, {self.kv_heads} kv_heads; "
-                "a head's width must be even, and heads a multiple of kv_heads"
+                "a head's width, width / heads, must be an even integer, and heads a multiple of kv_heads"
             )
 
     @property
@@ -95,7 +99,10 @@ def rotate(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tenso
 
 
 class Transformer(nn.Module):
-    """tokens [batch, tokens] int64 -> the logits of each row's last token, [batch, vocab] in the model's dtype."""
+    """tokens [batch, tokens] int64 -> the logits of each row's last token, [batch, vocab] in the model's dtype.
+
+    Raises ValueError for rows of more than config.max_tokens tokens.
+    """
 
     def __init__(self, config: Config) -> None:
         super().__init__()
@@ -134,7 +141,10 @@ class Transformer(nn.Module):
     def forward(self, tokens: torch.Tensor, run_block: Callable | None = None) -> torch.Tensor:
         """The logits; `run_block(block, x, cos, sin)` stands in for calling each block, as one compiled function."""
         if tokens.shape[1] > self.config.max_tokens:
-            raise ValueError(f"Transformer: {tokens.shape[1]} tokens in a row; max_tokens is {self.config.max_tokens}")
+            raise ValueError(
+                f"Transformer: {tokens.shape[1]} tokens in a row; max_tokens is {self.config.max_tokens}: "
+                "pass fewer, or build the model with a larger Config.max_tokens"
+            )
         x = self.embedding(tokens)
         cos, sin = self.cos[: tokens.shape[1]], self.sin[: tokens.shape[1]]
         for block in self.blocks:
@@ -162,11 +172,12 @@ class Piece:
 
 
 def pieces(c: Config, batch: int, tokens: int, itemsize: int) -> list[Piece]:
-    """The least work of Transformer.forward, by step: each weight and each activation between two steps once.
+    """The least work of Transformer.forward, by step: a step reads its weights and inputs once, and writes its result.
 
-    Steps are what fusion leaves: the matrix products, attention, and between them one pass over the activations, so
-    that a residual is added where it is normalized, and the last one only where it is needed. Less than that takes
-    matrix products that do the pass behind them themselves, as Inductor's own (mode="max-autotune") sometimes do.
+    Steps are what fusion leaves: the matrix products, attention, and between them one pass over the activations. So a
+    residual is added in the pass that normalizes the sum, and the last one only for the tokens whose logits are asked
+    for. Only matrix products that fuse such a pass as their epilogue move less, as Inductor's templates sometimes do
+    (mode="max-autotune"). Not counted: the weights of norms and the rotary tables, which are small.
     FLOPs count a multiply and an add as two; causal attention counts half of its square.
     """
     rows = batch * tokens

@@ -106,7 +106,8 @@ def waited(fn: Callable) -> Callable:
 
 
 def warm_up() -> None:
-    """What only the first compilation of a process costs, and the one program that all backward passes begin with."""
+    """Compile a small graph and its backward pass, so that nothing measured later pays for a process's first
+    compilation or for the one program with which all backward passes begin."""
     ones = torch.ones(8, device=device(), requires_grad=True)
     torch.compile(lambda x: x.sin().sum(), backend="openxla")(ones).backward()
     settle()
@@ -186,12 +187,15 @@ def _on_xla(name: str, tensors: tuple[torch.Tensor, ...]) -> list[torch.Tensor]:
 
 
 def hlo(*tensors: torch.Tensor) -> str:
-    """The HLO module that computes them, before any optimization; empty where nothing is pending."""
+    """The HLO module that computes them, before any optimization; empty where nothing is pending.
+
+    Raises ValueError for a tensor that is not on the XLA device.
+    """
     return _XLAC._get_xla_tensors_hlo(_on_xla("hlo", tensors))
 
 
 def stablehlo(*tensors: torch.Tensor) -> str:
-    """The same as StableHLO, the form in which other compilers take it."""
+    """The same as StableHLO, the form in which other compilers take it. Raises as hlo() does."""
     return xla_model.get_stablehlo(_on_xla("stablehlo", tensors))
 
 

@@ -73,7 +73,7 @@ BACKENDS = {
 
 
 def missing(name: str) -> str | None:
-    """Why this row of the table cannot run here: what is not installed, and what to do about it. None if it can."""
+    """What this row of the table lacks here, and what to do about it. None if the modules it needs are installed."""
     entry = BACKENDS[name]
     if all(find_spec(module) for module in entry.needs):
         return None

@@ -26,9 +26,9 @@ FLOAT32 = 2.0**-18  # relative error, rms: here float32 stays below it, bfloat16
 
 @contextmanager
 def quiet() -> Iterator[list[tuple[str, str]]]:
-    """Collect warnings and log lines of torch and the runtimes, and restore Dynamo's settings afterwards.
+    """Collect torch's log records, silence Python warnings, and restore Dynamo's settings afterwards.
 
-    OpenVINO turns one of these settings off for the whole process when it is loaded.
+    OpenVINO turns one of them, inline_inbuilt_nn_modules, off for the whole process when it is loaded.
     """
     with warnings.catch_warnings(), logs() as lines:
         warnings.simplefilter("ignore")
@@ -50,15 +50,18 @@ def off_by(got: torch.Tensor, want: torch.Tensor) -> float:
 
 @dataclass
 class Outcome:
-    """What one backend did with a small network. `error` is None when it ran; `gradient` None when it has none."""
+    """What one backend did with a small network: `error` is None when it ran.
+
+    `result` and `gradient` are relative rms errors against float64; `gradient` is None when there is none.
+    """
 
     error: str | None = None
     result: float = 0.0
     gradient: float | None = None
     refused: bool = False  # it raises if gradients are wanted
     next_call: str | None = None  # what the next call does to this call's result
-    by_inductor: int = 0
-    message: str | None = None
+    by_inductor: int = 0  # graphs that Inductor's cache was asked for: it compiled them, whatever the backend's name
+    message: str | None = None  # the first line that torch logged about CUDA graphs
 
     @property
     def losses(self) -> list[str]:

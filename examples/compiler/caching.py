@@ -11,7 +11,7 @@ TORCHINDUCTOR_VEC_ISA_OK=1, which skips g++'s search for vector instructions in 
 
 Question   How long does a process wait that another one has compiled for, and what keeps it from finding that?
 Needs      torch
-Wins when  processes start often: deployment, CI, many ranks. No cache shortens imports and tracing (the chapter: +0s).
+Wins when  processes start often: deployment, CI, many ranks. Imports and tracing remain, despite the chapter's "+0s".
 Variants   caching_key.py (what the caches answer when one thing is changed)
 Study      studies/compiler/caching.py (the chapter's TORCH_COMPILE_CACHE_DIR, which is no variable of torch's)
 Source     chapter sections "Compilation Overhead" and "Pitfall 4: Not Caching Compiled Code".

@@ -16,7 +16,7 @@ CACHES = {"AOTAutograd": ("aot_autograd", "autograd_cache"), "FX graph": ("induc
 
 
 def found(seen: Compiled) -> dict[str, str]:
-    """What each cache answered within: "hit", "miss", or "not asked"."""
+    """What each cache answered within watch(): "hit", "miss", "hit and miss" (several graphs), or "not asked"."""
     said = {}
     for name, (group, prefix) in CACHES.items():
         counts = {answer: seen.counters.get(group, {}).get(f"{prefix}_{answer}", 0) for answer in ("hit", "miss")}

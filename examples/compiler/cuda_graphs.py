@@ -7,7 +7,7 @@ memory and no FLOPs worth counting, so that nearly all of a call is launching.
 Two different things help. Replaying removes the gaps between kernels; fusing removes the kernels. torch.compile fuses
 by default; mode="reduce-overhead" also replays, which costs more than the one launch left here. The row "unfused" shows
 what launches by compiled code cost. A graph holds addresses, not tensors: hence rules for inputs, outputs and weights.
-Under reduce-overhead, too, the next call overwrites a result, and late reads raise only at first: clone what you keep.
+Under reduce-overhead, too, the next call overwrites a result. Only the first few late reads raise: clone what you keep.
 
 Question   What do launch gaps cost, what closes them, and what breaks when a graph is replayed?
 Needs      torch

@@ -50,7 +50,7 @@ def reference(x: torch.Tensor, residual: torch.Tensor) -> torch.Tensor:
 
 # --------------------------------------------------------------------------------------------- 1. three lines
 def print_graph(gm: torch.fx.GraphModule, example_inputs: list[torch.Tensor]) -> Callable:
-    """The whole protocol: torch.compile(f, backend=print_graph)."""
+    """The whole protocol. torch.compile(f, backend=print_graph) records the opcodes of f's graph in SEEN."""
     SEEN.append(opcodes(gm))  # or gm.graph.print_tabular()
     return gm.forward
 
@@ -83,15 +83,18 @@ def record_aten(gm: torch.fx.GraphModule, example_inputs: list[torch.Tensor]) ->
 # --------------------------------------------------------------------------------------------- 4. one kernel
 TRITON = {
     "add.Tensor": "{0} + {1}", "sub.Tensor": "{0} - {1}", "mul.Tensor": "{0} * {1}", "div.Tensor": "{0} / {1}",
-    "exp.default": "tl.exp({0})", "relu.default": "tl.maximum({0}, 0.0)", "erf.default": "libdevice.erf({0})",
-    "tanh.default": "libdevice.tanh({0})", "sigmoid.default": "tl.sigmoid({0})", "neg.default": "-{0}",
+    "exp.default": "tl.exp({0})", "erf.default": "libdevice.erf({0})", "tanh.default": "libdevice.tanh({0})",
+    "relu.default": "tl.maximum({0}, 0.0, propagate_nan=tl.PropagateNan.ALL)", "sigmoid.default": "tl.sigmoid({0})",
+    "neg.default": "-{0}",
 }  # fmt: skip
 
 
 def kernel_text(gm: torch.fx.GraphModule) -> str | None:
     """The graph as one kernel: a load for each input, a line for each operation. None if it takes more."""
     nodes, lines, names = list(gm.graph.nodes), [], {}
-    values = [node.meta["val"] for node in nodes if node.op != "output"]
+    values = [node.meta.get("val") for node in nodes if node.op != "output"]
+    if not all(isinstance(value, torch.Tensor) for value in values):
+        return None  # a symbolic size, or an operation with several results
     if len({(value.shape, value.stride(), value.dtype) for value in values}) != 1 or values[0].dtype != torch.float32:
         return None  # broadcasting, views, reductions and casts are what the rest of a compiler is about
     inputs = [node for node in nodes if node.op == "placeholder"]
@@ -110,7 +113,7 @@ def kernel_text(gm: torch.fx.GraphModule) -> str | None:
             lines.append(f"tl.store(out_ptr + i, {result.name}, mask)")
         names[node] = node.name
     pointers = ", ".join(f"{node.name}_ptr" for node in inputs)
-    head = [f"i = tl.program_id(0) * {BLOCK} + tl.arange(0, {BLOCK})", "mask = i < n"]
+    head = [f"i = tl.program_id(0).to(tl.int64) * {BLOCK} + tl.arange(0, {BLOCK})", "mask = i < n"]
     body = "\n".join(f"    {line}" for line in [*head, *lines])
     return f"{IMPORTS}\n\n@triton.jit\ndef kernel({pointers}, out_ptr, n):\n{body}\n"
 
@@ -156,7 +159,7 @@ STAGES = {
 
 
 def stage(name: str, fn: Callable = epilogue) -> Callable:
-    """fn, compiled from nothing by the backend of that stage."""
+    """fn, compiled after a reset by the backend of that stage. Empties SEEN and KERNELS. `name` is a key of STAGES."""
     torch._dynamo.reset()
     SEEN.clear()
     KERNELS.clear()

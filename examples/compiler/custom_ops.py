@@ -1,4 +1,4 @@
-"""Custom operators, allow_in_graph, nonstrict_trace, disable: five ways around code that Dynamo cannot trace.
+"""Custom operators, allow_in_graph, nonstrict_trace, disable: four ways around code that Dynamo cannot trace.
 
 The function here is two operations, reached through Python that Dynamo cannot trace. Untouched, or under disable, it
 breaks the graph. Under allow_in_graph and nonstrict_trace it is traced later, in AOTAutograd: the graph is whole, but
@@ -56,7 +56,7 @@ wave_operator.register_autograd(
 
 
 def ways() -> dict[str, tuple[Callable, Callable]]:
-    """By name: wave, and isotonic's plain function, each taken that way."""
+    """(wave, the plain isotonic fit) as each way wraps them, by its name; for custom_op the registered operators."""
     decorators = {
         "untouched": lambda fn: fn,
         "allow_in_graph": torch.compiler.allow_in_graph,
@@ -85,7 +85,7 @@ def one_graph(fn: Callable, x: torch.Tensor) -> str:
 
 
 def probe(x: torch.Tensor, wave_so: Callable, fit_so: Callable) -> dict:
-    """What one way does with a function of torch calls, and with one that reads its data."""
+    """What one way does with wave and with code that reads its data: `wave_so`, `fit_so` are a pair from ways()."""
     with logs():
         torch.compiler.reset()
         compiled = torch.compile(around(wave_so), backend="aot_eager")

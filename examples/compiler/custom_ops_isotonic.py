@@ -28,7 +28,7 @@ def _check(name: str, *tensors: torch.Tensor) -> None:
 
 
 def pool(row: list[float]) -> tuple[list[float], list[int]]:
-    """The fit of one row and the block of each element: neighbours whose means fall are pooled (O(n))."""
+    """The fit of one row and the block of each element: neighbours whose means fall or tie are pooled (O(n))."""
     sums, counts = [], []
     for value in row:
         sums.append(value)

@@ -60,14 +60,14 @@ class GatedMLP(nn.Module):
 
 
 def bucket(rows: int, largest: int = LARGEST) -> int:
-    """The smallest power of two that holds so many rows, `largest` at most."""
+    """The smallest power of two >= rows, but at most `largest`. Raises ValueError unless rows is 1 to `largest`."""
     if not 1 <= rows <= largest:
         raise ValueError(f"bucket: {rows} rows; need 1 to {largest}: split the batch, or raise `largest`")
     return min(1 << (rows - 1).bit_length(), largest)
 
 
 def pad_rows(x: torch.Tensor, rows: int) -> torch.Tensor:
-    """x with rows of zeros appended up to `rows`; x itself if it already has that many."""
+    """x, zero rows appended up to `rows`, or x itself. Raises ValueError for a scalar, 0 rows or more than `rows`."""
     if x.ndim < 1 or not 1 <= len(x) <= rows:
         raise ValueError(f"pad_rows: shape {tuple(x.shape)} into {rows} rows; split the batch, or use a larger bucket")
     return x if len(x) == rows else F.pad(x, (0, 0) * (x.ndim - 1) + (0, rows - len(x)))
@@ -125,7 +125,7 @@ def reference_of(model: nn.Module) -> Callable:
 
 
 def compile_all(h: Harness, model: nn.Module, batches: list[torch.Tensor], counted, names=tuple(POLICIES)) -> tuple:
-    """These policies, called with all batches: what each serves with, and its row; `counted` ones run in eager."""
+    """(Served, table row) of each policy, by name, after all batches; `counted` ones are captured but run in eager."""
     warm_up(h.device)
     served, rows = {}, {}
     for name in names:

@@ -5,7 +5,7 @@ generate, a softmax that fuses, and an input changed in place, which rules out C
 artifacts, each of which shows one thing, and of components (dynamo, inductor), which report each stage they reach.
 recompiles shows the guard that failed and, under "User stack trace", the line of your code that the guard is for. Set
 TORCH_LOGS in the shell: torch reads it once, when imported. A running program calls
-torch._logging.set_logs(graph_breaks=True) instead, which does nothing if TORCH_LOGS is set, even if too late.
+torch._logging.set_logs(graph_breaks=True) instead, which does nothing while TORCH_LOGS is set, even set after import.
 
 Question   Which switch says why a graph breaks, why it is compiled again, what fused, and why no CUDA graph runs?
 Needs      torch

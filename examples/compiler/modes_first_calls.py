@@ -30,9 +30,10 @@ def first_calls(fn: Callable, tokens: torch.Tensor) -> list[float]:
 
 
 def calls_until_stable(times: list[float]) -> int:
-    """How many calls come before one that is within STABLE of the last calls' median, as are half of those after.
+    """How many calls come before the first settled one: one within STABLE of the median of the later half of the calls.
 
-    Only half of them, since a single slow call may be due to the machine and not the compiler.
+    At least half of the calls from it on must be within STABLE too, and one of the next two: not all of them, since a
+    single slow call may be due to the machine and not the compiler. len(times) if no call is settled.
     """
     settled = statistics.median(times[len(times) // 2 :])
     slow = [time > STABLE * settled for time in times]

@@ -81,7 +81,7 @@ def distinct(fn: Callable[[], torch.Tensor], calls: int) -> int:
 
 
 def measure(h: Harness, dtype: torch.dtype) -> dict[str, dict]:
-    """Each operation: errors of eager, compiled and emulated from float64, and the share of bits that differ."""
+    """Each operation: errors of eager, compiled and emulated from float64, and the share of elements unlike eager's."""
     config = replace(h.pick(quick=TINY, full=SMALL), layers=h.pick(quick=1, full=2), vocab=512, max_tokens=128)
     rows, cols = h.pick(quick=(256, 512), full=(4096, 2048))
     inputs = h.randn(rows, cols), h.randn(rows, cols), h.randn(cols), h.randn(cols, cols, scale=cols**-0.5)

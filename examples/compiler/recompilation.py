@@ -56,7 +56,7 @@ def repeats(x, k):
 
 
 def repeats_masked(x, k):
-    """Always the most repetitions, of which those from k on have no effect; k is a tensor."""
+    """Always CALLS repetitions, of which those from k on have no effect; k is a tensor, at most CALLS (not checked)."""
     for i in range(CALLS):
         x = torch.where(i < k, torch.tanh(x) * 1.5, x)
     return x
@@ -88,7 +88,7 @@ class Remembers(nn.Module):
 
 
 class RemembersInPlace(nn.Module):
-    """The same in a buffer of fixed size, and a count that is a tensor."""
+    """The same in a buffer of fixed size, for CALLS calls at most, and a count that is a tensor."""
 
     def __init__(self, x: torch.Tensor) -> None:
         super().__init__()

@@ -37,7 +37,7 @@ CALLS = {"first": 4, "same shape": 4, "new shape": 5, "another": 6}  # and their
 
 
 def serve(model: Callable, x: torch.Tensor, buckets: tuple[int, ...] = BUCKETS) -> torch.Tensor:
-    """model(x), padded with zeros to the smallest bucket that holds x."""
+    """model(x), padded with zeros to the smallest bucket that holds x. Raises ValueError if none does."""
     if not buckets or len(x) > max(buckets):
         raise ValueError(f"serve: {len(x)} rows, but the buckets are {buckets}; split the batch or add a larger one")
     rows = min(size for size in buckets if size >= len(x))

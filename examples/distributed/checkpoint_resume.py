@@ -123,7 +123,10 @@ def resume_in_rank(rank: int, world: int, folder: str, rows: int, parts: list[in
 def resume_on_others(
     folder: str, rows: int, parts: dict[int, list[int]]
 ) -> dict[int, list[tuple[torch.Tensor, torch.Tensor]]]:
-    """resume() on other numbers of ranks: processes that rank 0 starts, without a GPU."""
+    """resume() on other numbers of ranks, in processes that rank 0 starts, without a GPU.
+
+    `parts` has for each number of ranks the numbers of parts to try; the result has resume()'s for each of these.
+    """
     done = Path(folder, "done")
     if dist.get_rank() == 0:
         mp.get_context("forkserver").set_forkserver_preload([__name__])  # imports once for all processes

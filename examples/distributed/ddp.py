@@ -1,4 +1,4 @@
-"""DistributedDataParallel and torch.compile: one graph, or one that lets gradients go while backward still runs.
+"""DistributedDataParallel and torch.compile: one graph, or gradients that are sent while backward still runs.
 
 Each rank has the whole model and its part of the batch. DDP reduces gradients in buckets (25 MiB), each as soon as
 backward has filled it, so that communication hides behind the backward of earlier layers. A ring moves 2 (n - 1) / n

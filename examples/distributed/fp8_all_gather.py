@@ -55,7 +55,7 @@ def all_gather_bf16(w: torch.Tensor) -> torch.Tensor:
 
 
 def all_gather_fp8(w: torch.Tensor, each: str = "row") -> torch.Tensor:
-    """w [rows, K] float32 of each rank, of one shape -> the rows of all ranks in bfloat16, sent in e4m3.
+    """w [rows, K] float32, contiguous, of each rank, of one shape -> the rows of all ranks in bfloat16, sent in e4m3.
 
     Each rank, or each row, has its own scale. Raises ValueError for another `each`, or unless w is a matrix.
     """

@@ -87,7 +87,10 @@ def all_gather_matmul(x: torch.Tensor, w: torch.Tensor, work: GatherWorkspace) -
     """
     check_fused("all_gather_matmul", x, w, work.data, tuple(x.shape))
     if x.is_cuda and torch.cuda.is_current_stream_capturing():
-        raise RuntimeError("all_gather_matmul: its signals have the number of the call; not supported in a CUDA graph")
+        raise RuntimeError(
+            "all_gather_matmul: not supported in a CUDA graph, which would replay the number of the call that the host "
+            "writes into its signals; call it outside, or all_gather_into_tensor and torch.matmul in the graph"
+        )
     (rows, K), N, rank, world = x.shape, w.shape[1], work.data.rank, work.data.world
     y = torch.empty(world * rows, N, dtype=x.dtype, device=x.device)
     options = launch_options(x.device)

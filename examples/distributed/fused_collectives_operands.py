@@ -91,18 +91,22 @@ def check_fused(name: str, x: torch.Tensor, w: torch.Tensor, data: Symmetric, wa
     if tuple(data.own.shape[2:]) != wanted or data.own.dtype != x.dtype or data.own.device != x.device:
         raise ValueError(
             f"{name}: x {tuple(x.shape)} and w {tuple(w.shape)} are {x.dtype} on {x.device}; the workspace holds "
-            f"{tuple(data.own.shape[2:])} {data.own.dtype} on {data.own.device} of each rank; make another in each"
+            f"{tuple(data.own.shape[2:])} {data.own.dtype} on {data.own.device} of each rank; make another in each "
+            f"rank, by {'gather_workspace(x)' if name == 'all_gather_matmul' else 'scatter_workspace(x, w)'}"
         )
 
 
 def push_rows(x: torch.Tensor, work: GatherWorkspace) -> int:
     """Copy x to every peer, chunk by chunk, each followed by its signal; on the side stream, by copy engines.
 
-    Each rank begins with the next rank, so that no two push to the same peer. Returns the rows of a chunk. x is
-    contiguous: else its copies would be kernels, left without an SM if programs of every rank wait for them.
+    Each rank begins with the next rank, so that no two push to the same peer at once. Returns the rows of a chunk.
+    Raises ValueError for an x that is not contiguous: its copies would be kernels, left without an SM if programs of
+    every rank wait for them.
     """
     if not x.is_contiguous():
-        raise ValueError(f"push_rows: strides {x.stride()}; call x.contiguous() before the streams part")
+        raise ValueError(
+            f"push_rows: strides {x.stride()}; call x.contiguous() before work.side waits for the current stream"
+        )
     rank, world, half = work.data.rank, work.data.world, work.call % 2
     chunk_rows = triton.cdiv(len(x), CHUNKS)
     for step in range(1, world):
@@ -120,12 +124,17 @@ def push_rows(x: torch.Tensor, work: GatherWorkspace) -> int:
 
 
 def fitting_tile(device: torch.device) -> tuple[int, int]:
-    """The largest BLOCK_N and stages that fit in shared memory beside a part of a tile in float32."""
+    """The largest BLOCK_N and stages that fit in shared memory beside a part of a tile in float32.
+
+    Raises RuntimeError for a device whose shared memory is too small for any.
+    """
     limit = device_limits(device).shared_bytes
     for block_n, stages in itertools.product((256, 128), (4, 3, 2)):
         if 2 * stages * (BLOCK_M + block_n) * BLOCK_K + 4 * BLOCK_M * block_n // PARTS + 1024 <= limit:
             return block_n, stages
-    raise RuntimeError(f"fused_collectives: no tile fits the {limit} bytes of shared memory of {device}")
+    raise RuntimeError(
+        f"fused_collectives: no tile fits the {limit} bytes of shared memory of {device}; use torch.matmul and NCCL"
+    )
 
 
 def launch_options(device: torch.device) -> dict:
@@ -161,8 +170,8 @@ def tile_offsets(row, col, rows, N, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr
 
 @triton.jit
 def store_part(ptr, acc, row, col, rows, N, PARTS: tl.constexpr):
-    """Store a tile in PARTS parts of its columns, by ordinary stores: a TMA store reports when its source has been
-    read, not when the written data is visible."""
+    """Store a tile in PARTS parts of its columns, by ordinary stores: after a TMA store, Triton waits only until its
+    source has been read (wait_group.read), not until the written data is visible."""
     if PARTS > 1:
         left, right = split_columns(acc)
         store_part(ptr, left, row, col, rows, N, PARTS // 2)

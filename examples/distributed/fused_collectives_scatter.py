@@ -1,9 +1,9 @@
 """GEMM and reduce-scatter in one kernel: each tile of x @ w goes to the rank that owns its rows, which adds them up.
 
 Tiles of other ranks' rows come first: their programs store into the owner's memory over NVLink, signal, and wait for
-nobody. A program of one of the rank's own tiles waits for that tile from each peer, which also sends it first, and adds
-up its accumulator and the peers' tiles in float32, in rank order. Tickets, not program_id, assign tiles: once a program
-waits, all its rank's tiles for peers have started (docs/memory_ordering.md, "Ranks that wait for each other").
+nobody. A program of one of the rank's own tiles waits for that tile from each peer, which too sends before it waits. It
+adds up its accumulator and the peers' tiles in float32, in rank order. Tickets, not program_id, assign tiles: once a
+program waits, all its rank's tiles for peers have started (docs/memory_ordering.md, "Ranks that wait for each other").
 """
 
 from __future__ import annotations
@@ -94,8 +94,8 @@ def matmul_reduce_scatter(x: torch.Tensor, w: torch.Tensor, work: ScatterWorkspa
     RuntimeError for a device without Triton or an input that requires grad.
     """
     world = work.data.world
-    rows = x.shape[0] // world
-    check_fused("matmul_reduce_scatter", x, w, work.data, (rows, w.shape[1]))
+    rows = x.shape[0] // world  # below, a quotient that is no integer is no workspace's number of rows
+    check_fused("matmul_reduce_scatter", x, w, work.data, (x.shape[0] / world, *w.shape[1:]))
     y = torch.empty(rows, w.shape[1], dtype=x.dtype, device=x.device)
     options = launch_options(x.device)
     block_n = options["BLOCK_N"]

@@ -92,13 +92,15 @@ def one_shot_allreduce(
 ) -> torch.Tensor:
     """The sum of x over the ranks of `work`, which workspace(x) made: of x's shape and dtype, the same bits in each.
 
-    x is bfloat16 or float16, contiguous, of a multiple of 8 elements, at most 2**28, outside the workspace. `out` may
-    be x. `variant` is "pull" or "mailbox", by size unless given, the same in every rank. Calls with one workspace come
-    one after the other, equally often in every rank; a rank that skips one makes the others wait forever.
+    x is bfloat16 or float16, contiguous, starts at a multiple of 16 bytes, has a multiple of 8 elements, 2**28 at most,
+    and lies outside the workspace. `out` may be x. `variant` is "pull" or "mailbox", by size unless given, the same in
+    every rank. Calls with one workspace come one after the other, equally often in every rank; a rank that skips one
+    makes the others wait forever.
 
-    Raises TypeError for another dtype; ValueError for another shape than the workspace's, a layout that is not
-    contiguous, an `out` that overlaps the workspace or a part of x, or an unknown variant; RuntimeError for a device
-    without Triton or an input that requires grad.
+    Raises TypeError for another dtype (in the interpreter bfloat16 too); ValueError for another shape or device than
+    the workspace's, a layout that is not contiguous, another start or number of elements, an `out` that overlaps the
+    workspace or a part of x, or an unknown variant; RuntimeError for a device without Triton or an input that requires
+    grad.
     """
     y = check_operands("one_shot_allreduce", x, work, out, variant)
     if variant == "mailbox" or (variant is None and mailbox_is_faster(x, work)):
@@ -162,7 +164,7 @@ def answer(tables: list, ranks: int) -> str:
 
 
 def demo(h: Harness) -> None:
-    # One program and two; a tail in the last block; calls one after the other, as halves and boxes take turns.
+    # One program and several; a tail in the last block; calls one after the other, as halves and boxes take turns.
     for n in (8, BLOCK + 8, 4 * BLOCK + 1024):
         xs = h.randn(h.ranks, n, dtype=h.half)
         work = workspace(xs[h.rank])

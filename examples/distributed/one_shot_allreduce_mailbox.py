@@ -1,8 +1,8 @@
 """One-shot all-reduce by mailboxes: 4 bytes of the message and the number of the call in one 8-byte word.
 
-A rank writes its message into a mailbox in every peer's memory. A store of 8 bytes is single: whoever sees the call's
-number has the 4 bytes beside it. So there is no barrier, and no fence that waits until the peers have received all
-writes; a message takes one trip over NVLink, of twice its bytes. NCCL's protocol LL does the same.
+A rank writes its message into a mailbox in every peer's memory. An aligned store of 8 bytes is indivisible: whoever
+sees the call's number has the 4 bytes beside it. So there is no barrier, and no fence that waits until the peers have
+received all writes; a message takes one trip over NVLink, of twice its bytes. NCCL's protocol LL does the same.
 docs/memory_ordering.md, "Ranks that wait for each other", says why two boxes for each sender are enough.
 
 This file also has what the lesson's two kernels share: the workspace and the checks.
@@ -62,8 +62,8 @@ def workspace(x: torch.Tensor, group=None) -> Workspace:
 
 def check_message(name: str, *tensors: torch.Tensor) -> None:
     """Raises what require_triton_device does; TypeError for a dtype that is not one of DTYPES; ValueError for a layout
-    that is not contiguous, a start that is no multiple of 16 bytes, or elements that are no multiple of 8 or more than
-    MOST."""
+    that is not contiguous, a start that is no multiple of 16 bytes, or a number of elements that is 0, no multiple of
+    8, or more than MOST."""
     require_triton_device(name, *tensors)
     for x in tensors:
         if x.dtype not in DTYPES:
@@ -72,8 +72,8 @@ def check_message(name: str, *tensors: torch.Tensor) -> None:
             raise ValueError(f"{name}: strides {x.stride()}; call x.contiguous() first")
         if x.numel() % 8 or not x.numel() or x.data_ptr() % 16:
             raise ValueError(
-                f"{name}: {x.numel()} elements from an address {x.data_ptr() % 16} past a multiple of 16; need a "
-                "multiple of 8 elements at a multiple of 16 bytes: pad x, or clone it"
+                f"{name}: {x.numel()} elements that start {x.data_ptr() % 16} bytes past a multiple of 16; need 8 or "
+                "more, a multiple of 8, that start at a multiple of 16 bytes: pad x, or clone it"
             )
         if x.numel() > MOST:
             raise ValueError(f"{name}: {x.numel()} elements, at most {MOST}; call NCCL, or split x")

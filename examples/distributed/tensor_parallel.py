@@ -60,12 +60,14 @@ def in_order_of_ranks(linear: torch.nn.Linear, parts: list[int], ranks: int) -> 
 def parallelize(block: Block, ranks: int, sequence: bool) -> Block:
     """The block, in parts; with `sequence` it takes and returns [batch, tokens / ranks, width] on each rank.
 
-    Raises ValueError where heads or columns do not divide by the ranks.
+    Changes `block` itself: its config, the order of the rows of qkv and gate_up, and all weights, which become DTensors
+    (with `sequence` the norms' too). Raises ValueError where kv_heads or columns are no multiple of the ranks.
     """
     c = block.config
     if c.kv_heads % ranks or c.hidden % ranks:
         raise ValueError(
-            f"parallelize: {c.kv_heads} kv_heads and {c.hidden} columns on {ranks} ranks; both must divide by them"
+            f"parallelize: {c.kv_heads} kv_heads and {c.hidden} columns on {ranks} ranks; both must divide evenly "
+            "among the ranks: use fewer"
         )
     in_order_of_ranks(block.qkv, [c.width, c.kv_width, c.kv_width], ranks)
     in_order_of_ranks(block.gate_up, [c.hidden, c.hidden], ranks)

@@ -49,8 +49,9 @@ def quantize(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """x -> q in `dtype` and its scales, as quantize_reference; `amax` replaces x's own: what is above it saturates.
 
-    `power` rounds each scale up to a power of two. Raises TypeError for another dtype; ValueError for what is no matrix
-    or is empty, and for an amax that is not a tensor of one number or comes with blocks.
+    `power` rounds each scale up to a power of two, but not one that is made of `amax`. Raises TypeError for another
+    `dtype`; ValueError for what is no matrix or is empty, and for an amax that is not a tensor of one number or comes
+    with blocks.
     """
     if dtype not in FORMATS:
         raise TypeError(f"quantize: dtype is {dtype}; pass {E4M3} or {E5M2}")
@@ -83,7 +84,10 @@ def quantize_input(x: torch.Tensor, recipe: Recipe, amax: torch.Tensor | None = 
 
 
 def engine(recipe: Recipe, m: int, n: int, k: int, device: torch.device) -> str:
-    """What multiplies here: "_scaled_mm", "torch scaled_mm" (torch.nn.functional's, for blocks) or "float32 matmul"."""
+    """What multiplies here: "_scaled_mm", "torch scaled_mm" (torch.nn.functional's, for blocks) or "float32 matmul".
+
+    It looks at x_block alone: w_block must be the one that accuracy.RECIPES pairs with it, or a GPU's call refuses it.
+    """
     whole, rows = recipe.x_block == (ALL, ALL), recipe.x_block == (1, ALL)
     # Not a CPU's _scaled_mm: where oneDNN has only a reference, it takes minutes for what takes milliseconds here.
     if device.type != "cuda" or torch.version.cuda is None or m % 16 or n % 16 or k % 16:
@@ -139,7 +143,8 @@ def product64(q, scale, weight, weight_scale, recipe: Recipe) -> torch.Tensor:
 class FP8Linear(nn.Module):
     """A linear layer without bias, for inference: its weight is quantized once, its input at every call.
 
-    `quantizer` stands in for quantize_input, as a compiled one. Raises ValueError for an input of another width.
+    weight [N, K] and x [..., K] of any float dtype -> bfloat16 [..., N]. `quantizer` replaces quantize_input, for
+    instance by a compiled one. Calling it raises ValueError for an input of another width.
     """
 
     def __init__(self, weight: torch.Tensor, recipe: Recipe, quantizer: Callable = quantize_input) -> None:
@@ -154,7 +159,7 @@ class FP8Linear(nn.Module):
         if x.shape[-1] != k:
             raise ValueError(f"FP8Linear: x has shape {list(x.shape)}, the weight {[n, k]}; the last sizes must agree")
         if not x.numel():
-            return x.new_empty(*x.shape[:-1], n)
+            return x.new_empty(*x.shape[:-1], n, dtype=torch.bfloat16)
         q, scale, self.amax = self.quantizer(x.reshape(-1, k), self.recipe, self.amax)
         return multiply(q, scale, self.weight, self.scale, self.recipe).view(*x.shape[:-1], n)
 

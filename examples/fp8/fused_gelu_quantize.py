@@ -110,7 +110,7 @@ def _tile(n_cols: int, per: str) -> tuple[int, int]:
 def fused_gelu_quantize(
     x: torch.Tensor, per: str = "group", approximate: str = "tanh", dtype: torch.dtype = E4M3
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """(q, scales) of GELU, gelu(x) about q * scales, with a scale per row [n_rows, 1] or per group of 128 columns.
+    """(q, scales), q * scales approximating gelu(x), with a scale per row [n_rows, 1] or per group of 128 columns.
 
     x [n_rows, n_cols] is float32, float16 or bfloat16, with contiguous rows and any row stride; q is contiguous and
     float8_e4m3fn or float8_e5m2; scales of groups [n_rows, ceil(n_cols / 128)] have strides (1, n_rows), as a GEMM

@@ -138,7 +138,7 @@ def _quantized_norm(name, x, weight, bias, eps, per, dtype, center: bool) -> tup
 def fused_layer_norm_quantize(
     x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, eps: float = 1e-5, per: str = "row", dtype=E4M3
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """(q, scales) of LayerNorm over the rows of x, y about q * scales.
+    """(q, scales) of y = LayerNorm of the rows of x, where q * scales approximates y; bias may be None.
 
     x [n_rows, n_cols] is float32, float16 or bfloat16, with contiguous rows and any row stride; weight and bias
     [n_cols] are both of its dtype or both float32. q is contiguous, float8_e4m3fn or float8_e5m2; scales are float32,
@@ -156,7 +156,7 @@ def fused_layer_norm_quantize(
 def fused_rms_norm_quantize(
     x: torch.Tensor, weight: torch.Tensor, eps: float = 1e-6, per: str = "row", dtype=E4M3
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """(q, scales) of RMSNorm over the rows of x: as above, without mean and bias."""
+    """(q, scales) of RMSNorm over the rows of x: as fused_layer_norm_quantize, without mean and bias."""
     return _quantized_norm("fused_rms_norm_quantize", x, weight, None, eps, per, dtype, False)
 
 

@@ -8,7 +8,7 @@ A group of 32 or 16 values along K shares a scale of 8 bits:
 
 tl.dot_scaled hands values and scales to the instruction: tcgen05.mma with block_scale on sm_100, mma.sync with
 block_scale on sm_120. On earlier GPUs the same kernel decodes both to 16-bit operands (in the interpreter, float32
-replaces bfloat16). That is exact, save for mxfp8 groups below 2**-119, but an emulation: no block-scaled instruction
+replaces bfloat16). That is exact, save for mxfp8 groups below 2**-116, but an emulation: no block-scaled instruction
 runs.
 
 Question   What do mxfp8, mxfp4 and nvfp4 lose, and what does a GPU without their instructions gain by them?
@@ -83,8 +83,9 @@ def mx_matmul(
 ) -> torch.Tensor:  # fmt: skip
     """a @ b.T -> [M, N], for a [M, K] and b [N, K] as mx_quantize(swizzled=True) makes them, K a multiple of 32.
 
-    Values are [rows, K / values in a byte], float8_e4m3fn or float4_e2m1fn_x2; scales float8_e8m0fnu or (nvfp4)
-    float8_e4m3fn, [ceil(rows / 128), ceil(K / group / 4), 32, 16]. out_dtype is float32, float16 or bfloat16.
+    fmt is "mxfp8", "mxfp4" or "nvfp4". Values are [rows, K / values in a byte], float8_e4m3fn or float4_e2m1fn_x2;
+    scales float8_e8m0fnu or (nvfp4) float8_e4m3fn, [ceil(rows / 128), ceil(K / group / 4), 32, 16]; the tensors' scales
+    (nvfp4 alone) float32, one number each. out_dtype is float32, float16 or bfloat16.
     `emulate` decodes in the kernel: by default where there are no block-scaled instructions. False there leaves the
     decoding to tl.dot_scaled, which Triton then turns into bfloat16 products; ValueError for nvfp4, or interpreted.
 

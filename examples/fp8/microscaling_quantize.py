@@ -111,17 +111,17 @@ def mx_quantize(
     x: torch.Tensor, fmt: str, rule: str = "floor", tensor_scale: torch.Tensor | None = None, swizzled: bool = False,
     check_scales: bool = True,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]:  # fmt: skip
-    """x [M, K] -> values, scales and, for nvfp4, the tensor's scale, in one of FORMATS.
+    """x [M, K] -> values, scales and the tensor's scale (float32 [1] for nvfp4, else None); fmt is one of FORMATS.
 
-    x is float32, float16 or bfloat16 with contiguous rows, K a multiple of the group; values are [M, K], FP4's [M, K /
-    2]; scales [M, K / group], swizzled [ceil(M / 128), ceil(K / group / 4), 32, 16]. By the rule "floor" the largest of
-    a group may saturate, "up" takes the next power of two. A `tensor_scale` that is known saves nvfp4 its second
-    reading of x. A group with NaN or an infinity gets a NaN scale, so it reads back as NaN, and no other does; zeros
-    stay zeros.
+    x is float32, float16 or bfloat16 with contiguous rows, K a multiple of the group. Values are float8_e4m3fn [M, K]
+    or float4_e2m1fn_x2 [M, K / 2]; scales float8_e8m0fnu or (nvfp4) float8_e4m3fn, [M, K / group], swizzled
+    [ceil(M / 128), ceil(K / group / 4), 32, 16]. By the rule "floor" the largest of a group may saturate, "up" takes
+    the next power of two. A `tensor_scale` that is known, of one float32, saves nvfp4 its second reading of x. A group
+    with NaN or an infinity gets a NaN scale, so it reads back as NaN, and no other does; zeros stay zeros.
 
     Raises TypeError for another dtype; ValueError for an unknown format or rule, rank, K, an inner stride other than 1,
     a tensor's scale that is superfluous or not positive and finite (check_scales=False does not read it, which waits
-    for the GPU); RuntimeError for no Triton or an input that requires grad.
+    for the GPU); RuntimeError for no Triton, a GPU before sm_89 or an input that requires grad.
     """
     name = "mx_quantize"
     require_triton_device(name, x, *([tensor_scale] if isinstance(tensor_scale, torch.Tensor) else []))

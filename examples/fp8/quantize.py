@@ -120,7 +120,7 @@ RECIPES = {"tensor": quantize_tensor, "row": quantize_row, "group": quantize_gro
 
 
 def quantize(x: torch.Tensor, recipe: str = "row", dtype: torch.dtype = E4M3) -> tuple[torch.Tensor, torch.Tensor]:
-    """(q, scales) of a matrix, x about q * scales: one scale per "tensor", "row", "group" (1 x 128) or "block".
+    """(q, scales), q * scales approximating x: one scale per "tensor", "row", "group" (1 x 128) or "block" (128 x 128).
 
     Scales are float32: [], [M, 1], [M, ceil(K / 128)] with strides (1, M), [ceil(M / 128), ceil(K / 128)].
     x [M, K] is float32, float16 or bfloat16, with contiguous columns and any row stride; q is contiguous, float8_e4m3fn

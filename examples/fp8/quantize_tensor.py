@@ -21,7 +21,7 @@ CAST_TILE, CAST_WARPS = 2048, 4
 @triton.jit
 def _tile(number, n_rows, n_cols, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr):
     """Rows and columns of a tile, int64 as there may be one row of all elements, and what of it is inside."""
-    tiles_n = tl.cdiv(n_cols, BLOCK_N)
+    tiles_n = (n_cols - 1) // BLOCK_N + 1  # tl.cdiv adds BLOCK_N - 1 first, which passes 2**31
     rows = (number // tiles_n).to(tl.int64) * BLOCK_M + tl.arange(0, BLOCK_M)
     cols = (number % tiles_n).to(tl.int64) * BLOCK_N + tl.arange(0, BLOCK_N)
     return rows[:, None], cols[None, :], (rows < n_rows)[:, None] & (cols < n_cols)[None, :]

@@ -148,7 +148,7 @@ def _launch_by_hand(a, b, c, K: int) -> None:
 def blackwell_matmul(
     a: torch.Tensor, b: torch.Tensor, variant: str = "specialized", out_dtype: torch.dtype | None = None
 ) -> torch.Tensor:
-    """a [M, K] @ b [N, K].T -> [M, N], contiguous, by one of VARIANTS; accumulators are float32.
+    """a [M, K] @ b [N, K].T -> [M, N], contiguous; variant: "pipelined", "specialized" or "by hand"; float32 sums.
 
     float16, bfloat16, float8_e4m3fn or float8_e5m2, both the same, with contiguous rows; any M, N a multiple of 8, K
     one of 16 bytes (0 too). out_dtype is float16 or bfloat16: that of a unless given, for FP8 bfloat16.

@@ -153,7 +153,7 @@ def matmul_scaled_kernel(
 
 
 def _scale_descriptor(scale: torch.Tensor, rows: int, groups: int) -> TensorDescriptor:
-    """Tiles of scales, not swizzled, which tcgen05.cp could not read. No box of TMA is wider than 256."""
+    """Tiles of scales, unswizzled: swizzled, tcgen05.cp could not read them. No box of TMA is wider than 256."""
     tiles = scale.view(*scale.shape[:2], 2, 256)
     layout = gl.NVMMASharedLayout(swizzle_byte_width=0, element_bitwidth=8, rank=4)
     return TensorDescriptor(tiles, list(tiles.shape), list(tiles.stride()), [rows // 128, groups // 4, 2, 256], layout)

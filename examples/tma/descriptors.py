@@ -101,10 +101,10 @@ def launch_copy(form: str, x: torch.Tensor, y: torch.Tensor) -> None:
 
 @untraced
 def copy(form: str, x: torch.Tensor) -> torch.Tensor:
-    """A copy of a matrix by one of COPIES, in tiles of 64 x 64; its rows are apart by a multiple of 16 bytes.
+    """A copy of x [M, N], not empty, of a dtype in descriptors_rules.DTYPES, by one of COPIES, in tiles of 64 x 64.
 
-    Raises TypeError for another dtype; ValueError for every other rule that require_descriptor checks, rank, or an
-    unknown form; RuntimeError for a device without Triton or an input that requires grad.
+    The copy's rows start at multiples of 16 bytes. Raises TypeError for another dtype; ValueError for any other rule of
+    require_descriptor or an unknown form; RuntimeError for a device without Triton or an input that requires grad.
     """
     require_triton_device("copy", x)
     check_choice("copy", COPIES, form=form)

@@ -40,7 +40,7 @@ def require_descriptor(name: str, x: torch.Tensor, block: tuple, padding: str = 
     if not 1 <= x.ndim <= 5:
         raise ValueError(f"{name}: x has {x.ndim} dimensions {shape}; a descriptor has 1 to 5: reshape or split it")
     if not isinstance(block, (tuple, list)) or len(block) != x.ndim:
-        raise ValueError(f"{name}: block {block!r} for x of shape {shape}; give a size for each dimension")
+        raise ValueError(f"{name}: block {block!r} for x of shape {shape}; one size for each dimension: reshape either")
     if any(type(n) is not int or n < 1 or n & (n - 1) for n in block):
         raise ValueError(f"{name}: block {tuple(block)}; each size must be a power of two")
     if block[-1] * itemsize < 16:
@@ -56,10 +56,10 @@ def require_descriptor(name: str, x: torch.Tensor, block: tuple, padding: str = 
         raise ValueError(f"{name}: padding 'nan' for x of {x.dtype}; that is for {', '.join(map(str, NAN_DTYPES))}")
     if not x.numel():
         raise ValueError(f"{name}: x of shape {shape} is empty; a descriptor has sizes from 1: return before it")
-    if max(shape) >= 2**31:
-        raise ValueError(f"{name}: x has shape {shape}; coordinates are int32, so split it below 2**31")
+    if any(n > 2**31 - size for n, size in zip(shape, block, strict=True)):  # kernels round up to whole blocks in int32
+        raise ValueError(f"{name}: x has shape {shape}; coordinates are int32, so split it below 2**31 less a block")
     if any(step * itemsize >= 2**40 for step in x.stride()):
-        raise ValueError(f"{name}: x has strides {x.stride()}; a stride is below 2**40 bytes: copy it closer")
+        raise ValueError(f"{name}: x has strides {x.stride()}; each must be below 2**40 bytes: call x.contiguous()")
     contiguous = [d for d, n in enumerate(shape) if n > 1 and x.stride(d) == 1]
     if shape[-1] > 1 and x.stride(-1) != 1 and contiguous:
         raise ValueError(
@@ -68,7 +68,9 @@ def require_descriptor(name: str, x: torch.Tensor, block: tuple, padding: str = 
         )
     require_tma_layout(name, x=x)
     if (need := math.prod(block) * itemsize + BARRIERS) > (limit := device_limits(x.device).shared_bytes):
-        raise ValueError(f"{name}: block {tuple(block)} takes {need} bytes of the {limit} of shared memory")
+        raise ValueError(
+            f"{name}: block {tuple(block)} takes {need} bytes of the {limit} of shared memory: take a smaller one"
+        )
 
 
 def numbered(device: torch.device | str, *shape: int, dtype: torch.dtype = torch.float16) -> torch.Tensor:

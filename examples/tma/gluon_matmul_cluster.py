@@ -60,7 +60,8 @@ def _produce(ring, a_desc, b_desc, M, N, K, STAGES: gl.constexpr, GROUP_M: gl.co
             ready = full.index(slot)
             mbarrier.wait(pair.index(slot), phase)
             mbarrier.wait(empty.index(slot), phase)
-            # b counts in both CTAs. In CTA 1 it may land before this, whose arrival no phase ends without.
+            # The bytes of b count at `full` of both CTAs. In CTA 1 they may arrive before this expect; but the phase
+            # also needs the arrival that expect makes, so it cannot end too early.
             mbarrier.expect(ready, 2 * a_desc.nbytes_per_cta + b_desc.nbytes_per_cta)
             async_load(b_desc, [col, k], ready, b_bufs.index(slot), multicast=True)
             for half in gl.static_range(2):
@@ -120,8 +121,8 @@ def gluon_matmul_cluster_kernel(
     a_desc, b_desc, c_desc, M, N, K, STAGES: gl.constexpr, BUFFERS: gl.constexpr, BEHIND: gl.constexpr,
     GROUP_M: gl.constexpr, CONSUMER_REGISTERS: gl.constexpr, PRODUCER_REGISTERS: gl.constexpr,
 ):  # fmt: skip
-    """program_id counts clusters. A slot has two buffers for a, one of each consumer: rows that two CTAs share are not
-    sliced."""
+    """program_id counts clusters. A slot has two buffers for a, one for each consumer: what two CTAs share
+    cannot be sliced by rows."""
     a_bufs = buffers(a_desc, 2 * STAGES)
     b_bufs = buffers(b_desc, STAGES)
     c_bufs = buffers(c_desc, 2 * BUFFERS)

@@ -99,10 +99,11 @@ def taken() -> str:
 def tma_copy(
     x: torch.Tensor, variant: str | None = None, out: torch.Tensor | None = None, plan: Plan | None = None
 ) -> torch.Tensor:
-    """A copy of x [M, N], bit by bit, by one of VARIANTS (None: the ring; "pipelined" in the interpreter).
+    """A copy of x [M, N], bit by bit, by `variant`: "pointers", "tile", "persistent", "pipelined" or "ring".
 
-    float32, float16 or bfloat16; contiguous rows, by TMA with start and row stride in multiples of 16 bytes; any sizes
-    (0 too) below 2**31 - 256. The copy's rows are apart by a multiple of 16 bytes. `plan` replaces that of PLANS.
+    None is "ring", in the interpreter "pipelined". x is float32, float16 or bfloat16, with contiguous rows, by TMA with
+    start and row stride in multiples of 16 bytes; any sizes (0 too) below 2**31 - 256. The copy's rows are apart by a
+    multiple of 16 bytes. `plan` replaces that of PLANS.
 
     Raises TypeError for another dtype; ValueError for rank, strides, sizes, a layout that TMA cannot load, an unknown
     variant, an `out` of another shape, in x's own memory or, for TMA, whose rows are no multiple of 16 bytes long, or a

@@ -74,7 +74,7 @@ def linear(
     x: torch.Tensor, w: torch.Tensor, bias: torch.Tensor | None = None, activation: str = "none",
     variant: str | None = None,
 ) -> torch.Tensor:  # fmt: skip
-    """activation(x @ w.t() + bias) -> y [M, N], contiguous, by the variant of choose(), or by one of VARIANTS.
+    """activation(x @ w.t() + bias) -> contiguous y [M, N]; variant "persistent", "warp specialized" or None (by GPU).
 
     x [M, K], w [N, K] as torch.nn.Linear has it, bias [N] or None, all float16 or bfloat16. Rows contiguous; K and N
     multiples of 8, any M (0 too). activation: "none", "silu", "gelu" (by tanh) or "gelu exact", in float32. The
@@ -117,7 +117,7 @@ def layer(h: Harness, M: int, N: int, K: int, weights: int = 1) -> tuple[torch.T
 
 def budget(h: Harness, K: int) -> dict:
     """Sums of K products, which may be rounded to 16 bits before the epilogue, as by two kernels: operand_eps. That
-    rounding shows in full where the bias cancels a large accumulator; it allows for one of 6 times the usual size."""
+    rounding shows in full where the bias cancels a large accumulator: the budget covers one 6 times the usual size."""
     return {"terms": K, "operand_eps": torch.finfo(h.half).eps / 2}
 
 

@@ -78,11 +78,12 @@ def linear_fp8(
     x: torch.Tensor, w: torch.Tensor, bias: torch.Tensor | None = None, activation: str = "none",
     scale: torch.Tensor | None = None, variant: str | None = None, check_scales: bool = True,
 ) -> tuple[torch.Tensor, torch.Tensor]:  # fmt: skip
-    """(q, scales) of linear(): q [M, N] float8_e4m3fn, q * scales is the result. With `scale` [1] it serves all.
+    """(q, scales) of linear(): q [M, N] float8_e4m3fn, and q * scales approximates its result y.
 
-    Else each group of 128 columns has its own: scales [M, ceil(N / 128)] with strides (1, M), as 1x128 scales of a GEMM
-    lie. They are amax / 448 with amax at least 2**-100; q = y * (448 / amax), or y * (1 / scale), saturated. N is a
-    multiple of 16. check_scales reads `scale`, which waits for the GPU; pass False where it is known to be good.
+    A given `scale`, float32 [1], is that of all of q, and is returned. Without one each group of 128 columns of a row
+    has its own: scales float32 [M, ceil(N / 128)] with strides (1, M), as a GEMM reads 1x128 scales. They are amax /
+    448 with amax at least 2**-100; q = y * (448 / amax), or y * (1 / scale), saturated. N is a multiple of 16.
+    check_scales reads `scale`, which waits for the GPU; pass False where it is known to be good.
 
     Raises what linear does, and TypeError or ValueError for a scale of another dtype, shape or device, or that is not
     positive and finite.

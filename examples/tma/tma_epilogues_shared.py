@@ -74,7 +74,9 @@ def fitting_tile(device: torch.device, out_itemsize: int) -> tuple[int, int, int
         for buffers in BUFFERS:
             if 2 * buffers * (m + n) * k + stored + 2048 <= limit:  # and barriers, bias on its way to registers
                 return m, n, k, warps, buffers + in_registers
-    raise RuntimeError(f"tma_epilogues: no tile fits the {limit} bytes of shared memory of {device}")
+    raise RuntimeError(
+        f"tma_epilogues: no tile fits the {limit} bytes of shared memory of {device}; use torch.nn.functional.linear"
+    )
 
 
 def check_layer(name: str, x, bias, variant: str | None, out_itemsize: int, **weights: torch.Tensor) -> str:
@@ -98,8 +100,8 @@ def check_layer(name: str, x, bias, variant: str | None, out_itemsize: int, **we
     check_choice(name, (None, *VARIANTS), variant=variant)
     if K == 0 or K % 8 or N * out_itemsize % 16:
         raise ValueError(
-            f"{name}: K is {K} and N {N}; TMA needs rows of 16-byte multiples: pad K to a multiple of 8 and N to one "
-            f"of {16 // out_itemsize}"
+            f"{name}: K is {K} and N {N}; TMA needs rows of 16-byte multiples, and K above 0: pad K to a multiple of 8 "
+            f"and N to one of {16 // out_itemsize}"
         )
     if bias is not None and bias.dtype is not x.dtype:
         raise TypeError(f"{name}: bias is {bias.dtype}, x {x.dtype}; both must be the same")
@@ -107,7 +109,7 @@ def check_layer(name: str, x, bias, variant: str | None, out_itemsize: int, **we
         raise ValueError(f"{name}: bias has shape {tuple(bias.shape)}, strides {bias.stride()}; need [{N}], contiguous")
     require_tma_layout(name, x=x, **weights)
     if (sm := architecture(x.device)) < 90:
-        raise RuntimeError(f"{name}: TMA comes with sm_90 (this is sm_{sm})")
+        raise RuntimeError(f"{name}: TMA comes with sm_90 (this is sm_{sm}); use torch.nn.functional.linear")
     if variant == "warp specialized":
         require_wgmma(name, x.device, "variant='persistent'")
     return variant or choose(x.device)

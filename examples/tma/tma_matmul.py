@@ -89,7 +89,7 @@ def fitting(device: torch.device) -> tuple[int, int]:
         # The tiles of a and b, two bytes a value, and a few barriers; c takes their place.
         if 2 * max(stages * (BLOCK_M + columns) * BLOCK_K, BLOCK_M * columns) + 256 <= limit:
             return columns, stages
-    raise RuntimeError(f"tma_matmul: no tile fits the {limit} bytes of shared memory of {device}")
+    raise RuntimeError(f"tma_matmul: no tile fits the {limit} bytes of shared memory of {device}; use torch.matmul")
 
 
 @untraced
@@ -101,7 +101,7 @@ def tma_matmul(a: torch.Tensor, b: torch.Tensor, step: str = "parts") -> torch.T
 
     Raises TypeError for another dtype or two dtypes; ValueError for rank, inner sizes that differ, a layout that TMA
     cannot load (of pointers, too: every step gets the same) or an unknown step; RuntimeError for a device without
-    Triton or an input that requires grad.
+    Triton or with too little shared memory, or for an input that requires grad.
     """
     M, N, K = check_gemm("tma_matmul", a, b, DTYPES, tma=True)
     check_choice("tma_matmul", STEPS, step=step)

@@ -95,15 +95,16 @@ def matmul_late_kernel(
 def matmul_tma_persistent(
     a: torch.Tensor, b: torch.Tensor, out: torch.Tensor | None = None, schedule: str | None = None
 ) -> torch.Tensor:
-    """a [M, K] @ b [K, N] -> c [M, N], contiguous, by the rule of plan(), or by one of SCHEDULES.
+    """a [M, K] @ b [K, N] -> c [M, N], contiguous; schedule: "tile", "pair", "whole", "split", "late" or None (plan()).
 
     float16 or bfloat16, both the same, with a float32 accumulator. a has contiguous rows, b contiguous rows or columns
     (weight.t()); K and N are multiples of 8, M is any (0 too). `out` is contiguous, of the same dtype, and overlaps
     neither.
 
     Raises TypeError for another dtype or two dtypes; ValueError for rank, inner sizes that differ, a layout that TMA
-    cannot load, an unknown schedule, late elsewhere than on sm_90 or with K of 256 or less, or another `out`;
-    RuntimeError for a device without Triton or with too little shared memory, or for an input that requires grad.
+    cannot load, an unknown schedule, late elsewhere than on sm_90 or with K of 256 or less, or an `out` of another
+    dtype, shape or layout or that overlaps a or b; RuntimeError for a device without Triton or with too little shared
+    memory, or for an input that requires grad.
     """
     c, launch = launch_of("matmul_tma_persistent", matmul_late_kernel, a, b, out, schedule)
     if launch is None:
@@ -119,9 +120,10 @@ def prepare_matmul(
 ) -> Callable[[], torch.Tensor]:
     """A function that computes a @ b into `out` at each call, from what a and b then hold; it keeps all three alive.
 
-    (A cache by data_ptr would have to keep every output it has seen, or describe memory that has since gone to another
-    tensor.) It launches on the current stream, and raises RuntimeError where the current device is not that of a.
-    prepare_matmul itself raises what matmul_tma_persistent does.
+    Without `out`, c is allocated once, here: each call overwrites it and returns the same tensor. The function launches
+    on the current stream, and raises RuntimeError where the current device is not that of a. prepare_matmul itself
+    raises what matmul_tma_persistent does. (matmul_tma_persistent could not cache its descriptors by data_ptr: memory
+    that is freed may since hold another tensor.)
     """
     c, launch = launch_of("prepare_matmul", matmul_late_kernel, a, b, out, schedule)
     run_again = c.zero_ if launch is None else prepare_launch(*launch)

@@ -130,7 +130,9 @@ def plan(M: int, N: int, K: int, device: torch.device, schedule: str | None = No
             if PER_SM[chosen] * (shared_bytes(*sizes, 2, stages, chosen) + RESERVED) <= limit + RESERVED:
                 programs = tiles_of(tile) if chosen in ("tile", "pair") else min(tiles_of(tile), sms)
                 return Plan(chosen, *sizes, warps, stages, GROUPS[chosen], programs)
-    raise RuntimeError(f"matmul_tma_persistent: no tile fits the {limit} bytes of shared memory of {device}")
+    raise RuntimeError(
+        f"matmul_tma_persistent: no tile fits the {limit} bytes of shared memory of {device}; use torch.matmul"
+    )
 
 
 def launch_of(name: str, late_kernel, a, b, out, schedule: str | None) -> tuple[torch.Tensor, tuple | None]:

@@ -111,8 +111,8 @@ def matmul_tuned(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
     """a @ b for a [M, K] and b [K, N] with contiguous rows, any sizes (0 too): c [M, N], contiguous, in the dtype of a.
 
     Both are float16 or bfloat16; the accumulator is float32. The first call per key searches LARGE for the fastest
-    configuration. Raises TypeError for another dtype or two dtypes; ValueError for rank, inner sizes or rows that are
-    not contiguous; RuntimeError for a device without Triton or an input that requires grad.
+    configuration. Raises TypeError for another dtype or two dtypes; ValueError for rank, inner sizes, two devices or
+    rows that are not contiguous; RuntimeError for a device without Triton or an input that requires grad.
     """
     check_input("matmul_tuned", a, b)
     return launch(tuned_kernel, a, b)

@@ -47,7 +47,10 @@ def usable_config(name: str, given: tuple, a: torch.Tensor) -> triton.Config:
     """The configuration of LARGE with these numbers; ValueError for one that is unknown or too large for a's device."""
     config = next((each for each in LARGE if numbers(each) == given), None)
     if config is None:  # others may be right too, but only these are tested
-        raise ValueError(f"{name}: no configuration {given}; choose one of autotune_pruned.LARGE")
+        raise ValueError(
+            f"{name}: no configuration {given} (BLOCK_M, BLOCK_N, BLOCK_K, num_warps, num_stages); choose one of "
+            "autotune_pruned.LARGE and pass its numbers(config)"
+        )
     need, limit = shared_bytes(config, a.element_size(), architecture(a.device)), device_limits(a.device).shared_bytes
     if need > limit:
         raise ValueError(

@@ -91,13 +91,14 @@ def silu_mul(gate: Tensor, up: Tensor) -> Tensor:
     gate, up: one shape, any strides, float32, float16 or bfloat16; the result is contiguous, the arithmetic float32,
     rounded once (silu underflows below -87, as in torch). The operators take the same and have a gradient, but neither
     a second one, which torch refuses, nor a forward-mode one, for which torch.func.jvp returns a tangent of 0.
-    Raises TypeError for another dtype or two dtypes; ValueError for two shapes; RuntimeError for a device without
-    Triton and, in the plain functions, for an input that requires grad.
+    Raises TypeError for another dtype or two dtypes; ValueError for two shapes or two devices; RuntimeError for a
+    device without Triton and, in the plain functions, for an input that requires grad.
     """
     return _launch("silu_mul", silu_mul_kernel, 1, gate, up)[0]
 
 
 def silu_mul_backward(grad: Tensor, gate: Tensor, up: Tensor) -> tuple[Tensor, Tensor]:
+    """The gradients of gate and up, given that of silu(gate) * up; limits and errors as silu_mul's."""
     return _launch("silu_mul_backward", silu_mul_backward_kernel, 2, grad, gate, up)
 
 

@@ -47,12 +47,15 @@ def elementwise(name: str, kernel, x: torch.Tensor) -> torch.Tensor:
 
 
 def sqrt(x: torch.Tensor) -> torch.Tensor:
-    """The square root of x. A negative value gives NaN, or an error where asserts are checked."""
+    """sqrt(x) for a contiguous x of DTYPES. A negative value gives NaN, or an error where asserts are checked."""
     return elementwise("sqrt", sqrt_kernel, x)
 
 
 def total(x: torch.Tensor, racy: bool = False) -> torch.Tensor:
-    """The sum of x, a float32 scalar. `racy`: the kernel itself clears it, instead of a launch before it."""
+    """The sum of a contiguous x of DTYPES, as a float32 scalar on x's device.
+
+    `racy`: the kernel itself clears the scalar, instead of a launch before it; with no elements it stays unwritten.
+    """
     check_elementwise("total", DTYPES, x)
     result = (torch.empty if racy else torch.zeros)((), dtype=torch.float32, device=x.device)
     if x.numel():

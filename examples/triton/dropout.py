@@ -113,8 +113,8 @@ def dropout(
     of the mask, which depends on seed, p, per_call and the flat index alone.
     per_call: how many elements a call of Philox serves, in PER_CALL; p counts in steps of 2**-32, with 8 of 2**-16.
 
-    Raises TypeError for another dtype or seed; ValueError for p outside [0, 1], a layout that is not contiguous, and
-    other options than these; RuntimeError for a device without Triton.
+    Raises TypeError for another dtype or seed; ValueError for p outside [0, 1], two devices, a layout that is not
+    contiguous, and other options than these; RuntimeError for a device without Triton.
     """
     name = "dropout"
     with torch.no_grad():  # this kernel has a backward

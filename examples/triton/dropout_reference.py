@@ -32,12 +32,12 @@ def keep_mask(n: int, p: float, seed: torch.Tensor, start: int = 0, per_call: in
     numbers = philox([calls & WORD, calls >> 32, zero, zero], seed.item())
     if per_call == 8:
         numbers = [half for number in numbers for half in (number >> 16, number & 0xFFFF)]
-    # The order of an int32, whose sign bit counts down.
+    # An int32 orders the same bits with its sign bit flipped: numbers whose highest bit is set come first.
     return (torch.stack(numbers[:per_call], dim=1).reshape(-1)[:n] ^ values // 2) >= dropped
 
 
 def masked(x: torch.Tensor, keep: torch.Tensor, p: float, per_call: int = 4) -> torch.Tensor:
-    """x * keep / (1 - p) in float64, for the p that is meant: rounded as dropped_of does."""
+    """x * keep / (1 - p) in float64, with p as the kernel has it: the fraction of integers that dropped_of makes."""
     dropped, values = dropped_of(p, per_call)
     return x.double() * keep.view(x.shape) * (values / (values - dropped) if dropped < values else 0.0)
 
@@ -52,7 +52,7 @@ def same_mask(p: float, seed: torch.Tensor, per_call: int = 4):
 
 
 def own_mask(fn, p: float):
-    """The reference of a library's dropout: with its own mask, which ones show, called in the same random state."""
+    """Float64 reference of a library's dropout. A call on ones, in the same random state, shows the library's mask."""
 
     def on_ones(*inputs: torch.Tensor):
         out = fn(*map(torch.ones_like, inputs))

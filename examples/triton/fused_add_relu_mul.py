@@ -48,8 +48,8 @@ def fused_add_relu_mul(x: torch.Tensor, y: torch.Tensor, scale: float) -> torch.
     """relu(x + y) * scale for contiguous x and y of one shape, in float32, float16 or bfloat16.
 
     The arithmetic is float32 and rounds to the output's dtype once, where eager rounds the sum and the product.
-    Raises TypeError for another dtype, two dtypes, or a scale that is no Python number; ValueError for two shapes or a
-    layout that is not contiguous; RuntimeError for a device without Triton or an input that requires grad.
+    Raises TypeError for another dtype, two dtypes, or a scale that is no Python number; ValueError for two shapes, two
+    devices or a layout that is not contiguous; RuntimeError for a device without Triton or an input that requires grad.
     """
     check_elementwise("fused_add_relu_mul", DTYPES, x, y)
     if not isinstance(scale, (int, float)):

@@ -88,10 +88,10 @@ def matmul(a: torch.Tensor, b: torch.Tensor, input_precision: str = "ieee", grou
     """a @ b for a [M, K] and b [K, N] of any strides and sizes (0 too): c [M, N], contiguous, in the dtype of a.
 
     Both are float16, bfloat16 or float32; the accumulator is float32. `input_precision` is for float32, and ignored
-    otherwise: "ieee" (on the CUDA cores), "tf32" or "tf32x3" (tensor cores). A group has `group_m` rows of tiles. The
-    first call with a new size, inner stride, group_m, dtype or input_precision runs the search. Raises TypeError for
-    another dtype or two dtypes; ValueError for rank, inner sizes, input_precision or group_m; RuntimeError for a device
-    without Triton or an input that requires grad.
+    otherwise: "ieee" (on the CUDA cores), "tf32" or "tf32x3" (tensor cores). A group has `group_m` rows of tiles, 1 to
+    1024, with group_m * N below 2**37. The first call with a new size, inner stride, group_m, dtype or input_precision
+    runs the search. Raises TypeError for another dtype or two dtypes; ValueError for rank, inner sizes, two devices,
+    input_precision or group_m; RuntimeError for a device without Triton or an input that requires grad.
     """
     M, N, K = check_gemm("matmul", a, b, DTYPES)
     check_choice("matmul", ("ieee", "tf32", "tf32x3"), input_precision=input_precision)

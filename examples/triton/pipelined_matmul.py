@@ -8,8 +8,8 @@ the latency of memory, a further stage hides nothing more.
 wgmma and tcgen05 read shared memory, which must hold s stages; mma.sync has the current tile in registers, which leaves
 s - 1. A stage, (BLOCK_M + BLOCK_N) * BLOCK_K * 2 bytes, is 32 KiB here, and an SM of Hopper has 228 KiB: two programs
 of three stages share it, four stages leave room for one, and a second program hides latency too. So the best count is
-found by timing, as autotuning does; only num_stages changes below. Without timing take the most that fit: on an H200
-that was five, the fastest at both sizes here, and three took at most 3 % longer.
+found by timing, as autotuning does; only num_stages changes below. Without timing take five where they fit: on an H200,
+where seven would, five was the fastest of these counts at both sizes here, and three took at most 3 % longer.
 
 Question   How many stages does a matmul need, and what does one more cost?
 Needs      triton
@@ -82,8 +82,8 @@ def matmul_pipelined(a: torch.Tensor, b: torch.Tensor, num_stages: int = 3) -> t
     """a [M, K] @ b [K, N] in tiles of 128 x 128 x 64 with num_stages stages: c [M, N], contiguous, dtype of a.
 
     Any strides and sizes (0 too); float16 or bfloat16, both the same, with a float32 accumulator. Raises TypeError for
-    another dtype or two dtypes; ValueError for rank, inner sizes that differ, num_stages outside 1 to 5, or stages that
-    do not fit shared memory; RuntimeError for a device without Triton or an input that requires grad.
+    another dtype or two dtypes; ValueError for rank, inner sizes that differ, two devices, num_stages outside 1 to 5,
+    or stages that do not fit shared memory; RuntimeError for a device without Triton or an input that requires grad.
     """
     M, N, K = check_gemm("matmul_pipelined", a, b, DTYPES)
     check_choice("matmul_pipelined", STAGES, num_stages=num_stages)

@@ -64,9 +64,9 @@ def matmul_tile(
     """a [M, K] @ b [K, N] on the tensor cores in tiles of block_m x block_n, one of TILES: c [M, N], dtype of a.
 
     Any strides and sizes (0 too); float16 or bfloat16, both the same, with a float32 accumulator. Raises TypeError for
-    another dtype or two dtypes; ValueError for rank, inner sizes that differ, another tile or num_stages outside 1 to
-    4; RuntimeError for a device without Triton or an input that requires grad; triton.OutOfResources for stages that do
-    not fit the GPU's shared memory.
+    another dtype or two dtypes; ValueError for rank, inner sizes that differ, two devices, another tile or num_stages
+    outside 1 to 4; RuntimeError for a device without Triton or an input that requires grad; triton.OutOfResources for
+    stages that do not fit the GPU's shared memory.
     """
     M, N, K = check_gemm("matmul_tile", a, b, HALF)
     if type(block_m) is not int or type(block_n) is not int or (block_m, block_n) not in TILES:

@@ -80,11 +80,12 @@ def scale(x: torch.Tensor) -> torch.Tensor:
 
 
 def column_sum(x: torch.Tensor, num_stages: int = 1) -> torch.Tensor:
-    """Sums over the rows of x [n_rows, n_cols]; num_stages, 1 to 4, keeps the loads of num_stages - 1 rows in flight.
+    """The sum of each column of x [n_rows, n_cols], as [n_cols] in x's dtype.
 
-    float32, float16 or bfloat16, summed in float32; any row stride, any number of rows. Raises TypeError for another
-    dtype; ValueError for rank, an inner stride other than 1, no columns or another num_stages; RuntimeError for a
-    device without Triton or an input that requires grad.
+    num_stages, 1 to 4, keeps the loads of num_stages - 1 rows in flight. x is float32, float16 or bfloat16, summed in
+    float32; any row stride, any number of rows. Raises TypeError for another dtype; ValueError for rank, an inner
+    stride other than 1, no columns or another num_stages; RuntimeError for a device without Triton or an input that
+    requires grad.
     """
     n_rows, n_cols = check_rows("column_sum", x, DTYPES)
     check_choice("column_sum", (1, 2, 3, 4), num_stages=num_stages)
@@ -95,7 +96,7 @@ def column_sum(x: torch.Tensor, num_stages: int = 1) -> torch.Tensor:
 
 
 def row_sum(x: torch.Tensor) -> torch.Tensor:
-    """Sums over the columns of x [n_rows, n_cols]; limits and errors as column_sum's."""
+    """The sum of each row of x [n_rows, n_cols], as [n_rows] in x's dtype; limits and errors as column_sum's."""
     n_rows, n_cols = check_rows("row_sum", x, DTYPES)
     out = torch.empty(n_rows, dtype=x.dtype, device=x.device)
     if n_rows:
@@ -104,7 +105,10 @@ def row_sum(x: torch.Tensor) -> torch.Tensor:
 
 
 def matmul_strip(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
-    """a [M, K] @ b [K, N] without reuse, BLOCK columns of one row a program; limits and errors as matmul_tile's."""
+    """a [M, K] @ b [K, N] without reuse of b, BLOCK columns of one row a program: c [M, N], contiguous, dtype of a.
+
+    Limits and errors as matmul_tile's.
+    """
     M, N, K = check_gemm("matmul_strip", a, b, HALF)
     c = torch.empty((M, N), dtype=a.dtype, device=a.device)
     if M and N:

@@ -62,8 +62,8 @@ def dot(a: torch.Tensor, b: torch.Tensor, input_precision: str | None = None) ->
     Both are float32, bfloat16 or float16, and so is c; or int8, and c is int32. float32 takes an `input_precision`:
     "ieee", "tf32", "tf32x3", or None for Triton's default, tf32. tf32 and int8 are fast when b is K-major (stride 1
     along K, as in x @ weight.t()). Raises TypeError for another dtype or two dtypes; ValueError for rank, inner sizes,
-    an input_precision unknown or for another dtype, or int8 with a K whose sums may overflow int32; RuntimeError for a
-    device without Triton or an input that requires grad.
+    two devices, an input_precision unknown or for another dtype, or int8 with a K whose sums may overflow int32;
+    RuntimeError for a device without Triton or an input that requires grad.
     """
     M, N, K = check_gemm("dot", a, b, DTYPES)
     check_choice("dot", ("ieee", "tf32", "tf32x3", None), input_precision=input_precision)

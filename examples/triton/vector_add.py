@@ -43,8 +43,8 @@ def vector_add_kernel(x_ptr, y_ptr, out_ptr, n_elements, BLOCK: tl.constexpr):
 def vector_add(x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
     """x + y for contiguous x and y of one shape, with any number of elements, in float32, float16 or bfloat16.
 
-    Raises TypeError for another dtype or two dtypes; ValueError for two shapes or a layout that is not contiguous;
-    RuntimeError for a device without Triton or an input that requires grad.
+    Raises TypeError for another dtype or two dtypes; ValueError for two shapes, two devices or a layout that is not
+    contiguous; RuntimeError for a device without Triton or an input that requires grad.
     """
     check_elementwise("vector_add", DTYPES, x, y)
     out = torch.empty(x.shape, dtype=x.dtype, device=x.device)

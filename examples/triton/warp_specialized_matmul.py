@@ -74,12 +74,12 @@ def matmul_specialized(
 ) -> torch.Tensor:  # fmt: skip
     """a [M, K] @ b [K, N] with `loop` of LOOPS asked to be specialized, or not: c [M, N], contiguous, dtype of a.
 
-    "k" runs one program per tile, the others one per SM. block_m None is 128 where shared memory and Hopper's compiler
-    take it, else 64; num_warps None is 4, which that compiler makes 12, or what the tile needs without partitions.
-
+    "k" runs one program per tile, the others one per SM. `descriptors` says who makes those of TMA: "kernel" or "host".
+    block_m is 64 or 128; None is 128 where shared memory and Hopper's compiler take it, else 64. num_warps is 4 or 8;
+    None is 4, which that compiler makes 12, or what the tile needs without partitions.
     float16 or bfloat16, both the same, with a float32 accumulator. Rows are contiguous, K and N multiples of 8, M any
     (0 too). Raises TypeError for another dtype or two dtypes; ValueError for rank, two devices, inner sizes that
-    differ, a layout that TMA cannot load, or an option that does not exist; RuntimeError for a form that the compiler
+    differ, a layout that TMA cannot load, or an option that does not exist; RuntimeError for options that the compiler
     fails on, a device without Triton or an input that requires grad; triton.OutOfResources for too large a tile.
     """
     name = "matmul_specialized"

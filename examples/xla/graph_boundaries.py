@@ -40,9 +40,10 @@ def advance(x: torch.Tensor, w: torch.Tensor) -> torch.Tensor:
 
 
 def loop(lines: Callable, x: torch.Tensor, w: torch.Tensor, steps: int = STEPS) -> tuple[torch.Tensor, torch.Tensor]:
-    """Steps that end in `lines`, a sync after each: the last x, and the values of all, read at the end.
+    """Steps that end in `lines`, a sync after each: the last x, and the values of all steps, on the CPU.
 
-    `lines` returns x and a value, or x and a function that is called after the sync and returns the value.
+    `lines` returns x and a value, a number or a tensor that is read at the end, or x and a function that is called
+    after the sync and returns the value.
     """
     values = []
     for _ in range(steps):

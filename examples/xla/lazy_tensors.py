@@ -80,7 +80,7 @@ def shown(ran: xla.Ran) -> dict[str, float]:
 
 
 def train_like(x: torch.Tensor, w: torch.Tensor, steps: int, synced: bool) -> tuple[torch.Tensor, list[int]]:
-    """A loop that reads its loss at every step; and how many matrix products each read runs."""
+    """A loop that reads its loss at every step: the last x, and the matrix products of each step's sync, or read."""
     products = []
     for _ in range(steps):
         x = torch.tanh(x @ w)

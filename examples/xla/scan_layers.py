@@ -40,7 +40,8 @@ NAMED = {False: "forward", True: "forward and backward"}
 class Stacked(nn.Module):
     """N equal layers as one module: weights stacked along a new first dimension, once, and a scan over them.
 
-    Its parameters, for an optimizer, are the stacked ones; write_back() copies them back into layers.
+    It takes x as one layer does, on the XLA device. Its parameters, for an optimizer, are the stacked ones, [N, ...];
+    write_back() copies them back into layers. Raises what require_equal does, of x too, and ValueError off the device.
     """
 
     def __init__(self, layers: Sequence[nn.Module]) -> None:
@@ -85,9 +86,11 @@ class Stacked(nn.Module):
     def write_back(self, layers: Sequence[nn.Module]) -> None:
         """Copy the stacked weights into `layers`, as for a checkpoint of the unrolled model."""
         if len(layers) != len(self.stacked[0]):
-            raise ValueError(f"Stacked.write_back: {len(layers)} layers; need {len(self.stacked[0])}")
+            raise ValueError(f"Stacked.write_back: {len(layers)} layers; need {len(self.stacked[0])}, all it has")
         for i, layer in enumerate(layers):
-            layer.load_state_dict({name: each[i] for name, each in zip(self.names, self.stacked, strict=True)})
+            state = layer.state_dict()  # without buffers that are not persistent, with each name of a tied weight
+            held = zip(self.names, self.stacked, strict=True)
+            layer.load_state_dict(state | {name: each[i] for name, each in held if name in state})
 
 
 def sweep(h: Harness, width: int, backward: bool, depths: Sequence[int]) -> dict[str, dict[str, dict[str, float]]]:

@@ -48,7 +48,7 @@ def require_equal(layers: Sequence[nn.Module], x: torch.Tensor | None = None) ->
             if isinstance(module, nn.modules.dropout._DropoutNd) and module.training and module.p:
                 raise ValueError(
                     f"require_equal: layer {i} has active dropout, for which torch_xla 2.9 builds a loop that XLA "
-                    "refuses; set p=0, call eval(), or drop out before the scan"
+                    "refuses; set p=0, call eval(), or apply dropout before the scan"
                 )
     if x is not None:
         _require_carried(layers[0], x)
@@ -69,9 +69,11 @@ def _described(layer: nn.Module) -> dict[str, object]:
 
 
 def _same(one: object, other: object) -> bool:
+    if isinstance(one, torch.Tensor) and isinstance(other, torch.Tensor):
+        return one.dtype == other.dtype and one.device == other.device and torch.equal(one, other)
     try:
         return one is other or bool(one == other)
-    except (RuntimeError, ValueError):  # the settings contain tensors
+    except (RuntimeError, ValueError):  # tensors within a setting, such as a list: by what they look like
         return repr(one) == repr(other)
 
 

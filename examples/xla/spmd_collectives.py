@@ -59,7 +59,7 @@ class Programs:
 
 
 def communication(found: list[tuple], theory: list[tuple[str, int, int]]) -> dict[str, str | int | list[int]]:
-    """What a program's collectives send, next to theory: (op, devices, elements of its result)."""
+    """What a program's collectives send, next to theory: (op, devices, float32 elements of its result)."""
 
     def ops(found: list[Collective]) -> str:
         return ", ".join(f"{count} {op}" for op, count in Counter(c.op for c in found).items()) or "none"

@@ -37,14 +37,19 @@ POLICIES = {NONE: None, FIXED: (LARGEST,), BUCKETS: POWERS}
 
 
 def pad_batch(x: torch.Tensor, sizes: Sequence[int] = POWERS) -> tuple[torch.Tensor, torch.Tensor]:
-    """x with rows of zeros up to the smallest of `sizes` that holds it, and the mask of its real rows; on the host."""
+    """x [rows, ...] with zeros up to the smallest of `sizes` that holds its rows, and the mask of its real rows.
+
+    On the host, in x's dtype; the mask is bool [size]. Raises TypeError for what is no tensor; ValueError for one on
+    the XLA device, of no dimensions or rows, or of more rows than the largest of `sizes`.
+    """
     if not isinstance(x, torch.Tensor):
         raise TypeError(f"pad_batch: got {type(x).__name__}, need a tensor [rows, ...]; use torch.as_tensor")
     if x.device.type == "xla":
         raise ValueError(f"pad_batch: x is on {x.device}, where padding compiles for each size; pad, then move it")
     if not sizes or x.ndim < 1 or not 1 <= len(x) <= max(sizes):
         raise ValueError(
-            f"pad_batch: shape {tuple(x.shape)} into sizes {tuple(sizes)}; split the batch, or add a larger size"
+            f"pad_batch: shape {tuple(x.shape)} into sizes {tuple(sizes)}; need [rows, ...] of 1 to "
+            f"{max(sizes, default=0)} rows: split the batch, or add a larger size"
         )
     size = min(size for size in sizes if size >= len(x))
     padded = x if size == len(x) else torch.cat((x, x.new_zeros(size - len(x), *x.shape[1:])))

@@ -1,4 +1,4 @@
-"""Study of accuracy: one channel in 512 further and further above the rest, in a layer that computes the same."""
+"""Study of accuracy: one channel in 512 of x ever larger, its weights ever smaller, so that the product is the same."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ def show_outliers(h: Harness, recipes: dict[str, Recipe | None] = ALL_RECIPES) -
     found: dict[str, dict[str, float]] = {}
     for name, recipe in recipes.items():
         if recipe is not None and recipe.delayed:
-            continue  # of the same batch: as per tensor
+            continue  # a delayed scale made of the same batch is that of "per tensor"
         for factor in OUTLIERS:
             xs, ws, _ = with_channels(x.clone(), w.clone(), x[:0], spaced(k, 512), factor)
             found.setdefault(name, {})[f"2**{math.log2(factor):.0f}"] = measure(xs, ws, recipe, want)["dB"]

@@ -113,7 +113,10 @@ def compiled(h: Harness, model: Transformer) -> Callable:
                 out = model(tokens, step)
             held.extend((tokens, graph, out))
         if tokens is not held[0]:
-            raise ValueError("compiled: these are not the tokens that the CUDA graph reads")
+            raise ValueError(
+                f"compiled: tokens {tuple(tokens.shape)} are not the tensor of the first call, which the CUDA graph "
+                "reads; copy_ them into that one, or make another with compiled()"
+            )
         held[1].replay()
         return held[2]
 

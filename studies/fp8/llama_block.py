@@ -5,8 +5,8 @@
    product's kernel does part of it: our SwiGLU.
 2. Each of the twelve products (four Linears; forward, dx, dw) in bfloat16 and in FP8, and what its operands cost to
    quantize, by kernels of their own.
-3. Every choice of the lesson: torch.compile's modes (prefill), which of our kernels it is given, who multiplies in FP8,
-   quantizers fused or not, the gradients of weights in FP8 or in bfloat16.
+3. Every choice of the lesson: torch.compile's modes (prefill), which of our kernels it is given, whose FP8 GEMM it
+   calls, quantizers fused or not, the gradients of weights in FP8 or in bfloat16.
 4. Other sizes: 1x2048 tokens, where fewer of the GPU's SMs have work, and 4x8192, where attention weighs more.
 """
 
@@ -167,7 +167,7 @@ def show_products(h: Harness, case: Case) -> None:
 
 
 def choices(block: Block, phase: str) -> Iterator[tuple[str, torch.nn.Module, str]]:
-    """Names and modules of every choice that the lesson has, the compiled block first, and who multiplies in FP8."""
+    """Names and modules of every choice of the lesson, the compiled block first, and the FP8 GEMM that each calls."""
     product = lesson.PRODUCT
     prefill = phase == "prefill"
     # For a training step max-autotune takes minutes to compile, for the same products.

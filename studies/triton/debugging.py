@@ -33,7 +33,7 @@ CHECKED = 32  # values that sqrt_checked is shown: one per thread of one warp
 def sqrt_checked_kernel(x_ptr, y_ptr, n_elements, BLOCK: tl.constexpr):
     tl.static_assert(BLOCK >= 32, "BLOCK is less than a warp")
     tl.static_print("sqrt_checked_kernel: BLOCK", BLOCK, "of", x_ptr.dtype.element_ty)
-    offsets = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)  # int32: what overflows is checked in a debug build
+    offsets = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)  # int32 on purpose: debug=True asserts no overflow
     x = tl.load(x_ptr + offsets, mask=offsets < n_elements, other=1.0)
     tl.device_print("x", x)
     tl.device_assert(x >= 0, "x is negative")

@@ -59,7 +59,7 @@ def tuned_flex(h: Harness, B: int, S: int) -> None:
 
 
 def queries(h: Harness, B: int, S: int, S_q: int, H: int) -> Table:
-    """S_q positions, each with the keys up to its own; torch's call has a mask, or FlexAttention's (on a GPU)."""
+    """S_q query positions, each attending to the keys up to its own; beside FlexAttention, or torch's call on a CPU."""
     q, k, v = inputs(h, B, H, HEADS[1], S_q, S, HEADS[2])
     if h.device.type == "cuda":
         mask = create_block_mask(lambda b, h, i, j: j <= i + S - S_q, None, None, S_q, S, device=h.device)

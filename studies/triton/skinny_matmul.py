@@ -126,7 +126,7 @@ def whole_tiles(h: Harness) -> None:
 
 
 def tiles(h: Harness) -> None:
-    """Every tile with at least M rows or 128, with the stages that fit: what TILES and ONE_WAVE were chosen from."""
+    """Tiles of min(M, 128) to 4 times the chosen rows, with the stages that fit: what TILES and ONE_WAVE come from."""
     for M in h.pick(interpreted=(5,), quick=(16,), full=(1, 16, 32, 64, 128, 256)):
         N, K = h.pick(interpreted=(72, 264), quick=(4096, 4096), full=(8192, 8192))
         x, w = h.randn(M, K, dtype=h.half), h.randn(N, K, dtype=h.half)

@@ -44,7 +44,7 @@ def copy_specialized_kernel(x_ptr, y_ptr, n_elements, BLOCK: tl.constexpr):
 
 
 def copy_specialized(x: torch.Tensor) -> torch.Tensor:
-    """A contiguous copy of a contiguous x of any shape; RuntimeError where the compiler fails on the request."""
+    """A contiguous copy of a contiguous float16 or bfloat16 x; RuntimeError where the compiler fails on the request."""
     check_elementwise("copy_specialized", DTYPES, x)
     y = torch.empty(x.shape, dtype=x.dtype, device=x.device)
     if x.numel():

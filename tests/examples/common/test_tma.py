@@ -47,6 +47,8 @@ def test_the_argument_at_fault_is_named_and_the_way_out_works():
     good, bad = torch.zeros(4, 8), torch.zeros(8, 4).t()
     with pytest.raises(ValueError, match="probe: b has"):
         require_tma_layout("probe", a=good, b=bad, c=good)
+    with pytest.raises(ValueError, match=r"call b\.t\(\)\.clone\(.*\)\.t\(\)$"):  # b again, not its transpose
+        require_tma_layout("probe", **{"b.t()": bad})
     padded = torch.nn.functional.pad(torch.zeros(6, 50, dtype=torch.float16), (0, 6))  # as the message says
     require_tma_layout("probe", x=padded, part=padded[:, :50], shape=padded.to("meta"))
     with pytest.raises(ValueError, match="strides"):  # wrappers run on meta tensors for another GPU

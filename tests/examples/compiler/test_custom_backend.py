@@ -29,9 +29,28 @@ def test_a_stage_is_right_in_training_too(name, h):
 
 
 @pytest.mark.parametrize(
-    "fn", [lambda x: x.sum(0) + x, lambda x: F.relu(x.t()), lambda x: x.half() + 1, lambda x: x[:, :2] * 2]
-)
+    "fn",
+    [
+        lambda x: x.sum(0) + x, lambda x: F.relu(x.t()), lambda x: x.half() + 1, lambda x: x[:, :2] * 2,
+        lambda x: x.max(1).values + 1, lambda x: F.layer_norm(x, (4,)),  # operations with several results
+    ],
+)  # fmt: skip
 def test_what_one_kernel_cannot_express_runs_as_it_is(fn, h):
     x = h.randn(4, 4)
     torch.testing.assert_close(stage("one kernel", fn)(x), fn(x))
     assert not KERNELS
+
+
+def test_a_second_size_is_symbolic_and_runs_as_it_is(h):
+    fn = stage("one kernel")
+    for shape in ((5, 7), (6, 8)):
+        x, residual = h.randn(*shape), h.randn(*shape)
+        torch.testing.assert_close(fn(x, residual), epilogue(x, residual), rtol=1e-5, atol=1e-6)
+    assert len(KERNELS) == 1
+
+
+def test_relu_keeps_a_nan(h):
+    x = h.randn(4, 4)
+    x[0, :2] = torch.tensor([float("nan"), -float("inf")])
+    torch.testing.assert_close(stage("one kernel", F.relu)(x), F.relu(x), equal_nan=True)
+    assert len(KERNELS) == 1

@@ -60,6 +60,10 @@ def refused(rank: int) -> str:
             call(x.float(), w.float())
         with pytest.raises(ValueError, match=rf"^{name}: "):
             call(x, w.t())
+        with pytest.raises(ValueError, match=rf"^{name}: "):
+            call(x, w[0])
+    with pytest.raises(ValueError, match=r"^matmul_reduce_scatter: .*the workspace holds .*, by scatter_workspace"):
+        matmul_reduce_scatter(torch.cat([x, x[:1]]), w, scatter)  # its last row would be no rank's
     return "refused"
 
 

@@ -45,6 +45,17 @@ def test_quantizers(h, gpu_gib, name, cols):
     assert torch.equal((scale[-len(its) :] if its.ndim else scale).float(), its.float())
 
 
+def test_per_tensor_of_just_under_2_31_elements(h, gpu_gib):
+    """Contiguous, it is one row: a tile more would be more than int32 counts."""
+    gpu_gib(24)
+    x = torch.empty(2**19 - 1, 4096, dtype=torch.bfloat16, device=h.device).normal_()
+    x[-1, -1] = 40.0
+    q, scale = RECIPES["tensor"](x)
+    few, its = RECIPES["tensor"](x[-GROUP:])
+    assert torch.equal(bits(q[-GROUP:]), bits(few))
+    assert torch.equal(scale, its)
+
+
 @pytest.mark.parametrize("tall", [True, False])
 @pytest.mark.parametrize("lesson", [matmul, blockwise], ids=["fp8_matmul", "blockwise_matmul"])
 def test_products(h, gpu_gib, lesson, tall):

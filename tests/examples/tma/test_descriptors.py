@@ -2,6 +2,7 @@
 
 import contextvars
 import threading
+from contextlib import nullcontext
 
 import pytest
 import torch
@@ -20,6 +21,9 @@ def test_bad_input(h):
         x, padding, block = broken(h.device)
         with pytest.raises(TypeError if "dtype" in rule else ValueError, match=r"probe: (x|block|padding) .{9,}"):
             require_descriptor("probe", x, block, padding)
+    for cols, fits in ((2**31 - 64, True), (2**31 - 63, False)):
+        with nullcontext() if fits else pytest.raises(ValueError, match=r"below 2\*\*31 less a block"):
+            require_descriptor("probe", torch.empty(1, cols, dtype=torch.int8, device="meta"), (64, 64))
     half = torch.zeros(4, 9, dtype=torch.half, device=h.device)
     refused(copy, ValueError, "form 'tma' is not one of", "tma", half)
     refused(copy, ValueError, r"strides \(9, 1\)", "pointers", half)

@@ -124,6 +124,47 @@ def test_trained_and_written_back():
         stacked.write_back(layers[:2])
 
 
+class Rotated(nn.Module):
+    """A table that no state dict has, and one weight under two names."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = nn.Linear(4, 4), nn.Linear(4, 4)
+        self.second.weight = self.first.weight
+        self.register_buffer("table", torch.rand(4), persistent=False)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return torch.tanh(self.second(self.first(x * self.table)))
+
+
+def test_written_back_into_layers_with_tied_weights_and_tables():
+    layers, x = [Rotated() for _ in range(2)], torch.randn(3, 4)
+    stacked = Stacked(layers).to(xla.device())
+    with torch.no_grad():
+        for tensor in stacked.stacked:
+            tensor.mul_(0.5)
+    after = stacked(x.to(xla.device())).detach().cpu()
+    tables = [layer.table.clone() for layer in layers]
+    stacked.write_back(layers)
+    assert all(layer.first.weight is layer.second.weight for layer in layers)
+    assert all(torch.equal(layer.table, table) for layer, table in zip(layers, tables, strict=True))
+    for layer in layers:
+        layer.table.mul_(0.5)
+    torch.testing.assert_close(unrolled(layers, x), after, rtol=1e-4, atol=1e-5)
+
+
+def test_settings_that_are_tensors_are_compared_to_the_last_bit():
+    """They print alike: four decimals, and of a long one the ends."""
+    for one, other in (([1.00001, 2.0], [1.00002, 2.0]), ([0.0] * 2000, [0.0] * 999 + [1.0] + [0.0] * 1000)):
+        layers = [Layer(4), Layer(4)]
+        for layer, values in zip(layers, (one, other), strict=True):
+            layer.table = torch.tensor(values)
+        with pytest.raises(ValueError, match="layer 1 has setting table"):
+            require_equal(layers)
+        layers[1].table = layers[0].table.clone()
+        require_equal(layers)
+
+
 def test_frozen_layers_stay_frozen_and_modes_are_followed():
     layers = [nn.Sequential(nn.Linear(5, 5), nn.Dropout(0.5)).requires_grad_(False).eval() for _ in range(2)]
     stacked, x = Stacked(layers).to(xla.device()), torch.randn(3, 5)
