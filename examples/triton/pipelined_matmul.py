@@ -116,7 +116,7 @@ def recommended(table) -> str:
     gains = f"{one:.2f}x as fast as one, {library:.2f}x {table.baseline}"
     if more := counts[enough + 1 : enough + 2]:
         gains += f"; one more: {table.over(take, more[0]):.2f}x"
-    most = "" if more else ", the most that fit"
+    most = "" if more else ", the most that was tried"
     return f" At {table.case.split('x')[0]}: {take}{most} ({gains})."
 
 

@@ -46,7 +46,8 @@ def stages(h: Harness, operands: tuple) -> None:
     for how in h.pick(interpreted=("hot",), quick=("skewed",), full=("even", "skewed", "hot")):
         if table := compare(h, operands, how, more, title="stages"):
             ratio = table.over("triton")
-            h.say(f"{how}: {table.best.variant} is fastest, {ratio:.2f}x as fast as {lesson.STAGES} stages")
+            best = table.best.variant.replace("triton", f"{lesson.STAGES} stages")
+            h.say(f"{how}: {best} are fastest, {ratio:.2f}x as fast as the lesson's {lesson.STAGES}")
 
 
 def with_stages(n: int) -> Callable:
