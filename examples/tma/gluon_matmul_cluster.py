@@ -121,8 +121,8 @@ def gluon_matmul_cluster_kernel(
     a_desc, b_desc, c_desc, M, N, K, STAGES: gl.constexpr, BUFFERS: gl.constexpr, BEHIND: gl.constexpr,
     GROUP_M: gl.constexpr, CONSUMER_REGISTERS: gl.constexpr, PRODUCER_REGISTERS: gl.constexpr,
 ):  # fmt: skip
-    """program_id counts clusters. A slot has two buffers for a, one for each consumer: what two CTAs share
-    cannot be sliced by rows."""
+    """program_id counts clusters. A slot has two buffers for a, one for each consumer: a buffer that is split
+    between two CTAs by rows is not sliced by rows as well."""
     a_bufs = buffers(a_desc, 2 * STAGES)
     b_bufs = buffers(b_desc, STAGES)
     c_bufs = buffers(c_desc, 2 * BUFFERS)

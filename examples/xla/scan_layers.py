@@ -86,7 +86,7 @@ class Stacked(nn.Module):
     def write_back(self, layers: Sequence[nn.Module]) -> None:
         """Copy the stacked weights into `layers`, as for a checkpoint of the unrolled model."""
         if len(layers) != len(self.stacked[0]):
-            raise ValueError(f"Stacked.write_back: {len(layers)} layers; need {len(self.stacked[0])}, all it has")
+            raise ValueError(f"Stacked.write_back: {len(layers)} layers; need {len(self.stacked[0])}: pass all")
         for i, layer in enumerate(layers):
             state = layer.state_dict()  # without buffers that are not persistent, with each name of a tied weight
             held = zip(self.names, self.stacked, strict=True)

@@ -97,12 +97,13 @@ def test_layer_is_its_exact_product_for_any_leading_sizes(name):
         x = randn(*lead, 160, seed=2)
         if not x.numel():
             assert layer(x).shape == (*lead, 32)
-            assert layer(x).dtype == layer(randn(1, 160)).dtype == torch.bfloat16
-            layer = FP8Linear(randn(32, 160), RECIPES[name])
+            assert layer(x).dtype == torch.bfloat16
             assert layer.amax is None
             continue
         want = layer.exact(x.reshape(-1, 160)).view(*lead, 32)  # by the delayed scale, where there is one
-        assert (layer(x).double() - want).norm() <= 0.01 * want.norm()
+        got = layer(x)
+        assert got.dtype == torch.bfloat16
+        assert (got.double() - want).norm() <= 0.01 * want.norm()
 
 
 def test_delayed_scale_is_that_of_the_call_before():
