@@ -38,9 +38,9 @@ def _add_pairs(a, b, c, d):
 
 
 @gluon.jit
-def copy_row(x_buf, dy_buf, x_ptr, dy_ptr, stride_xm, stride_dym, row, n_rows, cols, inside):
+def copy_row(x_buf, dy_buf, x_ptr, dy_ptr, stride_xm, stride_dym, row, n_rows, cols, n_cols):
     """Start a row's copies into shared memory, as one group; zeros for a row that is not there."""
-    wanted = inside & (row < n_rows)
+    wanted = cols < gl.where(row < n_rows, n_cols, 0)
     row = row.to(gl.int64)
     copy_in(x_buf, x_ptr + row * stride_xm + cols, wanted)
     copy_in(dy_buf, dy_ptr + row * stride_dym + cols, wanted)
@@ -71,7 +71,7 @@ def layer_norm_backward_split_kernel(
     dys = gl.allocate_shared_memory(dy_ptr.dtype.element_ty, [STAGES, BLOCK_N], ROW)
     for i in gl.static_range(STAGES - LAG):
         row = group + i * groups
-        copy_row(xs.index(i), dys.index(i), x_ptr, dy_ptr, stride_xm, stride_dym, row, n_rows, cols, inside)
+        copy_row(xs.index(i), dys.index(i), x_ptr, dy_ptr, stride_xm, stride_dym, row, n_rows, cols, n_cols)
     dweight, dbias = gl.zeros([BLOCK_N], gl.float32, OWN), gl.zeros([BLOCK_N], gl.float32, OWN)
     mean, rstd = gl.load(mean_ptr + group), gl.load(rstd_ptr + group)
     # Of the previous row, and of the one to be written. Not mean and rstd, though any number would do: Triton 3.6, 3.9
@@ -104,9 +104,11 @@ def layer_norm_backward_split_kernel(
         x, dy = xs.index(slot_due), dys.index(slot_due)
         dx = widen(dy.load(OWN)) * weight * rstd_due - ((widen(x.load(OWN)) - mean_due) * slope + shift)
         dx_row = dx_ptr + due.to(gl.int64) * stride_dxm
-        gl.store(dx_row + cols, dx.to(dx_ptr.dtype.element_ty), mask=inside & (row >= group + LAG * groups))
+        # Compared anew for each row: Triton 3.9 keeps a mask of all rows in local memory, for which each row waits.
+        written = cols < gl.where(row >= group + LAG * groups, n_cols, 0)
+        gl.store(dx_row + cols, dx.to(dx_ptr.dtype.element_ty), mask=written)
         ahead = row + (STAGES - LAG) * groups
-        copy_row(x, dy, x_ptr, dy_ptr, stride_xm, stride_dym, ahead, n_rows, cols, inside)
+        copy_row(x, dy, x_ptr, dy_ptr, stride_xm, stride_dym, ahead, n_rows, cols, n_cols)
         slot = (slot + 1) % STAGES
         mean_due, rstd_due = mean_last, rstd_last
         mean_last, rstd_last = mean, rstd
