@@ -42,17 +42,6 @@ def _after_barrier(x):
 
 
 @triton.jit
-def _in_slice(own, STEPS: tl.constexpr, THREADS: tl.constexpr, WIDTH: tl.constexpr):
-    """Which elements of a slice, [STEPS * THREADS * WIDTH], are in its first `own` vectors.
-
-    As arange < own * WIDTH, for which a thread would keep a register for each step: here the step is on the right.
-    """
-    vectors = tl.arange(0, THREADS)[None, :] < (own - tl.arange(0, STEPS) * THREADS)[:, None]
-    elements = tl.reshape(tl.broadcast_to(vectors[:, :, None], (STEPS, THREADS, WIDTH)), (STEPS * THREADS * WIDTH,))
-    return tl.max_constancy(elements, (WIDTH,))  # a vector is still written at once
-
-
-@triton.jit
 def _ordered(bits):
     """int32 that are ordered as the float32 with these bits are (not NaN); and back."""
     return bits ^ ((bits >> 31) & 0x7FFFFFFF)
@@ -172,16 +161,14 @@ def cross_entropy_split_kernel(
         if SMOOTH:
             grad -= factor * smoothing / n_cols
         grad_slice = tl.multiple_of(grad_row + head_due if EDGES else grad_row, 16) + first
-        # With SMOOTH, Triton 3.9 spills fewer registers by the plain comparison; without, by the other.
-        written = lane < own * WIDTH if SMOOTH else _in_slice(own, STEPS, THREADS, WIDTH)
-        tl.store(grad_slice + lane, grad.to(grad_ptr.dtype.element_ty), mask=written)
+        tl.store(grad_slice + lane, grad.to(grad_ptr.dtype.element_ty), mask=lane < own * WIDTH)
         if EDGES:
             cols, in_edge = edges_of(head_due, vectors_due, n_cols, WIDTH)
             edge_grad = softmax_of(edge_due.to(tl.float32), row_max, weight, factor, smoothing, n_cols, SMOOTH)
             tl.store(grad_row + cols, edge_grad.to(grad_ptr.dtype.element_ty), mask=in_edge & is_last & is_due)
         # The target's column again, after the barrier: a comparison for every logit would cost more.
         target_grad = softmax_of(_after_barrier(x_target), row_max, weight, factor, smoothing, n_cols, SMOOTH)
-        target_grad -= factor * (1.0 - smoothing) if SMOOTH else factor
+        target_grad -= factor * (1.0 - smoothing)
         tl.store(grad_row + target_due, target_grad.to(grad_ptr.dtype.element_ty), mask=known & owner & is_due)
 
         log_sum = tl.log2(row_sum) * LN_2
