@@ -104,7 +104,7 @@ def layer_norm_backward_split_kernel(
         x, dy = xs.index(slot_due), dys.index(slot_due)
         dx = widen(dy.load(OWN)) * weight * rstd_due - ((widen(x.load(OWN)) - mean_due) * slope + shift)
         dx_row = dx_ptr + due.to(gl.int64) * stride_dxm
-        # Compared anew for each row: Triton 3.9 keeps a mask of all rows in local memory, for which each row waits.
+        # Compared for each row: Triton 3.9 keeps a mask made before the loop in local memory, and rows wait for it.
         written = cols < gl.where(row >= group + LAG * groups, n_cols, 0)
         gl.store(dx_row + cols, dx.to(dx_ptr.dtype.element_ty), mask=written)
         ahead = row + (STAGES - LAG) * groups

@@ -6,7 +6,8 @@ uses the same compiler with its own front end. A compiler costs time at the firs
 
 Question   Which compiler for this model, given how often it will be called with these sizes?
 Needs      torch_xla>=2.9
-Wins when  later calls earn the first one back: in the recorded run, on a CPU, only Inductor's do. For one call, none.
+Wins when  later calls earn the first one back. Which compiler's do, and after how many, differs from CPU to CPU: run it
+           on yours. For one call, none.
 Variants   compare_jax.py (the model in JAX)
 Study      studies/xla/compare.py (what the two front ends hand to XLA)
 Source     chapter section "Ecosystem Context", which compares torch.compile with XLA and JAX without a number

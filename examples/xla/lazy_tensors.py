@@ -10,8 +10,8 @@ read runs all steps before it again, as a program that is compiled anew.
 
 Question   When does PyTorch/XLA compile, when does it run, and what does recording cost?
 Needs      torch_xla>=2.9
-Wins when  a step takes long compared with recording it on the host, and each step records the same graph. In the
-           recorded run, on a CPU, it is not faster than eager.
+Wins when  a step takes long compared with recording it on the host, and each step records the same graph. On a
+           CPU tiny operations are slower than eager's; whether large ones are differs from CPU to CPU.
 Study      studies/xla/lazy_tensors.py (what is the same graph, numbers that compile)
 Source     goes beyond the chapter, whose section "PyTorch XLA Backend" has openxla only; torch_xla's own counters
 """

@@ -8,7 +8,7 @@ gradient, the optimizer) stays lazy: more programs. Only a step compiled as one 
 
 Question   What does openxla save over lazy mode, what does it cost first, and how many programs is a training step?
 Needs      torch_xla>=2.9
-Wins when  the host limits lazy mode (on a CPU eager is faster): small models, equal shapes; in training, one function.
+Wins when  the host limits lazy mode: small models, equal shapes; in training, one function.
 Variants   openxla_backend_training.py (a training step, compiled in four ways)
 Study      studies/xla/openxla_backend.py (the host's time, tensors on the CPU, times of a training step)
 Source     chapter sections "PyTorch XLA Backend" and "Ecosystem Context"; torch_xla's dynamo_bridge
