@@ -54,6 +54,17 @@ def _largest(x):
 
 
 @triton.jit
+def _in_slice(own, STEPS: tl.constexpr, THREADS: tl.constexpr, WIDTH: tl.constexpr):
+    """Which elements of a slice, [STEPS * THREADS * WIDTH], are in its first `own` vectors.
+
+    As arange < own * WIDTH, for which a thread would keep a register for each step: here the step is on the right.
+    """
+    vectors = tl.arange(0, THREADS)[None, :] < (own - tl.arange(0, STEPS) * THREADS)[:, None]
+    elements = tl.reshape(tl.broadcast_to(vectors[:, :, None], (STEPS, THREADS, WIDTH)), (STEPS * THREADS * WIDTH,))
+    return tl.max_constancy(elements, (WIDTH,))  # a vector is still written at once
+
+
+@triton.jit
 def cross_entropy_split_kernel(
     logits_ptr, target_ptr, scale_ptr, loss_ptr, stats_ptr, grad_ptr, mail_ptr, stride_xm, stride_target, stride_gm,
     n_rows, n_cols, part_vectors, groups, ignore_index, smoothing, SMOOTH: tl.constexpr,
@@ -93,13 +104,12 @@ def cross_entropy_split_kernel(
     target = tl.load(target_ptr + group * stride_target)
     target_due = target
     kept = tl.zeros((STEPS, THREADS, WIDTH), tl.float32)
-    reference_due, rest_due = tl.zeros((THREADS,), tl.float32), tl.zeros((THREADS,), tl.float32)
+    reference_due = tl.zeros((THREADS,), tl.float32)
     for row in tl.range(group, n_rows + groups, groups, num_stages=STAGES):
         # `due` is the group's previous row, whose words arrive now; in the first iteration it is this row, not written.
         due = tl.maximum(row - groups, group)
         is_row, is_due = row < n_rows, row > group
         due_mail = mail_ptr + due * stride_mail + sender
-        peeked = peek(due_mail)
         due_row, grad_row = logits_ptr + due * stride_xm, grad_ptr + due * stride_gm
         head_due, vectors_due = vectors_of(due_row, n_cols, WIDTH, EDGES)
         counts = target_due != ignore_index
@@ -149,19 +159,22 @@ def cross_entropy_split_kernel(
                 plain += tl.sum(tl.where(in_edge & is_last, edge.to(tl.float32), 0.0), axis=0)
             send(mail_ptr + plain_step + row * stride_mail + part, plain, part_max, is_row)
 
-        maxima, sums = receive(due_mail, peeked)
+        # Not peeked at before the exponentials: those need the registers in which the words would wait.
+        maxima, sums = receive(due_mail, peek(due_mail))
         row_max = _largest(maxima)
         row_sum = tl.sum(tl.where(parts < PARTS, sums * exp_of(maxima - row_max), 0.0), axis=0)
         row_sum = tl.where((row_sum > 0.5) & (row_sum < 1.0), 1.0, row_sum)  # rounded: the largest logit's term is 1
         factor = tl.where(known, scale, tl.where(counts, float("nan"), 0.0))
         weight = factor / row_sum
         own = tl.where(is_due, tl.minimum(part_vectors, vectors_due // WIDTH - part * part_vectors), 0)
+        _, rest_due = exponentials(reference_due, reference_due, DTYPE)  # again, rather than kept in registers
         thread_weight = tl.exp2((reference_due - row_max) * LOG2_E - rest_due) * weight
         grad = tl.reshape(kept * tl.reshape(thread_weight, (1, THREADS, 1)), (BLOCK_N,))
         if SMOOTH:
             grad -= factor * smoothing / n_cols
         grad_slice = tl.multiple_of(grad_row + head_due if EDGES else grad_row, 16) + first
-        tl.store(grad_slice + lane, grad.to(grad_ptr.dtype.element_ty), mask=lane < own * WIDTH)
+        written = _in_slice(own, STEPS, THREADS, WIDTH)
+        tl.store(grad_slice + lane, grad.to(grad_ptr.dtype.element_ty), mask=written)
         if EDGES:
             cols, in_edge = edges_of(head_due, vectors_due, n_cols, WIDTH)
             edge_grad = softmax_of(edge_due.to(tl.float32), row_max, weight, factor, smoothing, n_cols, SMOOTH)
@@ -183,7 +196,7 @@ def cross_entropy_split_kernel(
         tl.store(stats_ptr + 2 * stats_step + due, factor, mask=owner & is_due)
         # Through tl.where: Triton pipelines no loop that hands a value on unchanged to the iteration after the next.
         target_due = tl.where(is_row, target, ignore_index)
-        kept, reference_due, rest_due, target = terms, reference, rest, target_next
+        kept, reference_due, target = terms, reference, target_next
         if EDGES:
             edge_due = tl.where(is_row, edge, 0.0)
             edge = edge_next
@@ -205,12 +218,14 @@ def launch_split(logits, target, loss, stats, grad, reduction: str, ignore_index
     n_rows, n_cols = logits.shape
     (block_n, warps, per_sm), (width, edges) = SHAPES[logits.element_size()], row_layout(logits)
     parts, groups = shares(logits, block_n, per_sm)
+    line = 128 // logits.element_size()  # slices begin at whole lines of 128 bytes of their row
+    part_vectors = triton.cdiv(triton.cdiv(n_cols, line), parts) * line // width
     mail = _mailbox(logits, parts * (2 if smoothing else 1))
     scale, order = prepare(target, ignore_index, reduction, mail)
     cross_entropy_split_kernel[(groups * parts,)](
         logits, target, scale, loss, stats, grad, mail,
         logits.stride(0), target.stride(0), grad.stride(0), n_rows, n_cols,
-        triton.cdiv(triton.cdiv(n_cols, width), parts), groups, ignore_index, smoothing, SMOOTH=smoothing > 0,
+        part_vectors, groups, ignore_index, smoothing, SMOOTH=smoothing > 0,
         PARTS=parts, PARTS_POW2=triton.next_power_of_2(parts), BLOCK_N=block_n, WIDTH=width, THREADS=32 * warps,
         EDGES=edges, STAGES=pipeline_stages(logits, block_n, per_sm),
         num_warps=warps, maxnreg=registers(warps, per_sm) // 8 * 8,  # allocated in units of 8 a thread

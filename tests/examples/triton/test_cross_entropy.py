@@ -27,7 +27,7 @@ from examples.triton.cross_entropy_operands import SUM_BLOCK, empty_gradient, pr
 from tests.examples.triton.helpers import FUSED, INF, NAN, harness, meta, refused
 
 by_when = pytest.mark.parametrize("when", WHEN)
-SPILLS = 64  # bytes a thread of the split kernel may spill: a few addresses, reloaded once for its 64 logits
+SMOOTH_SPILLS = 64  # bytes a thread of the split kernel may spill with label smoothing, which sums the logits too
 SMOOTHED = {"label_smoothing": 0.1}
 OPTIONS = {"reduction": ("mean", "sum", "none"), "label_smoothing": (0.0, 0.1), "ignore_index": (-100, 2)}
 
@@ -391,8 +391,7 @@ def test_generated_code(sm):
         forward = kernels.pop("cross_entropy_split_kernel" if split else "cross_entropy_kernel")
         assert set(kernels) == {f"cross_entropy_{name}_kernel" for name in ("prepare", "sum", "backward")}
         narrow = split and dtype.itemsize == 2  # 64 exponentials a thread; float32 has 32
-        assert forward.spills <= (SPILLS if narrow else 0)
-        assert not any(kernel.spills for kernel in kernels.values())
+        assert not any(kernel.spills for kernel in (forward, *kernels.values()))
         assert forward.found.get("st.global.v4")
         assert forward.found.get("cp.async" if split else "ld.global.v4")
         per_sm = long.SHAPES[dtype.itemsize][2] if split else 2
@@ -401,7 +400,7 @@ def test_generated_code(sm):
         assert (forward.shared + 1024) * per_sm <= 228 * 1024
         if split:
             smooth = {kernel.kernel: kernel for kernel in compile_for(loss_and_gradient, args, SMOOTHED, sms=(sm,))}
-            assert smooth["cross_entropy_split_kernel"].spills <= (3 * SPILLS if narrow else 4)  # a sum more
+            assert smooth["cross_entropy_split_kernel"].spills <= (SMOOTH_SPILLS if narrow else 4)
         (loss, *_) = sorted(compile_for(cross_entropy, args, {}, sms=(sm,)), key=lambda kernel: kernel.kernel)
         assert (loss.kernel, loss.spills, loss.error) == ("cross_entropy_kernel", 0, None)
         assert loss.found.get("cp.async")
@@ -417,8 +416,7 @@ def test_padded_vocabularies_have_wide_loads(classes, stride):
         kernels = compile_for(loss_and_gradient, (logits, target), {"gradient": when}, sms=(90, 100))
         for each in kernels:
             if each.kernel not in ("cross_entropy_prepare_kernel", "cross_entropy_sum_kernel"):
-                assert each.error is None
-                assert each.spills <= (SPILLS if each.kernel == "cross_entropy_split_kernel" else 0)
+                assert (each.error, each.spills) == (None, 0)
                 assert each.found.get("ld.global.v4") or each.found.get("cp.async"), each
                 writes = each.kernel == "cross_entropy_backward_kernel" or when == "forward"
                 assert bool(each.found.get("st.global.v4")) == writes, each
