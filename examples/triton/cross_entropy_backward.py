@@ -21,7 +21,7 @@ import triton.language as tl
 from examples.common.device import device_limits
 from examples.common.exponentials import LOG2_E
 from examples.common.untraced import untraced
-from examples.triton.cross_entropy_operands import edges_of, empty_gradient
+from examples.triton.cross_entropy_operands import edges_of, empty_gradient, row_layout, vectors_of
 
 LN_2 = tl.constexpr(math.log(2))
 LOWEST = tl.constexpr(torch.finfo(torch.float32).min)  # and not -inf, as -inf - -inf is NaN
@@ -51,22 +51,15 @@ def softmax_of(x, reference, weight, factor, smoothing, n_cols, SMOOTH: tl.const
 
 @triton.jit
 def _write(
-    logits_ptr, grad_ptr, row, stride_xm, stride_gm, cols, inside, target, dy, reference, weight, factor, smoothing,
-    n_cols, IN_PLACE: tl.constexpr, SMOOTH: tl.constexpr, WIDTH: tl.constexpr,
+    x_ptr, grad_ptr, at, inside, target, dy, reference, weight, factor, smoothing, n_cols,
+    IN_PLACE: tl.constexpr, SMOOTH: tl.constexpr,
 ):  # fmt: skip
-    """The gradient at some columns of a row. WIDTH > 1: every row begins at a multiple of 16 bytes."""
-    x_row = logits_ptr + row * stride_xm
-    if WIDTH > 1:
-        x_row = tl.multiple_of(x_row, 16)
-    x = tl.load(x_row + cols, mask=inside, other=0.0).to(tl.float32)
+    """The gradient at some columns of a row, the target's among them where `at` is `target`."""
+    x = tl.load(x_ptr + at, mask=inside, other=0.0).to(tl.float32)
     if not IN_PLACE:
         x = softmax_of(x, reference, weight, factor, smoothing, n_cols, SMOOTH)
-        x = tl.where(cols == target, x - factor * (1.0 - smoothing), x)
-    grad = (x * dy).to(grad_ptr.dtype.element_ty)
-    grad_row = grad_ptr + row * stride_gm
-    if WIDTH > 1:
-        grad_row = tl.multiple_of(grad_row, 16)
-    tl.store(grad_row + cols, grad, mask=inside)
+        x = tl.where(at == target, x - factor * (1.0 - smoothing), x)
+    tl.store(grad_ptr + at, (x * dy).to(grad_ptr.dtype.element_ty), mask=inside)
 
 
 @triton.jit
@@ -88,15 +81,21 @@ def cross_entropy_backward_kernel(
         if not READY or dy != 1.0:
             reference, weight = tl.load(stats_ptr + row), tl.load(stats_ptr + stats_step + row)
             factor, target = tl.load(stats_ptr + 2 * stats_step + row), tl.load(target_ptr + row * stride_target)
-            vectors = n_cols // WIDTH * WIDTH if EDGES else n_cols
+            x_row, grad_row = logits_ptr + row * stride_xm, grad_ptr + row * stride_gm
+            # The rows of both begin alike within 16 bytes (`empty_gradient`), so their vectors are the same columns.
+            head, vectors = vectors_of(x_row, n_cols, WIDTH, EDGES)
+            x_vectors, grad_vectors = x_row + head if EDGES else x_row, grad_row + head if EDGES else grad_row
+            if WIDTH > 1:  # by itself Triton knows multiples of 16 numbers, not of 16 bytes
+                x_vectors, grad_vectors = tl.multiple_of(x_vectors, 16), tl.multiple_of(grad_vectors, 16)
+                vectors = vectors // WIDTH * WIDTH  # it is one; a hint on an argument of the kernel is lost
             for start in range(0, vectors, BLOCK_N):
-                cols = start + lane
-                _write(logits_ptr, grad_ptr, row, stride_xm, stride_gm, cols, cols < vectors, target, dy, reference,
-                       weight, factor, smoothing, n_cols, IN_PLACE, SMOOTH, WIDTH)  # fmt: skip
+                at = start + lane
+                _write(x_vectors, grad_vectors, at, at < vectors, target - head, dy, reference, weight, factor,
+                       smoothing, n_cols, IN_PLACE, SMOOTH)  # fmt: skip
             if EDGES:
-                cols, in_edge = edges_of(0, vectors, n_cols, WIDTH)
-                _write(logits_ptr, grad_ptr, row, stride_xm, stride_gm, cols, in_edge, target, dy, reference,
-                       weight, factor, smoothing, n_cols, IN_PLACE, SMOOTH, WIDTH)  # fmt: skip
+                cols, in_edge = edges_of(head, vectors, n_cols, WIDTH)
+                _write(x_row, grad_row, cols, in_edge, target, dy, reference, weight, factor, smoothing, n_cols,
+                       IN_PLACE, SMOOTH)  # fmt: skip
 
 
 def block_of(x: torch.Tensor, share: int = 1) -> tuple[int, int]:
@@ -110,17 +109,16 @@ def launch_backward(dy, logits, target, stats, ready, smoothing: float, in_place
     n_rows, n_cols = logits.shape
     grad = empty_gradient(logits) if ready is None else ready
     if n_rows:
-        # Vectors where every row begins with one. By itself Triton knows whether a stride or n_cols is a multiple of 16
-        # numbers, not of 16 bytes.
-        size = logits.element_size()
-        aligned = not torch.compiler.is_compiling() and (logits.data_ptr() | logits.stride(0) * size) % 16 == 0
+        # While torch.compile traces, the gradient's rows need not begin like those of the logits: no vectors but those
+        # that Triton finds by itself, where a stride and n_cols are multiples of 16 numbers.
+        width, edges = (1, False) if torch.compiler.is_compiling() else row_layout(logits)
         block_n, num_warps = block_of(logits)
         dy = dy.expand(n_rows)
         cross_entropy_backward_kernel[(min(n_rows, BACKWARD_PER_SM * device_limits(logits.device).sms),)](
             dy, logits, target, stats, grad, dy.stride(0), logits.stride(0), target.stride(0), grad.stride(0),
             n_rows, n_cols, smoothing, READY=ready is not None, SCALAR=ready is not None and dy.stride(0) == 0,
-            IN_PLACE=in_place, SMOOTH=smoothing > 0, BLOCK_N=block_n, WIDTH=16 // size if aligned else 1,
-            EDGES=aligned and n_cols % 16 > 0, num_warps=num_warps,
+            IN_PLACE=in_place, SMOOTH=smoothing > 0, BLOCK_N=block_n, WIDTH=width, EDGES=edges,
+            num_warps=num_warps,
         )  # fmt: skip
     return grad
 

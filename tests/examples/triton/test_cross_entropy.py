@@ -406,11 +406,12 @@ def test_generated_code(sm):
         assert loss.found.get("cp.async")
 
 
-@pytest.mark.parametrize(
-    ("classes", "stride"), [(128256, 131072), (128256, 128264), (50257, 50304), (50257, 50264), (50264, 50272)]
-)
-def test_padded_vocabularies_have_wide_loads(classes, stride):
-    """Of rows a multiple of 16 bytes apart, in every kernel: Triton by itself knows only multiples of 16 numbers."""
+PADDED = (128256, 131072), (128256, 128264), (50257, 50304), (50257, 50264), (50264, 50272)
+
+
+@pytest.mark.parametrize(("classes", "stride"), [*PADDED, (50257, 50257), (50257, 50261)])
+def test_vocabularies_of_any_size_have_wide_loads(classes, stride):
+    """In every kernel, wherever rows begin: Triton by itself knows only strides that are multiples of 16 numbers."""
     logits, target = meta(4096, stride)[:, :classes], meta(4096, dtype=torch.int64)
     for when in WHEN[:2]:
         kernels = compile_for(loss_and_gradient, (logits, target), {"gradient": when}, sms=(90, 100))
