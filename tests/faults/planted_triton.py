@@ -589,9 +589,9 @@ backward looks for the target's column from the row's first vector
   + _write(x_vectors, grad_vectors, at, at < vectors, target, dy, reference, weight, factor,
 backward leaves out the columns before a row's first vector
   - if EDGES:
-  -                 cols, in_edge = edges_of(head, vectors, n_cols, WIDTH)
+  -     cols, in_edge = edges_of(head, vectors, n_cols, WIDTH)
   + if EDGES:
-  +                 cols, in_edge = edges_of(0, vectors + head, n_cols, WIDTH)
+  +     cols, in_edge = edges_of(0, vectors + head, n_cols, WIDTH)
 a scaled loss gets the gradient of a plain one
   - if not READY or dy != 1.0:
   + if not READY:
