@@ -18,6 +18,7 @@ import sys
 import threading
 import time
 import uuid
+from contextlib import suppress
 from datetime import timedelta
 from itertools import permutations
 from pathlib import Path
@@ -206,7 +207,13 @@ def give_up(reason: str) -> NoReturn:
     from torch.distributed.elastic.multiprocessing.errors import get_error_handler
 
     error = RankFailed(f"rank {rank()} of {world()}, in {reason}")
+    kept = os.environ.get("TORCHELASTIC_ERROR_FILE")
+    if kept:  # written beside it and renamed: where ranks give up at once, one is ended and read while it writes
+        os.environ["TORCHELASTIC_ERROR_FILE"] = f"{kept}.partial"
     get_error_handler().record_exception(error)
+    with suppress(OSError):  # no room for it: then only the other ranks say something
+        if kept:
+            os.replace(f"{kept}.partial", kept)
     print(error, file=sys.stderr)
     if re.search(LOST, reason):
         time.sleep(2)  # the rank that was lost is found first

@@ -87,7 +87,7 @@ def cross_entropy_backward_kernel(
             x_vectors, grad_vectors = x_row + head if EDGES else x_row, grad_row + head if EDGES else grad_row
             if WIDTH > 1:  # by itself Triton knows multiples of 16 numbers, not of 16 bytes
                 x_vectors, grad_vectors = tl.multiple_of(x_vectors, 16), tl.multiple_of(grad_vectors, 16)
-                vectors = vectors // WIDTH * WIDTH  # it is one; a hint on an argument of the kernel is lost
+                vectors = vectors // WIDTH * WIDTH  # unchanged, but now known to be a multiple
             for start in range(0, vectors, BLOCK_N):
                 at = start + lane
                 _write(x_vectors, grad_vectors, at, at < vectors, target - head, dy, reference, weight, factor,

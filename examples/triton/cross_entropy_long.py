@@ -57,7 +57,8 @@ def _largest(x):
 def _in_slice(own, STEPS: tl.constexpr, THREADS: tl.constexpr, WIDTH: tl.constexpr):
     """Which elements of a slice, [STEPS * THREADS * WIDTH], are in its first `own` vectors.
 
-    As arange < own * WIDTH, for which a thread would keep a register for each step: here the step is on the right.
+    The same as columns < own * WIDTH. There the compiler keeps a column number of each step in registers
+    of every thread; here it subtracts the step from `own`, which all threads share.
     """
     vectors = tl.arange(0, THREADS)[None, :] < (own - tl.arange(0, STEPS) * THREADS)[:, None]
     elements = tl.reshape(tl.broadcast_to(vectors[:, :, None], (STEPS, THREADS, WIDTH)), (STEPS * THREADS * WIDTH,))

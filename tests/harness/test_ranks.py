@@ -17,6 +17,7 @@ from harness.faults import explain
 
 import pytest
 import torch
+from torch.distributed.elastic.multiprocessing.errors import ErrorHandler
 
 LESSON = '''"""Made up.
 
@@ -169,6 +170,22 @@ def test_under_torchrun_it_is_a_rank_and_rank_0_alone_speaks(start, tmp_path):
 
 
 # --- without processes
+
+
+def test_what_a_rank_says_as_it_gives_up_is_there_whole_or_not_at_all(monkeypatch, tmp_path):
+    """torch ends the other ranks and reads what they wrote so far: half of it would be a JSONDecodeError."""
+    handler, file = ErrorHandler(), tmp_path / "error.json"
+    during = []
+    write = handler.record_exception
+    monkeypatch.setattr(handler, "record_exception", lambda error: (write(error), during.append(file.exists())))
+    monkeypatch.setattr("torch.distributed.elastic.multiprocessing.errors.get_error_handler", lambda: handler)
+    monkeypatch.setattr(ranks.os, "_exit", sys.exit)
+    monkeypatch.setenv("TORCHELASTIC_ERROR_FILE", str(file))
+    with pytest.raises(SystemExit):
+        ranks.give_up("made: no weights")
+    assert during == [False]
+    assert json.loads(file.read_text())["message"]["message"] == "RankFailed: rank 0 of 1, in made: no weights"
+    assert list(tmp_path.iterdir()) == [file]
 
 
 def test_who_watches_the_main_thread_keeps_nothing_of_it():
