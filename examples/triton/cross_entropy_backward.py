@@ -63,10 +63,19 @@ def _write(
 
 
 @triton.jit
+def _differ(x_row, grad_row, TRACED: tl.constexpr):
+    """Whether the vectors of 16 bytes of two rows are of other columns: only torch.compile places the gradient so."""
+    if not TRACED:
+        return False
+    else:
+        return ((x_row.to(tl.int64) ^ grad_row.to(tl.int64)) & 15) != 0
+
+
+@triton.jit
 def cross_entropy_backward_kernel(
     dy_ptr, logits_ptr, target_ptr, stats_ptr, grad_ptr, stride_dy, stride_xm, stride_target, stride_gm, n_rows, n_cols,
     smoothing, READY: tl.constexpr, SCALAR: tl.constexpr, IN_PLACE: tl.constexpr, SMOOTH: tl.constexpr,
-    BLOCK_N: tl.constexpr, WIDTH: tl.constexpr, EDGES: tl.constexpr,
+    BLOCK_N: tl.constexpr, WIDTH: tl.constexpr, EDGES: tl.constexpr, TRACED: tl.constexpr,
 ):  # fmt: skip
     stride_xm, stride_gm = tl.cast(stride_xm, tl.int64), tl.cast(stride_gm, tl.int64)
     stride_dy, stride_target = tl.cast(stride_dy, tl.int64), tl.cast(stride_target, tl.int64)
@@ -82,20 +91,25 @@ def cross_entropy_backward_kernel(
             reference, weight = tl.load(stats_ptr + row), tl.load(stats_ptr + stats_step + row)
             factor, target = tl.load(stats_ptr + 2 * stats_step + row), tl.load(target_ptr + row * stride_target)
             x_row, grad_row = logits_ptr + row * stride_xm, grad_ptr + row * stride_gm
-            # The rows of both begin alike within 16 bytes (`empty_gradient`), so their vectors are the same columns.
-            head, vectors = vectors_of(x_row, n_cols, WIDTH, EDGES)
-            x_vectors, grad_vectors = x_row + head if EDGES else x_row, grad_row + head if EDGES else grad_row
-            if WIDTH > 1:  # by itself Triton knows multiples of 16 numbers, not of 16 bytes
-                x_vectors, grad_vectors = tl.multiple_of(x_vectors, 16), tl.multiple_of(grad_vectors, 16)
+            if _differ(x_row, grad_row, TRACED):
+                for start in range(0, n_cols, BLOCK_N):
+                    at = start + lane
+                    _write(x_row, grad_row, at, at < n_cols, target, dy, reference, weight, factor, smoothing, n_cols,
+                           IN_PLACE, SMOOTH)  # fmt: skip
+            else:
+                head, vectors = vectors_of(x_row, n_cols, WIDTH, EDGES)
+                # By itself Triton knows multiples of 16 numbers, not of 16 bytes.
+                x_vectors = tl.multiple_of(x_row + head if EDGES else x_row, 16)
+                grad_vectors = tl.multiple_of(grad_row + head if EDGES else grad_row, 16)
                 vectors = vectors // WIDTH * WIDTH  # unchanged, but now known to be a multiple
-            for start in range(0, vectors, BLOCK_N):
-                at = start + lane
-                _write(x_vectors, grad_vectors, at, at < vectors, target - head, dy, reference, weight, factor,
-                       smoothing, n_cols, IN_PLACE, SMOOTH)  # fmt: skip
-            if EDGES:
-                cols, in_edge = edges_of(head, vectors, n_cols, WIDTH)
-                _write(x_row, grad_row, cols, in_edge, target, dy, reference, weight, factor, smoothing, n_cols,
-                       IN_PLACE, SMOOTH)  # fmt: skip
+                for start in range(0, vectors, BLOCK_N):
+                    at = start + lane
+                    _write(x_vectors, grad_vectors, at, at < vectors, target - head, dy, reference, weight, factor,
+                           smoothing, n_cols, IN_PLACE, SMOOTH)  # fmt: skip
+                if EDGES:
+                    cols, in_edge = edges_of(head, vectors, n_cols, WIDTH)
+                    _write(x_row, grad_row, cols, in_edge, target, dy, reference, weight, factor, smoothing, n_cols,
+                           IN_PLACE, SMOOTH)  # fmt: skip
 
 
 def block_of(x: torch.Tensor, share: int = 1) -> tuple[int, int]:
@@ -109,16 +123,14 @@ def launch_backward(dy, logits, target, stats, ready, smoothing: float, in_place
     n_rows, n_cols = logits.shape
     grad = empty_gradient(logits) if ready is None else ready
     if n_rows:
-        # While torch.compile traces, the gradient's rows need not begin like those of the logits: no vectors but those
-        # that Triton finds by itself, where a stride and n_cols are multiples of 16 numbers.
-        width, edges = (1, False) if torch.compiler.is_compiling() else row_layout(logits)
+        width, edges = row_layout(logits)
         block_n, num_warps = block_of(logits)
         dy = dy.expand(n_rows)
         cross_entropy_backward_kernel[(min(n_rows, BACKWARD_PER_SM * device_limits(logits.device).sms),)](
             dy, logits, target, stats, grad, dy.stride(0), logits.stride(0), target.stride(0), grad.stride(0),
             n_rows, n_cols, smoothing, READY=ready is not None, SCALAR=ready is not None and dy.stride(0) == 0,
             IN_PLACE=in_place, SMOOTH=smoothing > 0, BLOCK_N=block_n, WIDTH=width, EDGES=edges,
-            num_warps=num_warps,
+            TRACED=torch.compiler.is_compiling(), num_warps=num_warps,
         )  # fmt: skip
     return grad
 

@@ -157,6 +157,20 @@ def test_a_gradient_that_is_ready_is_left_alone_where_dy_is_1(h):
         assert torch.allclose(got, want, equal_nan=True, atol=1e-6)
 
 
+@pytest.mark.parametrize(("first", "gap"), [(0, 0), (1, 0), (0, 3), (8, 8), (3, 5)])
+def test_a_gradient_where_torch_compile_puts_it(h, first, gap):
+    """Its rows begin within 16 bytes where those of the logits do, elsewhere, or some here and some there."""
+    memory, target = h.randn(first + 12 * (1003 + gap), dtype=h.half, scale=2.0), h.randint(1003, 12)
+    logits = memory[first:].as_strided((12, 1003), (1003 + gap, 1))
+    _, stats, _ = lesson._forward(logits, target, "backward", "mean", -100, 0.0)
+
+    def traced(logits, target):
+        with patch.object(torch.compiler, "is_compiling", lambda: True):
+            return backwards.launch_backward(stats.new_ones(()), logits, target, stats, None, 0.0, False)
+
+    h.check(traced, reference_gradient, logits, target, **BUDGET)
+
+
 def test_the_losses_are_summed(h):
     """By one program, in one order: one, fewer than a block, around one, several blocks; NaN and infinities; none."""
     for rows in (1, 7, SUM_BLOCK - 1, SUM_BLOCK + 1, 3 * SUM_BLOCK, around.SUM_MOST + 1):
