@@ -40,9 +40,9 @@ from examples.triton.cross_entropy_operands import edges_of, empty_gradient, pre
 
 WHEN = ("forward", "backward", "in place")  # the gradient is made, and where
 L1_BEST_KIB = 100  # of a row: 50257 classes of 16 bits; longer ones are faster if programs share them
-# Bytes of a row per step, warps, steps unrolled, stages of the pipeline: for loss and gradient, then for the loss
-# alone, which needs no row in L1 and keeps its blocks in flight to shared memory.
-RESIDENT, STREAMED = (16384, 32, 2, 1), (8192, 8, 1, 4)
+# Bytes of a row per step, and warps: for loss and gradient, where a program has half an SM and its row the L1 cache,
+# then for the loss alone, where many programs are in flight. Loads by cp.async (num_stages=4) are slower there.
+RESIDENT, STREAMED = (16384, 32), (4096, 4)
 
 
 @triton.jit
@@ -57,7 +57,7 @@ def _fold(x, reference, total, WIDTH: tl.constexpr):
 def cross_entropy_kernel(
     logits_ptr, target_ptr, scale_ptr, loss_ptr, stats_ptr, grad_ptr, stride_xm, stride_target, stride_gm, n_rows,
     ignore_index, smoothing, SMOOTH: tl.constexpr, N_COLS: tl.constexpr, BLOCK_N: tl.constexpr, WIDTH: tl.constexpr,
-    EDGES: tl.constexpr, UNROLL: tl.constexpr, STAGES: tl.constexpr, EARLY: tl.constexpr, SUMMED: tl.constexpr,
+    EDGES: tl.constexpr, EARLY: tl.constexpr, SUMMED: tl.constexpr,
 ):  # fmt: skip
     if SUMMED:
         tl.extra.cuda.gdc_launch_dependents()  # once every program has started, the sum's may
@@ -75,9 +75,10 @@ def cross_entropy_kernel(
         edge = tl.load(x_row + cols, mask=in_edge, other=-float("inf")).to(tl.float32)
     reference = tl.full((BLOCK_N // WIDTH,), LOWEST, tl.float32)
     total, plain = tl.zeros((BLOCK_N // WIDTH,), tl.float32), tl.zeros((BLOCK_N,), tl.float32)
-    for start in tl.range(0, N_COLS, BLOCK_N, loop_unroll_factor=UNROLL, num_stages=STAGES):
+    KEEP: tl.constexpr = "evict_first" if grad_ptr is None else "evict_last"
+    for start in tl.range(0, N_COLS, BLOCK_N, loop_unroll_factor=2, num_stages=1):
         inside = start + lane < vectors
-        x = tl.load(x_vectors + start + lane, mask=inside, other=-float("inf"), eviction_policy="evict_last")
+        x = tl.load(x_vectors + start + lane, mask=inside, other=-float("inf"), eviction_policy=KEEP)
         reference, total = _fold(x, reference, total, WIDTH)
         if SMOOTH:
             plain += tl.where(inside, x.to(tl.float32), 0.0)
@@ -116,7 +117,7 @@ def cross_entropy_kernel(
             tl.store(grad_row + cols, edge_grad.to(grad_ptr.dtype.element_ty), mask=in_edge)
         # Backwards: what was read last is the most likely to be still cached.
         LAST: tl.constexpr = (N_COLS - 1) // BLOCK_N * BLOCK_N
-        for done in tl.range(0, N_COLS, BLOCK_N, loop_unroll_factor=UNROLL):
+        for done in tl.range(0, N_COLS, BLOCK_N, loop_unroll_factor=2):
             at = LAST - done + lane
             x = tl.load(x_vectors + at, mask=at < vectors, other=0.0, eviction_policy="evict_first").to(tl.float32)
             grad = softmax_of(x, row_max, weight, factor, smoothing, N_COLS, SMOOTH)
@@ -131,14 +132,14 @@ def cross_entropy_kernel(
 def launch(logits, target, loss, stats, grad, reduction: str, ignore_index: int, smoothing: float) -> None:
     """Each row's loss, its three numbers and its gradient, where there are tensors for them."""
     (n_rows, n_cols), size = logits.shape, logits.element_size()
-    step, num_warps, unroll, stages = STREAMED if grad is None else RESIDENT
+    step, num_warps = STREAMED if grad is None else RESIDENT
     block_n = min(step // size, max(16, triton.next_power_of_2(n_cols)))
     (width, edges), (scale, order) = row_layout(logits), prepare(target, ignore_index, reduction)
     cross_entropy_kernel[(n_rows,)](
         logits, target, scale, loss, stats, grad,
         logits.stride(0), target.stride(0), 0 if grad is None else grad.stride(0), n_rows, ignore_index, smoothing,
-        SMOOTH=smoothing > 0, N_COLS=n_cols, BLOCK_N=block_n, WIDTH=width, EDGES=edges, UNROLL=unroll,
-        STAGES=stages, num_warps=max(1, num_warps * block_n * size // step), **order,
+        SMOOTH=smoothing > 0, N_COLS=n_cols, BLOCK_N=block_n, WIDTH=width, EDGES=edges,
+        num_warps=max(1, num_warps * block_n * size // step), **order,
     )  # fmt: skip
 
 

@@ -64,7 +64,8 @@ def _write(
 
 @triton.jit
 def _differ(x_row, grad_row, TRACED: tl.constexpr):
-    """Whether the vectors of 16 bytes of two rows are of other columns: only torch.compile places the gradient so."""
+    """Whether the two rows begin differently within 16 bytes: then their vectors are of other columns. Only where
+    torch.compile allocates the gradient is that not known before."""
     if not TRACED:
         return False
     else:
@@ -97,7 +98,8 @@ def cross_entropy_backward_kernel(
                     _write(x_row, grad_row, at, at < n_cols, target, dy, reference, weight, factor, smoothing, n_cols,
                            IN_PLACE, SMOOTH)  # fmt: skip
             else:
-                head, vectors = vectors_of(x_row, n_cols, WIDTH, EDGES)
+                # From the gradient's address: to torch.compile a store writes every tensor that its address depends on.
+                head, vectors = vectors_of(grad_row, n_cols, WIDTH, EDGES)
                 # By itself Triton knows multiples of 16 numbers, not of 16 bytes.
                 x_vectors = tl.multiple_of(x_row + head if EDGES else x_row, 16)
                 grad_vectors = tl.multiple_of(grad_row + head if EDGES else grad_row, 16)

@@ -242,7 +242,7 @@ def test_in_place(h):
 )  # fmt: skip
 def test_any_shape(rows, classes, when, dtype, factor, options):
     """In steps of 32 or 64 columns: one or several, the last whole or not, and rows that begin anywhere."""
-    h, few = harness(), (128, 1, 2, 1)
+    h, few = harness(), (128, 1)
     with patch.multiple(lesson, RESIDENT=few, STREAMED=few), patch.object(backwards, "BLOCK_BYTES", 128):
         check(h, *operands(h, rows, classes, dtype), when, factor if when != "in place" else 1.0, **options)
 
@@ -394,8 +394,8 @@ def test_bad_input(h):
 
 @pytest.mark.parametrize("sm", [90, 100])
 def test_generated_code(sm):
-    """Wide loads and stores, of rows that begin anywhere too, and an SM holds the programs it should. The loss alone,
-    and slices of long rows, are on their way to shared memory ahead of their use."""
+    """Wide loads and stores, of rows that begin anywhere too, and an SM holds the programs it should. Slices of long
+    rows are on their way to shared memory ahead of their use."""
     short = [(32000, torch.bfloat16), (16000, torch.float32)]
     for classes, dtype in [*itertools.product((128256, 128257, 50257), DTYPES), *short]:
         args = meta(4096, classes, dtype=dtype), meta(4096, dtype=torch.int64)
@@ -417,7 +417,8 @@ def test_generated_code(sm):
             assert smooth["cross_entropy_split_kernel"].spills <= (SMOOTH_SPILLS if narrow else 4)
         (loss, *_) = sorted(compile_for(cross_entropy, args, {}, sms=(sm,)), key=lambda kernel: kernel.kernel)
         assert (loss.kernel, loss.spills, loss.error) == ("cross_entropy_kernel", 0, None)
-        assert loss.found.get("cp.async")
+        assert loss.found.get("ld.global.v4")
+        assert loss.registers <= 40  # three quarters of the threads that an SM may have, or more
 
 
 PADDED = (128256, 131072), (128256, 128264), (50257, 50304), (50257, 50264), (50264, 50272)
