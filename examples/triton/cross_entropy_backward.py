@@ -100,10 +100,10 @@ def cross_entropy_backward_kernel(
             else:
                 # From the gradient's address: to torch.compile a store writes every tensor that its address depends on.
                 head, vectors = vectors_of(grad_row, n_cols, WIDTH, EDGES)
-                # By itself Triton knows multiples of 16 numbers, not of 16 bytes.
-                x_vectors = tl.multiple_of(x_row + head if EDGES else x_row, 16)
-                grad_vectors = tl.multiple_of(grad_row + head if EDGES else grad_row, 16)
-                vectors = vectors // WIDTH * WIDTH  # unchanged, but now known to be a multiple
+                x_vectors, grad_vectors = x_row + head if EDGES else x_row, grad_row + head if EDGES else grad_row
+                if WIDTH > 1:  # by itself Triton knows multiples of 16 numbers, not of 16 bytes
+                    x_vectors, grad_vectors = tl.multiple_of(x_vectors, 16), tl.multiple_of(grad_vectors, 16)
+                    vectors = vectors // WIDTH * WIDTH  # unchanged, but now known to be a multiple
                 for start in range(0, vectors, BLOCK_N):
                     at = start + lane
                     _write(x_vectors, grad_vectors, at, at < vectors, target - head, dy, reference, weight, factor,
@@ -125,14 +125,17 @@ def launch_backward(dy, logits, target, stats, ready, smoothing: float, in_place
     n_rows, n_cols = logits.shape
     grad = empty_gradient(logits) if ready is None else ready
     if n_rows:
-        width, edges = row_layout(logits)
+        traced = torch.compiler.is_compiling()
+        # The vectors of such rows Triton finds by itself, from the addresses that torch.compile launches it with.
+        plain = traced and logits.stride(0) % 16 == 0 and n_cols % 16 == 0
+        width, edges = (1, False) if plain else row_layout(logits)
         block_n, num_warps = block_of(logits)
         dy = dy.expand(n_rows)
         cross_entropy_backward_kernel[(min(n_rows, BACKWARD_PER_SM * device_limits(logits.device).sms),)](
             dy, logits, target, stats, grad, dy.stride(0), logits.stride(0), target.stride(0), grad.stride(0),
             n_rows, n_cols, smoothing, READY=ready is not None, SCALAR=ready is not None and dy.stride(0) == 0,
             IN_PLACE=in_place, SMOOTH=smoothing > 0, BLOCK_N=block_n, WIDTH=width, EDGES=edges,
-            TRACED=torch.compiler.is_compiling(), num_warps=num_warps,
+            TRACED=traced and edges, num_warps=num_warps,
         )  # fmt: skip
     return grad
 

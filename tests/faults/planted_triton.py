@@ -587,6 +587,9 @@ two parts of a shared row write the target's column
 backward looks for the target's column from the row's first vector
   - _write(x_vectors, grad_vectors, at, at < vectors, target - head, dy, reference, weight, factor,
   + _write(x_vectors, grad_vectors, at, at < vectors, target, dy, reference, weight, factor,
+rows that torch.compile puts elsewhere lack their last columns
+  - for start in range(0, n_cols, BLOCK_N):
+  + for start in range(0, n_cols - BLOCK_N, BLOCK_N):
 backward leaves out the columns before a row's first vector
   - if EDGES:
   -     cols, in_edge = edges_of(head, vectors, n_cols, WIDTH)

@@ -16,6 +16,7 @@ import triton.language as tl
 from hypothesis import given
 from hypothesis import strategies as st
 
+from examples.common.classes import gradient_of
 from examples.common.device import interpreted, sms_to_wait_on
 from examples.common.rows import DTYPES
 from examples.triton import cross_entropy as lesson
@@ -157,11 +158,13 @@ def test_a_gradient_that_is_ready_is_left_alone_where_dy_is_1(h):
         assert torch.allclose(got, want, equal_nan=True, atol=1e-6)
 
 
-@pytest.mark.parametrize(("first", "gap"), [(0, 0), (1, 0), (0, 3), (8, 8), (3, 5)])
-def test_a_gradient_where_torch_compile_puts_it(h, first, gap):
+@pytest.mark.parametrize(
+    ("classes", "first", "gap"), [(1003, 0, 0), (1003, 1, 0), (1003, 0, 3), (1003, 8, 8), (1003, 3, 5), (992, 0, 16)]
+)
+def test_a_gradient_where_torch_compile_puts_it(h, classes, first, gap):
     """Its rows begin within 16 bytes where those of the logits do, elsewhere, or some here and some there."""
-    memory, target = h.randn(first + 12 * (1003 + gap), dtype=h.half, scale=2.0), h.randint(1003, 12)
-    logits = memory[first:].as_strided((12, 1003), (1003 + gap, 1))
+    memory, target = h.randn(first + 12 * (classes + gap), dtype=h.half, scale=2.0), h.randint(classes, 12)
+    logits = memory[first:].as_strided((12, classes), (classes + gap, 1))
     _, stats, _ = lesson._forward(logits, target, "backward", "mean", -100, 0.0)
 
     def traced(logits, target):
@@ -511,6 +514,18 @@ def test_large_vocabularies_and_more_elements_than_an_int32_counts(h, gpu_gib):
         h.check(lambda *_, got=grad[part]: got, partial(reference_gradient, reduction="sum"), x, t, **BUDGET)
         h.check(lambda *_, got=loss[part]: got, partial(reference, reduction="none"), x, t,
                 dtype=torch.float32, **BUDGET)  # fmt: skip
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("classes", [1003, 1008])
+def test_compiled_with_its_backward(h, classes):
+    """Of a leaf: torch.compile may not take the logits for something that a kernel writes."""
+    torch.compiler.reset()
+    compiled = gradient_of(torch.compile(cross_entropy, fullgraph=True))
+    for first in (0, 3):
+        memory = h.randn(first + 64 * classes, dtype=h.half, scale=2.0)
+        logits, target = memory[first:].view(64, classes), h.randint(classes, 64)
+        h.check(compiled, reference_gradient, logits, target, poison=False, **BUDGET)
 
 
 @pytest.mark.gpu
