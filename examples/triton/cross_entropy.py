@@ -40,8 +40,7 @@ from examples.triton.cross_entropy_operands import edges_of, empty_gradient, pre
 
 WHEN = ("forward", "backward", "in place")  # the gradient is made, and where
 L1_BEST_KIB = 100  # of a row: 50257 classes of 16 bits; longer ones are faster if programs share them
-# Bytes of a row per step, and warps: for loss and gradient, where a program has half an SM and its row the L1 cache,
-# then for the loss alone, where many programs are in flight. Loads by cp.async (num_stages=4) are slower there.
+# Bytes of a row per step, and warps: for loss and gradient, then for the loss alone, which is slower by cp.async.
 RESIDENT, STREAMED = (16384, 32), (4096, 4)
 
 
