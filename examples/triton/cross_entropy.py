@@ -40,7 +40,7 @@ from examples.triton.cross_entropy_operands import edges_of, empty_gradient, pre
 
 WHEN = ("forward", "backward", "in place")  # the gradient is made, and where
 L1_BEST_KIB = 100  # of a row: 50257 classes of 16 bits; longer ones are faster if programs share them
-# Bytes of a row per step, and warps: for loss and gradient, then for the loss alone, which is slower by cp.async.
+# Bytes of a row per step, and warps: for loss and gradient, then for the loss alone.
 RESIDENT, STREAMED = (16384, 32), (4096, 4)
 
 
@@ -75,7 +75,7 @@ def cross_entropy_kernel(
     reference = tl.full((BLOCK_N // WIDTH,), LOWEST, tl.float32)
     total, plain = tl.zeros((BLOCK_N // WIDTH,), tl.float32), tl.zeros((BLOCK_N,), tl.float32)
     KEEP: tl.constexpr = "evict_first" if grad_ptr is None else "evict_last"
-    for start in tl.range(0, N_COLS, BLOCK_N, loop_unroll_factor=2, num_stages=1):
+    for start in tl.range(0, N_COLS, BLOCK_N, loop_unroll_factor=2, num_stages=1):  # cp.async is slower
         inside = start + lane < vectors
         x = tl.load(x_vectors + start + lane, mask=inside, other=-float("inf"), eviction_policy=KEEP)
         reference, total = _fold(x, reference, total, WIDTH)

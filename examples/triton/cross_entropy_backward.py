@@ -64,8 +64,8 @@ def _write(
 
 @triton.jit
 def _differ(x_row, grad_row, TRACED: tl.constexpr):
-    """Whether the two rows begin differently within 16 bytes: then their vectors are of other columns. Only where
-    torch.compile allocates the gradient is that not known before."""
+    """Whether the two rows begin differently within 16 bytes: then their vectors are of other columns. It is asked
+    where torch.compile allocates the gradient, since no tensor has an address while it traces."""
     if not TRACED:
         return False
     else:
@@ -92,13 +92,14 @@ def cross_entropy_backward_kernel(
             reference, weight = tl.load(stats_ptr + row), tl.load(stats_ptr + stats_step + row)
             factor, target = tl.load(stats_ptr + 2 * stats_step + row), tl.load(target_ptr + row * stride_target)
             x_row, grad_row = logits_ptr + row * stride_xm, grad_ptr + row * stride_gm
-            if _differ(x_row, grad_row, TRACED):
+            if _differ(x_row, grad_row, TRACED):  # one number at a time: no vector is aligned in both rows
                 for start in range(0, n_cols, BLOCK_N):
                     at = start + lane
                     _write(x_row, grad_row, at, at < n_cols, target, dy, reference, weight, factor, smoothing, n_cols,
                            IN_PLACE, SMOOTH)  # fmt: skip
             else:
-                # From the gradient's address: to torch.compile a store writes every tensor that its address depends on.
+                # From the gradient's address, not the logits': torch.compile takes every tensor that a store's address
+                # is computed from for written, and would copy the logits.
                 head, vectors = vectors_of(grad_row, n_cols, WIDTH, EDGES)
                 x_vectors, grad_vectors = x_row + head if EDGES else x_row, grad_row + head if EDGES else grad_row
                 if WIDTH > 1:  # by itself Triton knows multiples of 16 numbers, not of 16 bytes
@@ -126,7 +127,8 @@ def launch_backward(dy, logits, target, stats, ready, smoothing: float, in_place
     grad = empty_gradient(logits) if ready is None else ready
     if n_rows:
         traced = torch.compiler.is_compiling()
-        # The vectors of such rows Triton finds by itself, from the addresses that torch.compile launches it with.
+        # Where the row stride and n_cols are multiples of 16 numbers Triton finds the vectors by itself, from what
+        # torch.compile tells it of the addresses.
         plain = traced and logits.stride(0) % 16 == 0 and n_cols % 16 == 0
         width, edges = (1, False) if plain else row_layout(logits)
         block_n, num_warps = block_of(logits)

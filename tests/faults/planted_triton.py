@@ -587,6 +587,9 @@ two parts of a shared row write the target's column
 backward looks for the target's column from the row's first vector
   - _write(x_vectors, grad_vectors, at, at < vectors, target - head, dy, reference, weight, factor,
   + _write(x_vectors, grad_vectors, at, at < vectors, target, dy, reference, weight, factor,
+to torch.compile the backward writes the logits
+  - head, vectors = vectors_of(grad_row, n_cols, WIDTH, EDGES)
+  + head, vectors = vectors_of(x_row, n_cols, WIDTH, EDGES)
 rows that torch.compile puts elsewhere lack their last columns
   - for start in range(0, n_cols, BLOCK_N):
   + for start in range(0, n_cols - BLOCK_N, BLOCK_N):
